@@ -1,0 +1,35 @@
+"""All flags of a run in one frozen object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mimo.config.data import DataConfig
+from mimo.config.ddp import DdpConfig
+from mimo.config.layout import LayoutConfig
+from mimo.config.model import ModelConfig
+from mimo.config.observe import ObserveConfig
+from mimo.config.optim import OptimConfig, ScheduleConfig
+from mimo.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run: one section per concern, plus the provider's and the data set's own flags.
+
+    Attributes:
+        model_family: an instance of the model provider's `Config`.
+        dataset: an instance of the data provider's `Config`.
+    """
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    model_family: Any = None
+    dataset: Any = None

@@ -1,0 +1,135 @@
+"""Grids and layouts as plain data: which rank does what. No torch, any world size.
+
+Rank order inside a grid is Megatron's `tp-cp-dp-pp` (the first varies fastest); the expert view of the same ranks is
+`expt_tp-ep-expt_dp-pp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mimo.protocols import LANGUAGE
+
+
+@dataclass(frozen=True)
+class GridSpec:
+    """The ranks of one module and their factorisation.
+
+    Attributes:
+        name: module name, `language` or an encoder.
+        offset: first global rank.
+        tp, cp, dp, pp: tensor, context, data and pipeline parallel sizes.
+        ep: expert parallel size. Experts are split over `ep * expt_tp` ranks of a pipeline stage.
+        expt_tp: tensor parallel size inside an expert.
+    """
+
+    name: str
+    offset: int = 0
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    expt_tp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expt_dp(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.tp * self.cp * self.dp // (self.ep * self.expt_tp)
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of the grid."""
+        return range(self.offset, self.offset + self.size)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank: `tp`, `cp`, `dp`, `pp`. Raises ValueError for a rank outside the grid."""
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not in grid {self.name!r} (ranks {self.ranks.start}-{self.ranks.stop - 1})")
+        local, position = rank - self.offset, {}
+        for axis in ("tp", "cp", "dp", "pp"):
+            size = getattr(self, axis)
+            position[axis] = local % size
+            local //= size
+        return position
+
+    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Global rank at a position, the inverse of `coordinates`. Negative `pp` counts from the last stage."""
+        pp %= self.pp
+        return self.offset + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All grids of a run.
+
+    Attributes:
+        kind: `disjoint` (grids tile the world) or `colocated` (all grids span the same ranks).
+        world_size: number of ranks.
+        encoders: encoder grids in module order; empty for text-only runs.
+        language: the language grid.
+    """
+
+    kind: str
+    world_size: int
+    encoders: tuple[GridSpec, ...]
+    language: GridSpec
+
+    @property
+    def grids(self) -> dict[str, GridSpec]:
+        """Every grid by module name, encoders first."""
+        return {**{grid.name: grid for grid in self.encoders}, LANGUAGE: self.language}
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of data lanes: the language data-parallel size."""
+        return self.language.dp
+
+    def modules_of(self, rank: int) -> tuple[str, ...]:
+        """Modules that a rank holds, encoders first."""
+        return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
+
+
+@dataclass(frozen=True)
+class LaneShare:
+    """The part of one lane's microbatch that one encoder data-parallel rank serves.
+
+    Attributes:
+        lane: lane number.
+        start, stop: range of samples of the lane's microbatch, `0 <= start <= stop <= micro_batch_size`.
+    """
+
+    lane: int
+    start: int
+    stop: int
+
+
+def lane_shares(encoder_dp: int, language_dp: int, micro_batch_size: int, dp_rank: int) -> tuple[LaneShare, ...]:
+    """What encoder data-parallel rank `dp_rank` encodes of each microbatch, in lane order.
+
+    Fan-out (`encoder_dp <= language_dp`): whole microbatches of `language_dp / encoder_dp` consecutive lanes.
+    Fan-in: one lane is shared by `encoder_dp / language_dp` ranks, its samples cut into consecutive runs whose
+    lengths differ by at most one.
+    """
+    if encoder_dp <= language_dp:
+        per_rank = language_dp // encoder_dp
+        first = dp_rank * per_rank
+        return tuple(LaneShare(lane, 0, micro_batch_size) for lane in range(first, first + per_rank))
+    per_lane = encoder_dp // language_dp
+    lane, part = divmod(dp_rank, per_lane)
+    start = part * micro_batch_size // per_lane
+    stop = (part + 1) * micro_batch_size // per_lane
+    return (LaneShare(lane, start, stop),)
+
+
+def lane_sources(encoder_dp: int, language_dp: int, micro_batch_size: int, lane: int) -> tuple[tuple[int, LaneShare], ...]:
+    """Encoder data-parallel ranks that feed a lane, with the part each feeds, in sample order."""
+    sources = range(encoder_dp)
+    found = [(dp, share) for dp in sources for share in lane_shares(encoder_dp, language_dp, micro_batch_size, dp)
+             if share.lane == lane]
+    return tuple(sorted(found, key=lambda item: item[1].start))

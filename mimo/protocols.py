@@ -1,0 +1,195 @@
+"""The seams: what a model, a data set and a batch look like to the trainer.
+
+Everything here is plain data or a `Protocol`. Importing this module needs numpy and nothing heavier, so planning,
+`--help` and `--dry-run` stay fast and run on machines without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mimo.grid.spec import GridSpec, Layout
+
+LANGUAGE = "language"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The data stream of one language data-parallel replica, as plain data.
+
+    Lane `index` of `count` holds the samples whose global index is `index` modulo `count`, so the global batch is
+    the same for every layout.
+
+    Attributes:
+        module: who reads: `language` wants tokens, an encoder name wants that encoder's raw inputs.
+        index: lane number, 0 to count - 1.
+        count: number of lanes, the language data-parallel size.
+        seed: seed of the sample order.
+        split: `train` or `valid`.
+    """
+
+    module: str
+    index: int
+    count: int
+    seed: int
+    split: str = "train"
+
+
+@dataclass
+class Sample:
+    """One training sample as one side of the bridge sees it.
+
+    Attributes:
+        key: name of the sample, unique in its data set; error messages show it.
+        tokens: int64 `[T]`; each image is ONE placeholder, the model's image token id, expanded later.
+        target_mask: bool `[T]`; True where the token itself is a training target (an answer token).
+        image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
+        images: float32 `[C, height, width]` each; None on language lanes, which never read pixels.
+    """
+
+    key: str
+    tokens: np.ndarray
+    target_mask: np.ndarray
+    image_sizes: list[tuple[int, int]] = field(default_factory=list)
+    images: list[np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class TokenSpec:
+    """What a data set must know of the model it feeds.
+
+    Attributes:
+        vocab_size: ids are below it.
+        image_token_id: placeholder id of an image.
+        image_size: pixels a side that the encoder takes; 0 where it takes any.
+        num_channels: channels of an image.
+    """
+
+    vocab_size: int
+    image_token_id: int
+    image_size: int
+    num_channels: int
+
+
+class SampleStream(Protocol):
+    """An endless stream of samples that can be saved and restored at a sample boundary."""
+
+    def __next__(self) -> Sample: ...
+    def __iter__(self) -> Iterator[Sample]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class DataProvider(Protocol):
+    """A data set that plugs in by name (`--dataset-provider NAME` or `pkg.module:attr`)."""
+
+    Config: ClassVar[type]
+
+    def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> SampleStream:
+        """Open one lane. Raises ValueError, naming the flag, for a configuration that cannot work."""
+        ...
+
+    def num_samples(self, config: Any, split: str) -> int | None:
+        """Samples in one pass over `split`; None where it has no end."""
+        ...
+
+    def decode(self, config: Any, tokens: list[int]) -> str:
+        """Token ids as text, for greedy samples shown to a person."""
+        ...
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a provider needs to build one module on this rank.
+
+    Attributes:
+        grid: the module's grid specification (sizes only).
+        groups: the module's process groups; never None on a rank that builds.
+        params_dtype: dtype of parameters and activations.
+        transformer_impl: `transformer_engine` or `local`.
+        sequence_parallel: whether the module runs with sequence parallelism.
+        pre_process: this rank holds the module's first pipeline stage.
+        post_process: this rank holds the module's last pipeline stage.
+        seq_length: padded tokens per sample.
+    """
+
+    grid: GridSpec
+    groups: ProcessGroupCollection
+    params_dtype: torch.dtype
+    transformer_impl: str
+    sequence_parallel: bool
+    pre_process: bool
+    post_process: bool
+    seq_length: int
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter (or a stack of equal ones) for planning.
+
+    Attributes:
+        name: dotted name for messages.
+        shape: global shape.
+        count: how many of it the module has (layers, times experts).
+        split: the axis of parallelism that divides it: `tp`, `expert` (ep and expert tp) or `none`.
+        stage: `first`, `last` or `layer` (divided over the pipeline stages).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    count: int = 1
+    split: str = "none"
+    stage: str = "layer"
+
+
+class ModelProvider(Protocol):
+    """A model family that plugs in by name (`--model-provider NAME` or `pkg.module:attr`).
+
+    Importing a provider must not import torch: import it inside `language_spec` and `encoder_spec`.
+    """
+
+    Config: ClassVar[type]
+
+    def encoders(self, config: Any) -> tuple[str, ...]:
+        """Names of the encoder modules; empty for a text model."""
+        ...
+
+    def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
+        """Raise ValueError, naming flags and values, for sizes that the layout cannot hold."""
+        ...
+
+    def token_spec(self, config: Any) -> TokenSpec: ...
+
+    def special_token_ids(self, config: Any) -> dict[str, int]:
+        """Placeholder token id of each encoder module."""
+        ...
+
+    def num_image_tokens(self, config: Any, height: int, width: int) -> int:
+        """Language tokens that one image of this size (pixels) becomes. Raises ValueError for a size it cannot take."""
+        ...
+
+    def hidden_size(self, config: Any) -> int:
+        """Width of the language model: what crosses the bridge per token."""
+        ...
+
+    def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
+        """Every parameter of a module, for `--dry-run` and grid sizing."""
+        ...
+
+    def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
+        """Megatron spec of the language model; its params hold `config`. `context` is None on ranks without it,
+        where only `params['config'].hidden_size` is read."""
+        ...
+
+    def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
+        """Megatron spec of a `ModalitySubmodules` class whose forward gives `[tokens, hidden_size]`."""
+        ...

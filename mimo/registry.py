@@ -1,0 +1,45 @@
+"""Names to providers: a built-in name, or `pkg.module:attr` for anything outside the tree."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+MODEL_PROVIDERS = {"llava": "providers.llava:provider", "mock": "providers.mock:provider"}
+DATASET_PROVIDERS = {"digits": "data.digits:provider", "mock": "data.mock:provider"}
+
+
+def resolve(name: str, flag: str, known: dict[str, str]) -> Any:
+    """Import the provider that `name` stands for.
+
+    Args:
+        name: a key of `known`, or `pkg.module:attr`.
+        flag: the flag that carried the name, for messages.
+        known: built-in names.
+
+    Raises:
+        ValueError: the name is unknown, or the module or attribute does not exist.
+    """
+    target = known.get(name, name)
+    module_name, _, attribute = target.partition(":")
+    if not attribute:
+        raise ValueError(f"{flag} {name}: unknown; built in are {', '.join(sorted(known))}, others are named pkg.module:attr")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise ValueError(f"{flag} {name}: there is no module {module_name!r}") from error
+    if attribute not in vars(module):
+        raise ValueError(f"{flag} {name}: module {module_name!r} has no attribute {attribute!r}")
+    return vars(module)[attribute]
+
+
+def model_provider(name: str) -> Any:
+    """The model provider that `--model-provider` names. Raises ValueError for an unknown one."""
+    return resolve(name, "--model-provider", MODEL_PROVIDERS)
+
+
+def dataset_provider(name: str) -> Any:
+    """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
+    return resolve(name, "--dataset-provider", DATASET_PROVIDERS)
