@@ -1,0 +1,59 @@
+"""CPU with gloo: the real Megatron code runs, its CUDA calls mapped to CPU ones.
+
+The mapping replaces functions in the `torch` namespaces once per process. A `TorchFunctionMode` would see the same
+calls, but it costs Python time on every torch operation and acts in one thread only; replaced functions cost nothing
+on operations that take no device, and hold in data-loading and checkpoint-writing threads too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from mimo.platform.base import Platform
+from mimo.platform.emulation import install_mapped_calls
+
+logger = logging.getLogger(__name__)
+
+
+class CpuPlatform(Platform):
+    """One process a rank on shared CPU cores."""
+
+    def __init__(self) -> None:
+        self.name = "cpu"
+        self.device = torch.device("cpu")
+        self.backend = "gloo"
+
+    def install(self) -> None:
+        """Map CUDA calls to CPU. Raises RuntimeError where Megatron was imported before."""
+        if "megatron.core" in sys.modules:
+            raise RuntimeError("CPU emulation must be installed before megatron.core is imported: call "
+                               "mimo.platform.get_platform first")
+        # Megatron's local GELU and SwiGLU fusions go through torch.compile, which would start a C++ compiler per run.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        count = install_mapped_calls()
+        logger.info("CPU emulation is on: %d CUDA calls are mapped to CPU, NCCL groups to gloo", count)
+
+    def set_device(self, local_rank: int) -> None:
+        """Nothing to bind: the processes share the cores."""
+
+    def synchronize(self) -> None:
+        """Nothing is queued: CPU operations finish before they return."""
+
+    def peak_memory_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+
+    def reset_peak_memory(self) -> None:
+        """Start a new mark where the kernel allows it (Linux `clear_refs`); elsewhere the old one stands."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError as error:
+            logger.debug("peak memory stays that of the whole process: %s", error)
+
+    def has_transformer_engine(self) -> bool:
+        return False  # its kernels are CUDA only

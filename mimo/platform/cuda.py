@@ -1,0 +1,40 @@
+"""NVIDIA GPUs with NCCL."""
+
+from __future__ import annotations
+
+import torch
+
+from mimo.platform.base import Platform, transformer_engine_installed
+
+
+class CudaPlatform(Platform):
+    """One GPU a process."""
+
+    def __init__(self) -> None:
+        self.name = "cuda"
+        self.device = torch.device("cuda")
+        self.backend = "nccl"
+
+    def install(self) -> None:
+        """Nothing to prepare."""
+
+    def set_device(self, local_rank: int) -> None:
+        """Make GPU `local_rank` current. Raises ValueError where the host has fewer GPUs."""
+        count = torch.cuda.device_count()
+        if not 0 <= local_rank < count:
+            raise ValueError(f"LOCAL_RANK {local_rank} needs a GPU of its own, but this host has {count}: "
+                             "start at most that many processes per host (torchrun --nproc-per-node)")
+        torch.cuda.set_device(local_rank)
+        self.device = torch.device("cuda", local_rank)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def has_transformer_engine(self) -> bool:
+        return transformer_engine_installed()
