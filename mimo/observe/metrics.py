@@ -1,0 +1,207 @@
+"""The figures of an iteration, and the one object that hands them to console, metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mimo.config.observe import ObserveConfig
+from mimo.observe.console import Console, format_eval, format_steps
+from mimo.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One iteration. Dictionaries are by module name, except `moe_losses`.
+
+    Attributes:
+        iteration: 1 for the first.
+        consumed_samples: samples trained on so far, this iteration included if it took a step.
+        lm_loss: mean loss per target token over the global batch, nats.
+        grad_norm: norm before clipping, over all modules; None where the step was skipped.
+        learning_rate: of the language model, or of the first trainable module where it is frozen.
+        batch_size: global batch, samples.
+        iteration_time_s: wall time, seconds.
+        success: the optimizer took the step.
+        skipped_iterations: skipped steps so far.
+        loss_scale: 1.0 where there is none.
+        num_zeros: zeros in the gradient; None where not counted.
+        module_learning_rates: learning rate of each trainable module.
+        tokens_per_s_per_gpu: language tokens of the global batch per second, over the world size.
+        image_tokens, text_tokens: tokens of the global batch of each kind, padding excluded.
+        data_wait_s, bridge_wait_s: longest wait of any rank, seconds.
+        peak_memory_bytes: highest memory of any rank of each module.
+        moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers;
+            with per-layer logging also `moe/<name>_layer_<i>`.
+    """
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    grad_norm: float | None
+    learning_rate: float
+    batch_size: int
+    iteration_time_s: float
+    success: bool = True
+    skipped_iterations: int = 0
+    loss_scale: float = 1.0
+    num_zeros: int | None = None
+    module_learning_rates: dict[str, float] = field(default_factory=dict)
+    tokens_per_s_per_gpu: float = 0.0
+    image_tokens: int = 0
+    text_tokens: int = 0
+    data_wait_s: float = 0.0
+    bridge_wait_s: float = 0.0
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    moe_losses: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Value]:
+        """Flat, under Megatron's key names; figures of a module are `<key>/<module>`."""
+        figures: dict[str, Value] = {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "lm loss": self.lm_loss,
+            "grad-norm": self.grad_norm,
+            "learning-rate": self.learning_rate,
+            **{f"learning-rate/{module}": rate for module, rate in self.module_learning_rates.items()},
+            "loss-scale": self.loss_scale,
+            "num-zeros": self.num_zeros,
+            "batch-size": self.batch_size,
+            "iteration-time": self.iteration_time_s,
+            "tokens-per-s-per-gpu": self.tokens_per_s_per_gpu,
+            "image-tokens": self.image_tokens,
+            "text-tokens": self.text_tokens,
+            "data-wait-s": self.data_wait_s,
+            "bridge-wait-s": self.bridge_wait_s,
+            **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},
+            "skipped-iterations": self.skipped_iterations,
+            "success": self.success,
+        }
+        clash = figures.keys() & self.moe_losses.keys()
+        assert not clash, f"MoE losses named like other figures: {sorted(clash)}"
+        return {**figures, **self.moe_losses}
+
+
+class RunLogger:
+    """Writes a run's figures on the logging rank; on every other rank each call returns at once."""
+
+    def __init__(self, observe: ObserveConfig, *, active: bool, total_iterations: int, config_toml: str,
+                 resume_iteration: int = 0) -> None:
+        """Open the run folder.
+
+        Args:
+            observe: what to write and where.
+            active: this is the logging rank.
+            total_iterations: length of the run.
+            config_toml: the run's flags as TOML, written to run_config.toml.
+            resume_iteration: iteration of the checkpoint the run goes on from; 0 starts a fresh metrics.jsonl, above 0
+                keeps its lines up to that iteration.
+
+        Raises:
+            ValueError: a flag is out of range, or a folder it names cannot be written.
+        """
+        if observe.log_interval < 1:
+            raise ValueError(f"--log-interval {observe.log_interval}: must be at least 1")
+        self._log_interval = observe.log_interval
+        self._total_iterations = total_iterations
+        self._resume_iteration = resume_iteration
+        self._trackers: list[Tracker] = []
+        self._pending: list[StepRecord] = []
+        self._last: StepRecord | None = None
+        self._console: Console | None = None
+        self._start = time.monotonic()
+        self._places: dict[str, Path] = {}
+        if active:
+            self._open(observe, config_toml)
+            self._console = Console(total_iterations, resume_iteration, progress=observe.progress)
+
+    def _open(self, observe: ObserveConfig, config_toml: str) -> None:
+        run_dir = Path(observe.run_dir)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "run_config.toml").write_text(config_toml, encoding="utf-8")
+            self._trackers.append(JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
+        except OSError as error:
+            raise ValueError(f"--run-dir {observe.run_dir}: cannot be written: {error}") from error
+        self._places["metrics"] = run_dir / "metrics.jsonl"
+        if observe.tensorboard_dir is not None:
+            try:
+                self._trackers.append(TensorBoardTracker(Path(observe.tensorboard_dir)))
+            except OSError as error:
+                self.close()
+                raise ValueError(f"--tensorboard-dir {observe.tensorboard_dir}: cannot be written: {error}") from error
+            self._places["tensorboard"] = Path(observe.tensorboard_dir)
+
+    def log_step(self, record: StepRecord) -> None:
+        """Write one iteration: always to the trackers, every `log_interval` and at the end to the console."""
+        if self._console is None:
+            return
+        self._last = record
+        figures = record.to_dict()
+        for tracker in self._trackers:
+            tracker.log(record.iteration, record.consumed_samples, figures)
+        self._pending.append(record)
+        if record.iteration % self._log_interval == 0 or record.iteration >= self._total_iterations:
+            self._flush_pending()
+        self._console.advance(record.iteration, record.lm_loss)
+
+    def log_eval(self, iteration: int, metrics: Mapping[str, float], *, consumed_samples: int | None = None) -> None:
+        """Write an evaluation; each figure is tracked as `"<name> validation"`, Megatron's key.
+
+        Args:
+            iteration: last iteration trained.
+            metrics: figures by name, for example `{"lm loss": 0.3, "exact match": 0.95}`.
+            consumed_samples: samples trained on so far; left out: those of the last `log_step`.
+        """
+        if self._console is None:
+            return
+        if consumed_samples is None:
+            consumed_samples = 0 if self._last is None else self._last.consumed_samples
+        figures = {f"{name} validation": value for name, value in metrics.items()}
+        for tracker in self._trackers:
+            tracker.log(iteration, consumed_samples, figures)
+        self._console.line(format_eval(iteration, metrics))
+
+    def message(self, text: str) -> None:
+        """Print `text` on the logging rank."""
+        if self._console is not None:
+            self._console.line(text)
+
+    def summary(self, figures: Mapping[str, float | str], *, stopped: str | None = None) -> None:
+        """Print the final lines: what was trained, where its files are, then `name: value` of each figure, in order.
+
+        Args:
+            figures: the run's results; floats are shown with four digits after the point.
+            stopped: why the run ended early, for example `SIGTERM`; None where it reached its end.
+        """
+        if self._console is None:
+            return
+        self._flush_pending()
+        self._console.close()
+        iteration = self._resume_iteration if self._last is None else self._last.iteration
+        ending = f"stopped by {stopped} after" if stopped is not None else "finished"
+        parts = [f"{ending} iteration {iteration}/{self._total_iterations}"]
+        if self._last is not None:
+            parts += [f"samples {self._last.consumed_samples}", f"skipped iterations {self._last.skipped_iterations}"]
+        self._console.line(" | ".join([*parts, f"{time.monotonic() - self._start:.1f} s"]))
+        for name, place in self._places.items():
+            self._console.line(f"{name}: {place}")
+        for name, value in figures.items():
+            self._console.line(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+
+    def close(self) -> None:
+        """Flush and close every destination. A second call does nothing."""
+        if self._console is not None:
+            self._flush_pending()
+            self._console.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+    def _flush_pending(self) -> None:
+        """Print the line of the iterations that have none yet."""
+        if self._console is not None and self._pending:
+            self._console.line(format_steps(self._pending, self._total_iterations))
+            self._pending = []

@@ -1,0 +1,120 @@
+"""Where a run's figures go: a JSON Lines file and TensorBoard event files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+Value = float | None
+"""One figure: a number or a truth value, or None where the iteration has none."""
+
+# The axes themselves, and what is no curve.
+NOT_CURVES = ("iteration", "consumed_samples", "success")
+# A skipped iteration consumes no samples: several of them would share one point of a samples axis.
+NOT_BY_SAMPLES = ("skipped-iterations",)
+
+
+class Tracker(Protocol):
+    """A destination of figures."""
+
+    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
+        """Write the figures of iteration `step`, after `samples` consumed samples."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release. A second call does nothing."""
+        ...
+
+
+def _json_value(value: Value) -> float | str | None:
+    """JSON has no NaN or infinity: they become the strings `NaN`, `Infinity` and `-Infinity`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def _kept_lines(text: str, last_iteration: int) -> list[str]:
+    """Whole lines of an earlier file up to an iteration. A process killed while writing leaves a cut last line."""
+    kept = []
+    for line in text.splitlines():
+        try:
+            record: Any = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        iteration = record.get("iteration") if isinstance(record, dict) else None
+        if isinstance(iteration, int) and iteration <= last_iteration:
+            kept.append(line)
+    return kept
+
+
+class JsonlTracker:
+    """One JSON object a line: `iteration`, `consumed_samples`, `wall_time` (seconds since the epoch) and the figures.
+
+    Every line is strict JSON and on its way to disk when `log` returns.
+    """
+
+    def __init__(self, path: Path, resume_iteration: int = 0) -> None:
+        """Open `path`: emptied for a fresh run; for a resumed one, lines after `resume_iteration` are dropped.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines: list[str] = []
+        if resume_iteration > 0 and path.exists():
+            lines = _kept_lines(path.read_text(encoding="utf-8", errors="replace"), resume_iteration)
+        # A new file takes the old one's place in one go, so a kill here cannot lose the history.
+        fresh = path.with_name(path.name + ".tmp")
+        fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        os.replace(fresh, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
+        """Append one line; None becomes null."""
+        line = {**record, "iteration": step, "consumed_samples": samples, "wall_time": time.time()}
+        first = ("iteration", "consumed_samples", "wall_time")
+        ordered = {name: _json_value(line[name]) for name in (*first, *(name for name in line if name not in first))}
+        self._file.write(json.dumps(ordered, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """TensorBoard scalars under Megatron's keys: each by iteration, and as `"<key> vs samples"` by consumed samples."""
+
+    # Seconds an event may sit in memory; a rank that is made to exit loses no more than that.
+    FLUSH_S = 10
+
+    def __init__(self, folder: Path) -> None:
+        """Open a new event file in `folder`.
+
+        Raises:
+            ValueError: the package tensorboard is not installed.
+            OSError: the folder cannot be written.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--tensorboard-dir {folder}: the package tensorboard is not installed") from error
+        self._writer = SummaryWriter(log_dir=str(folder), flush_secs=self.FLUSH_S)
+
+    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
+        """Add a point to each curve that has a figure here."""
+        for name, value in record.items():
+            if value is None or name in NOT_CURVES:
+                continue
+            self._writer.add_scalar(name, float(value), step)
+            if name not in NOT_BY_SAMPLES:
+                self._writer.add_scalar(f"{name} vs samples", float(value), samples)
+
+    def close(self) -> None:
+        """Flush and close the event file. A second call does nothing."""
+        self._writer.close()
