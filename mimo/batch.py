@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,8 @@ class TextBatch:
         labels: int64 `[b, s]`, the next token.
         loss_mask: float32 `[b, s]`, 1 where the label is a target.
         position_ids: int64 `[b, s]`.
+        placeholders: for each encoder module, where its rows go: int64 indices into `[s * b]`, in sample order.
+        num_tokens: tokens of all samples, padding excluded.
     """
 
     keys: tuple[str, ...]
@@ -26,6 +28,15 @@ class TextBatch:
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    placeholders: dict[str, torch.Tensor]
+    num_tokens: int
+
+    def to(self, device: torch.device) -> TextBatch:
+        """The same batch with its tensors on `device` (asynchronous from pinned memory)."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True)
+                 for name in ("input_ids", "labels", "loss_mask", "position_ids")}
+        placeholders = {name: positions.to(device, non_blocking=True) for name, positions in self.placeholders.items()}
+        return replace(self, **moved, placeholders=placeholders)
 
 
 @dataclass
@@ -45,6 +56,10 @@ class EncoderBatch:
     lane_sizes: tuple[int, ...]
     inputs: dict[str, torch.Tensor]
 
+    def to(self, device: torch.device) -> EncoderBatch:
+        """The same batch with its tensors on `device` (asynchronous from pinned memory)."""
+        return replace(self, inputs={name: value.to(device, non_blocking=True) for name, value in self.inputs.items()})
+
 
 @dataclass
 class Microbatch:
@@ -52,3 +67,8 @@ class Microbatch:
 
     text: TextBatch | None
     encoders: dict[str, EncoderBatch]
+
+    def to(self, device: torch.device) -> Microbatch:
+        """The same microbatch with its tensors on `device` (asynchronous from pinned memory)."""
+        text = self.text.to(device) if self.text is not None else None
+        return Microbatch(text, {name: side.to(device) for name, side in self.encoders.items()})

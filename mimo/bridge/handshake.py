@@ -1,0 +1,125 @@
+"""Once a step, both sides of each lane compare sample keys and token counts over the host.
+
+An image can then never meet another sample's text, and a count that differs is one error that names the sample
+instead of a hang in a collective.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from mimo.grid.groups import Grids
+from mimo.grid.spec import GridSpec, lane_shares, lane_sources
+from mimo.protocols import LANGUAGE
+from mimo.batch import Microbatch
+
+# Per microbatch: (key, token count) of each sample.
+Manifest = list[list[tuple[str, int]]]
+
+
+def _send(manifest: Manifest, rank: int, group: dist.ProcessGroup) -> list[tuple[dist.Work, torch.Tensor]]:
+    payload = torch.frombuffer(bytearray(pickle.dumps(manifest)), dtype=torch.uint8)
+    size = torch.tensor([payload.numel()], dtype=torch.int64)
+    pending = []
+    for tensor in (size, payload):
+        work = dist.isend(tensor, rank, group=group)
+        assert work is not None, "the sender is a member of the host group"
+        pending.append((work, tensor))
+    return pending
+
+
+def _receive(rank: int, group: dist.ProcessGroup) -> Manifest:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, rank, group=group)
+    payload = torch.empty(int(size.item()), dtype=torch.uint8)
+    dist.recv(payload, rank, group=group)
+    return pickle.loads(payload.numpy().tobytes())
+
+
+class Handshake:
+    """Compares what the encoder side and the language side of each lane are about to train on.
+
+    Args:
+        grids: process groups; messages travel on `grids.host`.
+        micro_batch_size: samples of one lane in one microbatch.
+    """
+
+    def __init__(self, grids: Grids, micro_batch_size: int) -> None:
+        self.grids = grids
+        self.micro_batch_size = micro_batch_size
+        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def check(self, microbatches: Sequence[Microbatch]) -> None:
+        """Exchange manifests of a step. Called by every rank, in step order.
+
+        Raises:
+            ValueError: on the language rank whose lane differs, naming both samples and counts.
+        """
+        for work, _ in self._pending:
+            work.wait()
+        self._pending = []
+        own: dict[tuple[str, int], Manifest] = {}
+        for encoder in self.grids.layout.encoders:
+            own |= self._offer(encoder, microbatches)
+        for encoder in self.grids.layout.encoders:
+            self._compare(encoder, microbatches, own)
+
+    def _offer(self, encoder: GridSpec, microbatches: Sequence[Microbatch]) -> dict[tuple[str, int], Manifest]:
+        """Send each lane its manifest; returns those whose receiver is this rank."""
+        if self.grids.rank not in encoder.ranks:
+            return {}
+        place = encoder.coordinates(self.grids.rank)
+        if place["tp"] or place["cp"] or place["pp"] != encoder.pp - 1:
+            return {}
+        layout, own = self.grids.layout, {}
+        shares = lane_shares(encoder.dp, layout.num_lanes, self.micro_batch_size, place["dp"])
+        for index, share in enumerate(shares):
+            manifest = [_lane_manifest(batch, encoder.name, index) for batch in microbatches]
+            receiver = layout.language.rank_at(dp=share.lane)
+            if receiver == self.grids.rank:
+                own[encoder.name, share.lane] = manifest
+            else:
+                self._pending += _send(manifest, receiver, self.grids.host)
+        return own
+
+    def _compare(self, encoder: GridSpec, microbatches: Sequence[Microbatch],
+                 own: dict[tuple[str, int], Manifest]) -> None:
+        layout = self.grids.layout
+        if LANGUAGE not in self.grids.modules:
+            return
+        place = layout.language.coordinates(self.grids.rank)
+        if place["tp"] or place["cp"] or place["pp"]:
+            return
+        lane = place["dp"]
+        for dp, share in lane_sources(encoder.dp, layout.num_lanes, self.micro_batch_size, lane):
+            sender = encoder.rank_at(dp=dp, pp=-1)
+            theirs = own[encoder.name, lane] if sender == self.grids.rank else _receive(sender, self.grids.host)
+            for index, batch in enumerate(microbatches):
+                assert batch.text is not None, "language ranks hold text"
+                counts = batch.text.token_counts[encoder.name]
+                ours = list(zip(batch.text.keys, counts, strict=True))[share.start : share.stop]
+                _require_equal(ours, theirs[index], encoder.name, sender, lane, index)
+
+
+def _lane_manifest(batch: Microbatch, module: str, index: int) -> list[tuple[str, int]]:
+    side = batch.encoders[module]
+    ends = list(accumulate(side.lane_sizes, initial=0))
+    samples = slice(ends[index], ends[index + 1])
+    return list(zip(side.keys[samples], side.token_counts[samples], strict=True))
+
+
+def _require_equal(ours: list[tuple[str, int]], theirs: list[tuple[str, int]], module: str, sender: int, lane: int,
+                   microbatch: int) -> None:
+    place = f"lane {lane}, microbatch {microbatch}"
+    for (key, count), (their_key, their_count) in zip(ours, theirs, strict=True):
+        if key != their_key:
+            raise ValueError(f"{place}: the language side reads sample {key!r}, but {module} rank {sender} encodes "
+                             f"sample {their_key!r}")
+        if count != their_count:
+            raise ValueError(f"sample {key!r} ({place}): its text has {count} image tokens, but {module} rank {sender} "
+                             f"makes {their_count} of its images")

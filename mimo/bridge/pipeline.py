@@ -1,0 +1,89 @@
+"""What the wheel's 1F1B schedule talks to: stage neighbours inside a module, the bridge between modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from mimo.bridge.disjoint import Bridge
+from mimo.bridge.plan import destination_rows, source_rows
+from mimo.grid.groups import Grids
+from mimo.protocols import LANGUAGE
+from mimo.batch import Microbatch
+
+
+class FixedShapeP2P(P2PCommunicator):
+    """Stage-to-stage transfers of one known shape.
+
+    The wheel's variable-length mode, which multi-module schedules insist on, sends each shape over the device first and
+    synchronises twice a transfer. The language model's hidden states have one shape in a run.
+
+    Args:
+        pp_group: the module's pipeline group.
+        config: Megatron config of the module.
+        shape: `[sequence / (cp * tp under sequence parallelism), micro batch, hidden]`.
+    """
+
+    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig,
+                 shape: tuple[int, int, int]) -> None:
+        super().__init__(pp_group, config)
+        self.shape = list(shape)
+
+    def _communicate_shapes(self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None,
+                            recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
+        for tensor in (tensor_send_next, tensor_send_prev):
+            assert tensor is None or list(tensor.shape) == self.shape, f"{tuple(tensor.shape)} is not {self.shape}"
+        return self.shape, self.shape
+
+
+class PipelineCommunicator(MultiModulePipelineCommunicator):
+    """The wheel's multi-module communicator over our bridges.
+
+    Args:
+        grids: process groups.
+        config: Megatron config whose `pipeline_dtype` is the dtype of activations.
+        bridges: one per encoder, in module order.
+        language_shape: shape of the language model's hidden states between stages.
+    """
+
+    def __init__(self, grids: Grids, config: ModelParallelConfig, bridges: Sequence[Bridge],
+                 language_shape: tuple[int, int, int]) -> None:
+        self.bridges = list(bridges)
+        topology: dict[str, list[str]] = {encoder.name: [LANGUAGE] for encoder in grids.layout.encoders}
+        super().__init__(grids.grids, topology | {LANGUAGE: []}, config, dim_mapping={"s": 0, "b": 1, "h": 2},
+                         module_output_ndim={encoder.name: 2 for encoder in grids.layout.encoders})
+        self.grids = grids
+        if LANGUAGE in self.rank_module_map:
+            self.rank_module_map[LANGUAGE].p2p_communicator = FixedShapeP2P(
+                grids.collections[LANGUAGE].pp, config, language_shape)
+
+    def _build_bridge_comms(self) -> None:
+        self.bridge_comms = self.bridges
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds the first stage of a module of its own.
+
+        The wheel means the first stage of the whole chain, and its schedule starts overlapped gradient reduction in the last
+        microbatch only there; so language ranks never overlapped. Every module's first stage has no later work to hide
+        its reduction behind, hence each starts early. The schedule uses this property for nothing else here.
+        """
+        return any(info.pp_rank == 0 for info in self.rank_module_map.values())
+
+    def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
+        """Tell every bridge of this rank how many rows each microbatch of the coming schedule moves."""
+        layout, rank = self.grids.layout, self.grids.rank
+        for bridge in self.bridges:
+            if rank in layout.grids[bridge.module].ranks:
+                bridge.begin_step(source_rows(bridge.module, microbatches))
+            elif rank in layout.language.ranks:
+                bridge.begin_step(destination_rows(bridge.module, layout, rank, microbatches))
+
+    def destroy(self) -> None:
+        """Release the groups of the bridges."""
+        for bridge in self.bridges:
+            bridge.destroy()

@@ -1,0 +1,159 @@
+"""Process groups of every grid, built from a validated `Layout` through the wheel's `HyperCommGrid`.
+
+`parallel_state` stays uninitialised: each Megatron part gets its groups explicitly.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
+
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+
+# The name under which the wheel's optimizer looks for expert groups.
+EXPERT_VIEW = "expert"
+
+# Field of ProcessGroupCollection -> dimensions of the base view.
+BASE_GROUPS = {
+    "tp": ["tp"],
+    "cp": ["cp"],
+    "dp": ["dp"],
+    "pp": ["pp"],
+    "dp_cp": ["cp", "dp"],
+    "tp_cp": ["tp", "cp"],
+    "tp_dp_cp": ["tp", "cp", "dp"],
+    "mp": ["tp", "pp"],
+    "intra_dist_opt": ["tp", "cp", "dp", "pp"],
+}
+# Field of ProcessGroupCollection -> dimensions of the expert view.
+EXPERT_GROUPS = {
+    "expt_tp": ["expt_tp"],
+    "ep": ["ep"],
+    "tp_ep": ["expt_tp", "ep"],
+    "expt_dp": ["expt_dp"],
+    "tp_ep_pp": ["expt_tp", "ep", "pp"],
+}
+
+
+def make_grid(spec: GridSpec, backend: str) -> HyperCommGrid:
+    """The wheel's grid object for `spec`, without process groups.
+
+    Args:
+        spec: sizes and first rank.
+        backend: `nccl` or `gloo`.
+    """
+    grid = HyperCommGrid([spec.tp, spec.cp, spec.dp, spec.pp], ["tp", "cp", "dp", "pp"], rank_offset=spec.offset,
+                         backend=backend)
+    grid.register_view(EXPERT_VIEW, [spec.expt_tp, spec.ep, spec.expt_dp, spec.pp], ["expt_tp", "ep", "expt_dp", "pp"],
+                       shared_dims=["pp"])
+    return grid
+
+
+class Grids:
+    """All process groups of a run on this rank; a context manager that destroys them.
+
+    Every rank creates every group of every grid in the same order, as `torch.distributed` requires. A group whose
+    rank set equals one made before is still its own communicator: two modules never share one, so their collectives
+    cannot interleave.
+
+    Attributes:
+        layout: the plain-data layout.
+        rank: this process's global rank.
+        grids: the wheel's grid of each module.
+        collections: this rank's process groups, for the modules it holds.
+        host: gloo group of the whole world, for host-side messages.
+    """
+
+    def __init__(self, layout: Layout, backend: str) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self.grids: dict[str, HyperCommGrid] = {}
+        self.collections: dict[str, ProcessGroupCollection] = {}
+        self._extra_groups: list[dist.ProcessGroup] = []
+        try:
+            for name, spec in layout.grids.items():
+                self.grids[name] = make_grid(spec, backend)
+                self._create_groups(name, spec, backend)
+            self.host = dist.new_group(backend="gloo")
+            self._extra_groups.append(self.host)
+        except BaseException:
+            self.destroy()
+            raise
+        # The wheel's tensor-parallel layers take scratch memory from this buffer; nothing else of parallel_state is set.
+        parallel_state._set_global_memory_buffer()
+
+    def _create_groups(self, name: str, spec: GridSpec, backend: str) -> None:
+        grid = self.grids[name]
+        groups = {field: grid.create_pg(dims) for field, dims in BASE_GROUPS.items()}
+        for field, dims in EXPERT_GROUPS.items():
+            groups[field] = grid.create_pg(dims, view=EXPERT_VIEW)
+        # Encoders have no word embeddings; the wheel would look for them on ranks that have these groups.
+        embedding = self._create_embedding_groups(spec, backend) if name == LANGUAGE else {"embd": None, "pos_embd": None}
+        if self.rank not in spec.ranks:
+            return
+        self.collections[name] = ProcessGroupCollection(**groups, **embedding)
+
+    def _create_embedding_groups(self, spec: GridSpec, backend: str) -> dict[str, dist.ProcessGroup | None]:
+        """First and last stage of each pipeline share word embeddings; the first alone has position embeddings."""
+        groups: dict[str, dist.ProcessGroup | None] = {"embd": None, "pos_embd": None}
+        for dp in range(spec.dp):
+            for cp in range(spec.cp):
+                for tp in range(spec.tp):
+                    ends = sorted({spec.rank_at(tp=tp, cp=cp, dp=dp, pp=0), spec.rank_at(tp=tp, cp=cp, dp=dp, pp=-1)})
+                    for field, ranks in (("embd", ends), ("pos_embd", ends[:1])):
+                        group = dist.new_group(ranks, backend=backend)
+                        if self.rank in ranks:
+                            groups[field] = group
+                            self._extra_groups.append(group)
+        return groups
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules this rank holds, encoders first."""
+        return self.layout.modules_of(self.rank)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether every rank holds every module."""
+        return self.layout.kind == "colocated"
+
+    def schedule_collection(self) -> ProcessGroupCollection | MultiModuleProcessGroupCollection:
+        """What the wheel's schedules take: the language groups (colocated) or this rank's modules (disjoint)."""
+        if self.colocated:
+            return self.collections[LANGUAGE]
+        has_language = LANGUAGE in self.collections
+        return MultiModuleProcessGroupCollection(
+            module_pgs=self.collections, language_model_module_name=LANGUAGE if has_language else None)
+
+    def describe(self) -> str:
+        """This rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
+        places = []
+        for name in self.modules:
+            spec = self.layout.grids[name]
+            position = spec.coordinates(self.rank)
+            place = f"{name} grid, " + " ".join(f"{axis} {index}" for axis, index in position.items())
+            if name == LANGUAGE:
+                place += f", lane {position['dp']}"
+            places.append(place)
+        return f"rank {self.rank} ({'; '.join(places)})"
+
+    def destroy(self) -> None:
+        """Destroy every group that this rank is a member of. Safe to call twice and on a half-built object."""
+        for grid in self.grids.values():
+            grid.destroy()
+        for group in self._extra_groups:
+            dist.destroy_process_group(group)
+        self._extra_groups.clear()
+        self.grids.clear()
+        self.collections.clear()
+
+    def __enter__(self) -> Grids:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.destroy()

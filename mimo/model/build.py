@@ -1,0 +1,173 @@
+"""From flags and a provider to this rank's model: specs, freezing, precision, data-parallel wrapping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.mimo.config import MimoModelConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from mimo.config.run import RunConfig
+from mimo.grid.groups import Grids
+from mimo.model.mimo_model import HeteroModel
+from mimo.observe.watchdog import Watchdog
+from mimo.platform.base import Platform
+from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
+
+# Added to the run's seed: each module draws from its own stream, wherever it is placed.
+ENCODER_SEED_OFFSET = 10_000
+LANGUAGE_SEED_OFFSET = 20_000
+
+
+@dataclass
+class BuiltModel:
+    """This rank's model and what the step needs to know of it.
+
+    Attributes:
+        model: the multimodal model.
+        wrapped: DDP wrapper of each module that trains, for modules of this rank.
+        trainable: every module of this rank -> whether any of its ranks trains anything.
+        params_dtype: dtype of parameters and activations.
+    """
+
+    model: HeteroModel
+    wrapped: dict[str, DistributedDataParallel]
+    trainable: dict[str, bool]
+    params_dtype: torch.dtype
+
+
+def params_dtype(config: RunConfig) -> torch.dtype:
+    """dtype of parameters and activations that the flags ask for."""
+    return torch.bfloat16 if config.model.bf16 else torch.float32
+
+
+def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> BuildContext:
+    """What a provider gets for one module of this rank."""
+    spec = grids.layout.grids[module]
+    stage = spec.coordinates(grids.rank)["pp"]
+    parallel_sequence = config.layout.sequence_parallel and module == LANGUAGE
+    return BuildContext(grid=spec, groups=grids.collections[module], params_dtype=params_dtype(config), transformer_impl=impl,
+                        sequence_parallel=parallel_sequence, pre_process=stage == 0, post_process=stage == spec.pp - 1,
+                        seq_length=config.train.seq_length)
+
+
+def build_model(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform,
+                watchdog: Watchdog) -> BuiltModel:
+    """Build, freeze, cast and wrap the modules of this rank. Collective over each module's ranks."""
+    impl = config.model.transformer_impl
+    if impl == "auto":
+        impl = "transformer_engine" if platform.has_transformer_engine() else "local"
+    model = HeteroModel(_mimo_config(config, provider, grids, impl), grids, watchdog,
+                        lambda name: _seed(config.train.seed, grids, name, platform))
+    freeze(model, config.model.frozen)
+    model.to(platform.device)
+    cast_parameters(model, params_dtype(config))
+    trainable = {name: _trains_anywhere(part, grids, name, platform) for name, part in named_modules_of(model)}
+    wrapped = {}
+    for name, part in list(named_modules_of(model)):
+        if trainable[name]:
+            wrapped[name] = _wrap(config, part, grids, name)
+            if name == LANGUAGE:
+                model.language_model = wrapped[name]
+            else:
+                model.modality_submodules[name] = wrapped[name]
+    return BuiltModel(model, wrapped, trainable, params_dtype(config))
+
+
+def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl: str) -> MimoModelConfig:
+    family = config.model_family
+    encoder_specs = {}
+    for name in provider.encoders(family) if grids.layout.encoders else ():
+        # The wheel reads the spec of a module only on the ranks that hold it.
+        encoder_specs[name] = ModuleSpec(module=torch.nn.Identity)
+        if name in grids.modules:
+            encoder_specs[name] = provider.encoder_spec(family, name, build_context(config, grids, name, impl))
+    context = build_context(config, grids, LANGUAGE, impl) if LANGUAGE in grids.modules else None
+    return MimoModelConfig(language_model_spec=provider.language_spec(family, context),
+                           modality_submodules_spec=encoder_specs,
+                           special_token_ids=provider.special_token_ids(family) if encoder_specs else {},
+                           module_to_grid_map=dict(grids.grids))
+
+
+def _seed(seed: int, grids: Grids, module: str, platform: Platform) -> None:
+    place = grids.layout.grids[module].coordinates(grids.rank)
+    groups = grids.collections[module]
+    names = list(grids.layout.grids)
+    offset = LANGUAGE_SEED_OFFSET if module == LANGUAGE else ENCODER_SEED_OFFSET * (1 + 10 * names.index(module))
+    # Stages hold different layers; the factor is Megatron's.
+    platform.seed(seed + offset + 100 * place["pp"], tp_rank=place["tp"], ep_rank=groups.ep.rank(),
+                  expt_tp_rank=groups.expt_tp.rank())
+
+
+def named_modules_of(model: HeteroModel) -> Iterable[tuple[str, Any]]:
+    """Modules of this rank by name, encoders first, wrapped or not."""
+    yield from model.modality_submodules.items()
+    if model.language_model is not None:
+        yield LANGUAGE, model.language_model
+
+
+def freeze(model: HeteroModel, frozen: frozenset[str]) -> None:
+    """Stop gradients of the named parts: an encoder's name, `projector` (of every encoder), `language`.
+
+    Frozen parts are put in eval mode; `set_training` keeps them there.
+    """
+    for name, part in model.modality_submodules.items():
+        if name in frozen:
+            part.encoders.requires_grad_(False)
+        if "projector" in frozen:
+            part.input_projections.requires_grad_(False)
+    if LANGUAGE in frozen and model.language_model is not None:
+        model.language_model.requires_grad_(False)
+    set_training(model, True)
+
+
+def set_training(model: HeteroModel, training: bool) -> None:
+    """Training mode for parts that train, eval mode for frozen ones and, with `training` False, for all."""
+    model.train(training)
+    for part in model.modules():
+        parameters = list(part.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            part.eval()
+
+
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating parameters; buffers, such as the router's expert bias, keep their precision."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _trains_anywhere(part: torch.nn.Module, grids: Grids, name: str, platform: Platform) -> bool:
+    """Whether any rank of the module has a trainable parameter, agreed by all of them."""
+    count = torch.tensor([sum(parameter.requires_grad for parameter in part.parameters())], device=platform.device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=grids.collections[name].intra_dist_opt)
+    return bool(count.item())
+
+
+def _wrap(config: RunConfig, part: Any, grids: Grids, name: str) -> DistributedDataParallel:
+    flags = config.ddp
+    overlaps = name == LANGUAGE or flags.encoder_ddp_overlap
+    parameters = sum(parameter.numel() for parameter in part.parameters() if parameter.requires_grad)
+    bucket_size = flags.ddp_bucket_size
+    if flags.ddp_num_buckets is not None:
+        bucket_size = max(1, math.ceil(parameters / flags.ddp_num_buckets))
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=flags.grad_reduce_in_fp32,
+        overlap_grad_reduce=flags.overlap_grad_reduce and overlaps,
+        # A text-only microbatch runs no encoder forward pass whose hooks could finish an overlapped gather.
+        overlap_param_gather=flags.overlap_param_gather and name == LANGUAGE,
+        use_distributed_optimizer=config.optim.use_distributed_optimizer,
+        bucket_size=bucket_size,
+        pad_buckets_for_high_nccl_busbw=flags.ddp_pad_buckets_for_high_nccl_busbw,
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+    )
+    wrapped = DistributedDataParallel(part.config, ddp_config, part, pg_collection=grids.collections[name])
+    wrapped.broadcast_params()
+    return wrapped

@@ -1,0 +1,128 @@
+"""The multimodal model on one rank: the wheel's `MimoModel` fed with microbatches of uneven, known sizes.
+
+What differs from the wheel: token counts come from the batch, so aligning image rows with their placeholders needs no
+device synchronisation; the colocated bridge takes uneven counts; a text-only language model can be pipelined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from megatron.core.models.mimo.config import MimoModelConfig
+from megatron.core.models.mimo.config.role import RankRole
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.utils import unwrap_model
+
+from mimo.bridge.colocated import ColocatedBridge
+from mimo.grid.groups import Grids
+from mimo.observe.watchdog import Watchdog
+from mimo.protocols import LANGUAGE
+from mimo.batch import EncoderBatch, Microbatch, TextBatch
+
+
+class HeteroModel(MimoModel):
+    """Modules of this rank and how a microbatch runs through them.
+
+    Args:
+        mimo_config: specs of all modules, their grids and placeholder ids.
+        grids: process groups.
+        watchdog: told about waits of the colocated bridge.
+        seed_module: called with a module's name before its parameters are made.
+    """
+
+    def __init__(self, mimo_config: MimoModelConfig, grids: Grids, watchdog: Watchdog,
+                 seed_module: Callable[[str], None]) -> None:
+        # The wheel's constructor calls the overridden methods below, which need these.
+        self.grids, self.watchdog, self.seed_module = grids, watchdog, seed_module
+        groups = grids.collections.get(LANGUAGE)
+        super().__init__(mimo_config, cp_group=groups.cp if groups else None, tp_group=groups.tp if groups else None)
+        self.input_tensors: Mapping[str, torch.Tensor] | None = None
+
+    def _initialize_submodules(self) -> None:
+        if not self.grids.layout.encoders and self.grids.layout.language.pp > 1:
+            # One grid counts as colocated for the wheel, which then ignores its pipeline.
+            self.role = RankRole._from_grid_map(self.mimo_config.module_to_grid_map)
+        for name in self.role.modality_module_names[:1]:
+            self.seed_module(name)
+        super()._initialize_submodules()
+
+    def _initialize_language_model(self) -> None:
+        if self.role.has_language_module:
+            self.seed_module(LANGUAGE)
+        super()._initialize_language_model()
+
+    def _build_colocated_communicators(self) -> None:
+        for name in self.mimo_config.modality_submodules_spec:
+            self.colocated_comms[name, LANGUAGE] = ColocatedBridge(self.grids, name, self.watchdog)
+
+    def forward(self, batch: Microbatch, with_labels: bool = True) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Run one microbatch through the modules of this rank.
+
+        Args:
+            batch: this rank's side of the microbatch, on the device.
+            with_labels: whether the last language stage returns losses instead of logits.
+
+        Returns:
+            `{module: activations}` on ranks whose output goes to another rank; on the last language stage the loss of
+            each token, float32 `[b, s]`, or vocabulary-parallel logits `[b, s, vocab / tp]`.
+        """
+        received, self.input_tensors = self.input_tensors, None
+        received = received or {}
+        if self.grids.colocated and self.grids.layout.encoders:
+            rows = {name: self.colocated_comms[name, LANGUAGE].communicate(self._encode(name, side, None))
+                    for name, side in batch.encoders.items()}
+            return self._language(batch, rows, with_labels)
+        if self.role.has_modality_modules:
+            return {name: self._encode(name, side, received.get(name)) for name, side in batch.encoders.items()}
+        return self._language(batch, received, with_labels)
+
+    def _encode(self, name: str, side: EncoderBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """One encoder on this rank: `[rows, hidden]` on its last stage, hidden states before."""
+        submodule = self.modality_submodules[name]
+        inner = unwrap_model(submodule)
+        output = submodule(encoder_inputs=side.inputs or None, hidden_states=hidden)
+        if inner.is_last_stage and output.shape[0] != sum(side.token_counts):
+            raise ValueError(f"{name} made {output.shape[0]} tokens for samples {', '.join(side.keys)}, whose images ask "
+                             f"for {list(side.token_counts)}")
+        return output
+
+    def _language(self, batch: Microbatch, received: Mapping[str, torch.Tensor], with_labels: bool
+                  ) -> torch.Tensor | dict[str, torch.Tensor]:
+        text = batch.text
+        assert text is not None, "language ranks hold text"
+        embeddings = None
+        if self.role.is_first_stage(LANGUAGE):
+            embeddings = self._merge(text, received)
+        embeddings, labels, _, _ = self._shard_language_inputs(embeddings, text.labels, text.loss_mask)
+        if embeddings is None:
+            unwrap_model(self.language_model).set_input_tensor(received[LANGUAGE])
+        output = self.language_model(input_ids=None, position_ids=text.position_ids, attention_mask=None,
+                                     decoder_input=embeddings, labels=labels if with_labels else None)
+        return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
+
+    def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Word embeddings with each placeholder replaced by its encoder row, `[s, b, hidden]`."""
+        embedding = unwrap_model(self.language_model).embedding
+        merged = embedding(input_ids=text.input_ids, position_ids=text.position_ids)
+        length, samples, hidden = merged.shape
+        for name, encoded in rows.items():
+            positions = text.placeholders[name]
+            if positions.numel() != encoded.shape[0]:
+                raise ValueError(f"samples {', '.join(text.keys)} have {positions.numel()} {name} placeholders, but the "
+                                 f"encoder sent {encoded.shape[0]} tokens")
+            if positions.numel():
+                flat = merged.reshape(length * samples, hidden).index_copy(0, positions, encoded.to(merged.dtype))
+                merged = flat.view(length, samples, hidden)
+        return merged
+
+
+def placeholder_positions(input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
+    """Where a placeholder stands, in sample order, as indices into `[s * b]` of a sequence-first tensor.
+
+    Args:
+        input_ids: int64 `[b, s]`, on the host: on a device this would synchronise.
+        token_id: the placeholder.
+    """
+    sample, position = (input_ids == token_id).nonzero(as_tuple=True)
+    return position * input_ids.shape[0] + sample

@@ -1,0 +1,170 @@
+"""The loop around the step: data, schedule, evaluation, records, stopping."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mimo.config.cli import to_toml
+from mimo.config.run import RunConfig
+from mimo.config.validate import num_microbatches, train_iterations
+from mimo.grid.groups import Grids
+from mimo.observe.metrics import RunLogger, StepRecord
+from mimo.observe.signals import StopSignal
+from mimo.observe.watchdog import Watchdog
+from mimo.optim.schedule import current_learning_rates
+from mimo.platform.base import Platform
+from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
+from mimo.training.evaluate import Evaluation, evaluate
+from mimo.training.generate import greedy_decode
+from mimo.training.loader import StepLoader
+from mimo.training.moe_metrics import TRACKED, count_moe_layers, moe_losses
+from mimo.training.setup import setup_trainer
+from mimo.training.step import StepResult, train_step
+
+
+class TrainingLoop:
+    """One run on this rank.
+
+    Args:
+        config: validated flags.
+        grids: process groups.
+        platform: device and backend.
+        provider: the model family.
+        dataset: the data set.
+    """
+
+    def __init__(self, config: RunConfig, grids: Grids, platform: Platform, provider: ModelProvider,
+                 dataset: DataProvider) -> None:
+        self.config, self.grids, self.platform, self.provider, self.dataset = config, grids, platform, provider, dataset
+        self.total_iterations = train_iterations(config)
+        language = grids.layout.language
+        # The rank whose loss is complete first, as in Megatron: last stage, first lane.
+        self.is_logging_rank = grids.rank == language.rank_at(pp=-1)
+        self.watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe(),
+                                 report_path=Path(config.observe.run_dir) / f"stall-rank{grids.rank}.txt")
+        self.iteration = self.consumed_samples = self.skipped_iterations = 0
+        self.last_evaluation: Evaluation | None = None
+
+    def run(self) -> None:
+        """Train to the end, or until a rank is told to stop; evaluate; summarise."""
+        logger = RunLogger(self.config.observe, active=self.is_logging_rank, total_iterations=self.total_iterations,
+                           config_toml=to_toml(self.config))
+        stop = StopSignal(self.watchdog)
+        loader = None
+        try:
+            self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
+            self._prepare_moe()
+            loader = self._open("train", prefetch=True)
+            logger.message(f"training {self.total_iterations} iterations on {self.grids.layout.kind} grids")
+            stopped = self._train(loader, logger, stop)
+            if not stopped:
+                self._finish(logger)
+            figures = {}
+            if self.last_evaluation is not None and not stopped:
+                figures = {"held-out loss": self.last_evaluation.loss, "exact match": self.last_evaluation.exact_match}
+            logger.summary(figures, stopped=stopped)
+        finally:
+            if loader is not None:
+                loader.close()
+            logger.close()
+            stop.close()
+            self.watchdog.close()
+
+    def _open(self, split: str, *, prefetch: bool) -> StepLoader:
+        train = self.config.train
+        return StepLoader(self.grids.layout, self.grids.rank, model_provider=self.provider,
+                          model_config=self.config.model_family, data_provider=self.dataset, data_config=self.config.dataset,
+                          micro_batch_size=train.micro_batch_size, num_microbatches=num_microbatches(self.config),
+                          seq_length=train.seq_length, seed=train.seed, split=split, prefetch=prefetch)
+
+    def _train(self, loader: StepLoader, logger: RunLogger, stop: StopSignal) -> str | None:
+        """Run iterations; returns why it stopped early, or None."""
+        interval = self.config.train.eval_interval
+        while self.iteration < self.total_iterations:
+            begin = time.perf_counter()
+            with self.watchdog.waiting("data", iteration=self.iteration + 1):
+                microbatches = loader.next_step()
+            result = train_step(self.parts, microbatches, stop_requested=stop.requested is not None)
+            self.iteration += 1
+            if result.success:
+                self.consumed_samples += self.config.train.global_batch_size
+            else:
+                self.skipped_iterations += 1
+            self.watchdog.progress(iteration=self.iteration)
+            record = self._record(result, loader.last_wait_s, time.perf_counter() - begin)
+            logger.log_step(record)
+            if result.stop_requested:
+                return "SIGTERM"
+            if interval and self.iteration % interval == 0 and self.iteration < self.total_iterations:
+                self._evaluate(logger)
+        return None
+
+    def _record(self, result: StepResult, data_wait_s: float, seconds: float) -> StepRecord:
+        """Figures of one iteration; the maxima over ranks are agreed here."""
+        timers = [bridge.timer for bridge in self.parts.built.model.colocated_comms.values()]
+        if self.parts.communicator is not None:
+            timers += [bridge.timer for bridge in self.parts.communicator.bridges]
+        names = list(self.grids.layout.grids)
+        memory = self.platform.peak_memory_bytes()
+        maxima = [data_wait_s, sum(timer.drain_s() for timer in timers)]
+        maxima += [float(memory) if name in self.grids.modules else 0.0 for name in names]
+        agreed = torch.tensor(maxima, dtype=torch.float64)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
+        data_wait_s, bridge_wait_s, *peaks = agreed.tolist()
+        rates = current_learning_rates(self.config, self.parts.scheduler, self.provider.encoders(self.config.model_family))
+        return StepRecord(
+            iteration=self.iteration, consumed_samples=self.consumed_samples, lm_loss=result.loss, grad_norm=result.grad_norm,
+            learning_rate=next(iter(rates.values())), module_learning_rates=rates,
+            batch_size=self.config.train.global_batch_size, iteration_time_s=seconds, success=result.success,
+            skipped_iterations=self.skipped_iterations, num_zeros=result.num_zeros,
+            tokens_per_s_per_gpu=(result.text_tokens + result.image_tokens) / seconds / self.grids.layout.world_size,
+            image_tokens=result.image_tokens, text_tokens=result.text_tokens, data_wait_s=data_wait_s,
+            bridge_wait_s=bridge_wait_s, peak_memory_bytes={name: int(peak) for name, peak in zip(names, peaks, strict=True)},
+            moe_losses=self._moe_losses())
+
+    def _prepare_moe(self) -> None:
+        self.num_moe_layers = 0
+        model = self.parts.built.model
+        if LANGUAGE in self.grids.modules:
+            self.num_moe_layers = count_moe_layers(model.language_model, self.grids.collections[LANGUAGE], self.platform.device)
+
+    def _moe_losses(self) -> dict[str, float]:
+        if not self.num_moe_layers:
+            return {}
+        model_config = self.parts.built.model.config
+        kinds = model_config.moe_router_load_balancing_type
+        names = tuple(TRACKED[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in TRACKED)
+        return moe_losses(self.grids.collections[LANGUAGE], num_layers=model_config.num_layers,
+                          num_moe_layers=self.num_moe_layers, num_microbatches=num_microbatches(self.config), names=names,
+                          per_layer=self.config.observe.moe_per_layer_logging)
+
+    def _evaluate(self, logger: RunLogger) -> None:
+        train = self.config.train
+        if not train.eval_iters:
+            return
+        loader = self._open("valid", prefetch=False)
+        steps = [loader.next_step() for _ in range(train.eval_iters)]
+        loader.close()
+        num_samples = self.dataset.num_samples(self.config.dataset, "valid")
+        self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
+        logger.log_eval(self.iteration, {"lm loss": result.loss, "exact match": result.exact_match,
+                                         "samples": result.num_samples})
+
+    def _finish(self, logger: RunLogger) -> None:
+        """The last evaluation and, on the logging rank, a few decoded samples."""
+        self._evaluate(logger)
+        wanted = self.config.train.num_generations
+        if not self.config.train.eval_iters or not wanted:
+            return
+        loader = self._open("valid", prefetch=False)
+        per_step = num_microbatches(self.config) * self.config.train.micro_batch_size
+        steps = [loader.next_step() for _ in range(-(-wanted // per_step))]
+        loader.close()
+        decoded = [sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)]
+        for key, expected, answer in decoded[:wanted]:
+            text, truth = (self.dataset.decode(self.config.dataset, tokens) for tokens in (answer, expected))
+            logger.message(f"  {key}: read {text!r}, is {truth!r}")

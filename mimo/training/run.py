@@ -1,0 +1,52 @@
+"""A training run from flags to exit code."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from mimo.config.run import RunConfig
+from mimo.config.validate import validate
+from mimo.grid.spec import Layout
+from mimo.observe.errors import fail_fast
+from mimo.platform import get_platform
+from mimo.platform.base import Platform
+from mimo.registry import dataset_provider, model_provider
+
+
+def run(config: RunConfig) -> int:
+    """Train as configured, as one process of a torchrun launch (or alone).
+
+    Returns:
+        Exit code: 0 at the end of the run or after SIGTERM.
+
+    Raises:
+        ValueError: flags that cannot work, before any process group exists.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29517")
+    layout = validate(config, world_size)
+    platform = get_platform(config.train.device)
+    config = replace(config, train=replace(config.train, device=platform.name))
+    with fail_fast(f"rank {rank}"):
+        return _train(config, layout, platform, rank, world_size)
+
+
+def _train(config: RunConfig, layout: Layout, platform: Platform, rank: int, world_size: int) -> int:
+    # Imported here: megatron must come after the platform is installed.
+    import torch.distributed as dist
+
+    from mimo.grid.groups import Grids
+    from mimo.training.loop import TrainingLoop
+
+    platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # The watchdog speaks first and names what is waited for; the backend's own limit only backs it up.
+    timeout_s = max(2 * config.train.watchdog_timeout_s, 60.0)
+    platform.init_process_group(rank, world_size, timeout_s)
+    provider, dataset = model_provider(config.model.model_provider), dataset_provider(config.data.dataset_provider)
+    with Grids(layout, platform.backend) as grids, fail_fast(grids.describe()):
+        TrainingLoop(config, grids, platform, provider, dataset).run()
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,69 @@
+"""From a validated configuration to a rank that can train: groups, model, bridges, optimizers, schedule."""
+
+from __future__ import annotations
+
+from megatron.core.utils import get_model_config
+
+from mimo.bridge.disjoint import Bridge
+from mimo.bridge.handshake import Handshake
+from mimo.bridge.pipeline import PipelineCommunicator
+from mimo.config.run import RunConfig
+from mimo.grid.groups import Grids
+from mimo.model.build import BuiltModel, build_model, params_dtype
+from mimo.observe.watchdog import Watchdog
+from mimo.optim.build import build_optimizer
+from mimo.optim.schedule import build_scheduler
+from mimo.platform.base import Platform
+from mimo.protocols import ModelProvider
+from mimo.training.grad_sync import GradSync
+from mimo.training.step import TrainerParts
+
+
+def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform,
+                  watchdog: Watchdog) -> TrainerParts:
+    """Build everything a step works on. Collective over the world, in one order on every rank.
+
+    Args:
+        config: validated flags.
+        provider: the model family.
+        grids: process groups of the layout.
+        platform: device and backend.
+        watchdog: told about every wait.
+    """
+    built = build_model(config, provider, grids, platform, watchdog)
+    communicator = _communicator(config, provider, grids, platform, watchdog, built)
+    grad_sync = GradSync(built, grids, watchdog)
+    optimizer = build_optimizer(config.optim, built, grids)
+    _wire_schedule(config, built, grad_sync)
+    return TrainerParts(config, grids, platform, watchdog, built, communicator,
+                        Handshake(grids, config.train.micro_batch_size), grad_sync, optimizer,
+                        build_scheduler(config, optimizer))
+
+
+def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
+                  built: BuiltModel) -> PipelineCommunicator | None:
+    if grids.colocated:
+        return None
+    hidden = provider.hidden_size(config.model_family)
+    frozen = config.model.frozen
+    bridges = [
+        Bridge(grids, encoder.name, micro_batch_size=config.train.micro_batch_size, hidden_size=hidden,
+               dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen, device=platform.device,
+               backend=platform.backend, watchdog=watchdog)
+        for encoder in grids.layout.encoders
+    ]
+    language = grids.layout.language
+    split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
+    shape = (config.train.seq_length // split, config.train.micro_batch_size, hidden)
+    return PipelineCommunicator(grids, get_model_config(built.model), bridges, shape)
+
+
+def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync) -> None:
+    """Give the wheel's schedule what it reads from the model's config."""
+    model_config = get_model_config(built.model)
+    model_config.finalize_model_grads_func = grad_sync.finalize
+    model_config.no_sync_func = built.model.no_sync
+    if config.ddp.overlap_grad_reduce:
+        model_config.grad_sync_func = built.model.start_grad_sync
+    # A transfer's stream order is kept by waiting on it; the extra device synchronisation works around old NCCL bugs.
+    model_config.batch_p2p_sync = False

@@ -1,0 +1,203 @@
+"""One training iteration: handshake, forward and backward over the grids, reduction, update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from mimo.batch import Microbatch
+from mimo.bridge.handshake import Handshake
+from mimo.bridge.pipeline import PipelineCommunicator
+from mimo.bridge.plan import destination_rows, source_rows
+from mimo.config.run import RunConfig
+from mimo.grid.groups import Grids
+from mimo.model.build import BuiltModel
+from mimo.observe.watchdog import Watchdog
+from mimo.optim.optimizer import HeteroOptimizer
+from mimo.platform.base import Platform
+from mimo.protocols import LANGUAGE
+from mimo.training.grad_sync import GradSync
+
+
+@dataclass
+class TrainerParts:
+    """Everything a step works on, on this rank. Built once by `mimo.training.setup`."""
+
+    config: RunConfig
+    grids: Grids
+    platform: Platform
+    watchdog: Watchdog
+    built: BuiltModel
+    communicator: PipelineCommunicator | None
+    handshake: Handshake
+    grad_sync: GradSync
+    optimizer: HeteroOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def is_last_language_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        language = self.grids.layout.language
+        return self.grids.rank in language.ranks and language.coordinates(self.grids.rank)["pp"] == language.pp - 1
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank's losses enter the global sum: one rank of each lane."""
+        place = self.grids.layout.language.coordinates(self.grids.rank) if self.is_last_language_stage else {"tp": 1, "cp": 1}
+        return not place["tp"] and not place["cp"]
+
+
+@dataclass
+class StepResult:
+    """What one iteration did, equal on all ranks.
+
+    Attributes:
+        loss: mean over the target tokens of the global batch.
+        num_tokens: target tokens of the global batch.
+        text_tokens, image_tokens: tokens of the global batch, padding excluded.
+        success: whether parameters were updated.
+        grad_norm: global norm before clipping; None when skipped.
+        num_zeros: zero gradients, where logged.
+        stop_requested: some rank was asked to stop.
+        seconds: wall time.
+        bridge_wait_s: longest time a rank spent in the bridge.
+    """
+
+    loss: float
+    num_tokens: int
+    text_tokens: int
+    image_tokens: int
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    stop_requested: bool
+    seconds: float = 0.0
+    bridge_wait_s: float = 0.0
+    moe_losses: dict[str, float] = field(default_factory=dict)
+
+
+def loss_function(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum of the target tokens' losses, their number, and both as a detached float64 pair for the report.
+
+    The sum, not the mean: a mean for each microbatch would weigh tokens by how many share their microbatch.
+    """
+    assert batch.text is not None, "losses are computed where text is"
+    mask = batch.text.loss_mask
+    total = (losses.float() * mask).sum()
+    count = mask.sum()
+    return total, count.to(torch.int), torch.stack([total.detach().double(), count.double()])
+
+
+def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
+    """The wheel's `forward_step_func` for training."""
+    batch = next(batches)
+    return model(batch), partial(loss_function, batch)
+
+
+def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> None:
+    """Compare both sides of every lane and give the bridges the row counts. Before each run of the schedule."""
+    with parts.watchdog.waiting("comparison of both sides of each lane"):
+        parts.handshake.check(microbatches)
+    if parts.communicator is not None:
+        parts.communicator.begin_step(microbatches)
+    for (name, _), bridge in parts.built.model.colocated_comms.items():
+        bridge.begin_step(source_rows(name, microbatches),
+                          destination_rows(name, parts.grids.layout, parts.grids.rank, microbatches))
+
+
+def run_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch], step_function: Any, *, forward_only: bool,
+                 force_all_reduce: bool = False) -> list[Any]:
+    """Forward (and backward) of a step's microbatches; returns what the loss function reported, in order."""
+    begin_schedule(parts, microbatches)
+    collection = parts.grids.schedule_collection()
+    schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
+    device = parts.platform.device
+    train = parts.config.train
+    return schedule(
+        forward_step_func=step_function, data_iterator=(batch.to(device) for batch in microbatches), model=[parts.built.model],
+        num_microbatches=len(microbatches), seq_length=train.seq_length, micro_batch_size=train.micro_batch_size,
+        forward_only=forward_only, p2p_communicator=parts.communicator, pg_collection=collection,
+        force_all_reduce=force_all_reduce)
+
+
+def train_step(parts: TrainerParts, microbatches: Sequence[Microbatch], *, stop_requested: bool = False,
+               force_all_reduce: bool = False) -> StepResult:
+    """Run one iteration. Collective over the world.
+
+    Args:
+        parts: this rank's trainer.
+        microbatches: this rank's side of the iteration, on the host.
+        stop_requested: this process was asked to stop; the result says whether any was.
+        force_all_reduce: leave full gradients on every data-parallel rank instead of its shard.
+
+    Raises:
+        ValueError: the loss is not finite (with --check-for-nan-in-loss), before anything is updated.
+    """
+    start = time.perf_counter()
+    for wrapped in parts.built.wrapped.values():
+        wrapped.zero_grad_buffer()
+    parts.optimizer.zero_grad()
+    reports = run_schedule(parts, microbatches, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
+    totals = _sum_over_world(parts, microbatches, reports, stop_requested)
+    parts.grad_sync.scale(totals[1], _participants(parts, totals))
+    loss_sum, num_tokens, text_tokens, image_tokens, stop, *_ = totals.tolist()
+    loss = loss_sum / max(num_tokens, 1.0)
+    if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
+        raise ValueError(_name_bad_loss(parts, microbatches, reports, loss))
+    with parts.watchdog.waiting("optimizer step"):
+        success, grad_norm, num_zeros = parts.optimizer.step()
+    if success:
+        parts.scheduler.step(parts.config.train.global_batch_size)
+    return StepResult(loss, int(num_tokens), int(text_tokens), int(image_tokens), success, grad_norm, num_zeros, stop > 0,
+                      seconds=time.perf_counter() - start)
+
+
+def _sum_over_world(parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor],
+                    stop_requested: bool) -> torch.Tensor:
+    """[loss sum, target tokens, text tokens, image tokens, stop requests, image-seeing ranks of each encoder], float64."""
+    encoders = parts.grids.layout.encoders
+    totals = torch.zeros(5 + len(encoders), dtype=torch.float64)
+    totals[4] = float(stop_requested)
+    if parts.counts_losses:
+        for batch in microbatches:
+            assert batch.text is not None, "language ranks hold text"
+            images = sum(sum(counts) for counts in batch.text.token_counts.values())
+            totals[3] += images
+            totals[2] += batch.text.num_tokens - images
+    for index, encoder in enumerate(encoders):
+        if parts.grids.rank in encoder.ranks:
+            place = encoder.coordinates(parts.grids.rank)
+            saw_image = any(sum(batch.encoders[encoder.name].token_counts) for batch in microbatches)
+            totals[5 + index] = float(saw_image and not place["tp"] and not place["cp"] and not place["pp"])
+    totals = totals.to(parts.platform.device)
+    if parts.counts_losses:
+        totals[:2] += torch.stack(reports).sum(dim=0)
+    with parts.watchdog.waiting("sum of losses and tokens over the world"):
+        dist.all_reduce(totals)
+    return totals
+
+
+def _participants(parts: TrainerParts, totals: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    if not parts.config.optim.correct_encoder_grad_for_partial_participation:
+        return None
+    return {encoder.name: totals[5 + index] for index, encoder in enumerate(parts.grids.layout.encoders)}
+
+
+def _name_bad_loss(parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor], loss: float) -> str:
+    message = f"the loss of the global batch is {loss}; nothing was updated (--no-check-for-nan-in-loss goes on)"
+    if parts.is_last_language_stage:
+        for index, (batch, report) in enumerate(zip(microbatches, reports, strict=True)):
+            if not math.isfinite(report[0].item()):
+                assert batch.text is not None, "language ranks hold text"
+                lane = parts.grids.layout.grids[LANGUAGE].coordinates(parts.grids.rank)["dp"]
+                return f"{message}; lane {lane}, microbatch {index}, samples {', '.join(batch.text.keys)}"
+    return message
