@@ -1,0 +1,156 @@
+"""Flags and configuration files to a `RunConfig`.
+
+Every section's fields are flat flags under Megatron's names (`--micro-batch-size`); the model provider and the data
+provider that the command line names add the fields of their own `Config`. Precedence: defaults, then `--config`
+files from left to right, then flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import tyro
+
+from mimo import registry
+from mimo.config import toml_file
+from mimo.config.run import RunConfig
+
+DESCRIPTION = """Train a multimodal model whose encoder and language model live on separate process grids.
+
+Flags win over --config files, later files over earlier ones. Keys of a file are flag names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FileConfig:
+    """Configuration files."""
+
+    config: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """TOML file whose keys are flag names; may be given several times, later files win."""
+    print_config: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the resolved configuration as TOML and exit."""
+
+
+def parse(argv: list[str] | None = None) -> RunConfig:
+    """Read the command line (`sys.argv` when None).
+
+    Exits, as a command line does, after `--help` and `--print-config`, and with code 2 on a flag that tyro refuses.
+
+    Raises:
+        ValueError: a file, key, value or provider that cannot be used; the message names it.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    known, _ = _prescan().parse_known_args(argv)
+    files = [(path, toml_file.read(path)) for path in known.config]
+    merged: dict[str, Any] = {}
+    for _, values in files:
+        merged.update(values)
+    defaults = RunConfig()
+    sections = {field.name: type(getattr(defaults, field.name)) for field in dataclasses.fields(RunConfig)
+                if getattr(defaults, field.name) is not None}
+    model = known.model_provider or merged.get("model_provider", defaults.model.model_provider)
+    dataset = known.dataset_provider or merged.get("dataset_provider", defaults.data.dataset_provider)
+    sections["model_family"] = _config_type(registry.model_provider(str(model)), f"--model-provider {model}")
+    sections["dataset"] = _config_type(registry.dataset_provider(str(dataset)), f"--dataset-provider {dataset}")
+    _refuse_shared_names({"files": FileConfig, **sections})
+    instances = _apply_files(sections, files)
+    titles = {"model_family": f"{model} model" if model in registry.MODEL_PROVIDERS else "model-family",
+              "dataset": f"{dataset} data" if dataset in registry.DATASET_PROVIDERS else "dataset"}
+    flags = _parse_flags(instances, titles, argv)
+    config = RunConfig(**{name: getattr(flags, name) for name in sections})
+    if flags.files.print_config:
+        if _prints():
+            print(to_toml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as TOML that `--config` reads back to an equal one."""
+    return toml_file.dump({field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+                           if getattr(config, field.name) is not None})
+
+
+def _prints() -> bool:
+    """Under torchrun every rank parses; one speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _prescan() -> argparse.ArgumentParser:
+    """The flags that decide which other flags there are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("--model-provider", "--model_provider")
+    parser.add_argument("--dataset-provider", "--dataset_provider")
+    return parser
+
+
+def _config_type(provider: Any, flag: str) -> type:
+    """The provider's `Config` dataclass, all of whose fields have defaults."""
+    config_type = provider.Config if hasattr(provider, "Config") else None
+    if not isinstance(config_type, type) or not dataclasses.is_dataclass(config_type):
+        raise ValueError(f"{flag}: {provider!r} has no Config dataclass")
+    for field in dataclasses.fields(config_type):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{flag}: field {field.name!r} of its Config has no default")
+    return config_type
+
+
+def _refuse_shared_names(sections: dict[str, type]) -> None:
+    owners: dict[str, type] = {}
+    for section in sections.values():
+        for name in toml_file.typed_fields(section):
+            if name in owners:
+                both = " and ".join(f"{owner.__module__}.{owner.__qualname__}" for owner in (owners[name], section))
+                raise ValueError(f"{toml_file.flag_name(name)} is a field of both {both}; rename one of them")
+            owners[name] = section
+
+
+def _apply_files(sections: dict[str, type], files: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Section instances with the values of the files over the defaults."""
+    owners = {name: (title, annotation) for title, section in sections.items()
+              for name, annotation in toml_file.typed_fields(section).items()}
+    toml_file.check_known({name: path for path, values in files for name in values if name not in owners},
+                          list(owners))
+    changes: dict[str, dict[str, Any]] = {title: {} for title in sections}
+    for path, values in files:
+        for name, value in values.items():
+            title, annotation = owners[name]
+            try:
+                changes[title][name] = toml_file.convert(value, annotation)
+            except ValueError as error:
+                raise ValueError(f"--config {path}: {toml_file.flag_name(name)[2:]} = {value!r}: {error}") from error
+    return {title: section(**changes[title]) for title, section in sections.items()}
+
+
+def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[str]) -> Any:
+    """Run tyro over one dataclass that has every section as a field."""
+    specs: list[tuple[str, Any, Any]] = []
+    for name, instance in {"files": FileConfig(), **instances}.items():
+        title = tyro.conf.arg(name=titles.get(name, name))
+        specs.append((name, Annotated[type(instance), title], dataclasses.field(default=instance)))
+    flags = dataclasses.make_dataclass("Flags", specs, frozen=True)
+    registry_ = tyro.constructors.ConstructorRegistry()
+    registry_.primitive_rule(_optional_rule)
+    return tyro.cli(flags, args=argv, prog=Path(sys.argv[0]).name, description=DESCRIPTION, registry=registry_,
+                    console_outputs=_prints(), config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes))
+
+
+def _optional_rule(info: Any) -> Any:
+    """`X | None` shows as X in the help instead of `{None}|X`; the word `none` unsets a value that a file has set."""
+    options = [option for option in get_args(info.type) if option is not type(None)]
+    if len(options) != 1 or len(get_args(info.type)) != 2 or options[0] not in (int, float, str):
+        return None
+    kind = options[0]
+
+    def read(words: list[str]) -> Any:
+        return None if words[0] in toml_file.NONE_WORDS else kind(words[0])
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1, metavar=kind.__name__.upper(), instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: ["none" if value is None else str(value)])

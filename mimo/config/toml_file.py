@@ -1,0 +1,161 @@
+"""Configuration files: TOML whose keys are flag names, checked against the dataclass fields they set."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+NONE_WORDS = ("none", "None")
+
+
+def field_name(key: str) -> str:
+    """Field that a flag or key sets: `--micro-batch-size`, `micro-batch-size` and `micro_batch_size` are one."""
+    return key.lstrip("-").replace("-", "_")
+
+
+def flag_name(field: str) -> str:
+    """Flag of a field: `micro_batch_size` gives `--micro-batch-size`."""
+    return "--" + field.replace("_", "-")
+
+
+def read(path: str) -> dict[str, Any]:
+    """Field names and raw values of one file; tables only group.
+
+    Raises:
+        ValueError: the file cannot be read, is not TOML, or sets a field twice.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from error
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--config {path}: not valid TOML: {error}") from error
+    values: dict[str, Any] = {}
+    _flatten(tables, path, values)
+    return values
+
+
+def _flatten(table: Mapping[str, Any], path: str, values: dict[str, Any]) -> None:
+    for key, value in table.items():
+        name = field_name(key)
+        if isinstance(value, dict):
+            _flatten(value, path, values)
+        elif name in values:
+            raise ValueError(f"--config {path}: {key} is set twice")
+        else:
+            values[name] = value
+
+
+def check_known(unknown: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raise one ValueError that lists every unknown key with the nearest known names.
+
+    Args:
+        unknown: unknown field name -> file that sets it.
+        known: names of all fields.
+    """
+    if not unknown:
+        return
+    lines = []
+    for name, path in unknown.items():
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+        hint = f" (did you mean {' or '.join(flag_name(match)[2:] for match in near)}?)" if near else ""
+        lines.append(f"{flag_name(name)[2:]} in {path}{hint}")
+    raise ValueError("--config: unknown keys: " + ", ".join(lines))
+
+
+def typed_fields(section: type) -> dict[str, Any]:
+    """Field name -> type of a section."""
+    hints = get_type_hints(section, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(section)}
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """A TOML value as a value of `annotation`: scalars, Literal, `X | None`, tuples and lists of these.
+
+    An integer serves as a float; the string `none` stands for None where None is allowed.
+
+    Raises:
+        ValueError: the value has another type; the message says which one was expected.
+    """
+    origin, options = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return convert(value, options[0])
+    if origin is Literal:
+        if value in options and type(value) in {type(option) for option in options}:
+            return value
+        raise ValueError(f"expected one of {', '.join(map(str, options))}")
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, options)
+    if origin in (tuple, list) and isinstance(value, list):
+        return _convert_sequence(value, origin, options)
+    if annotation is float and type(value) is int:
+        return float(value)
+    if annotation is Path and type(value) is str:
+        return Path(value)
+    if type(value) is annotation:
+        return value
+    raise ValueError(f"expected {_type_name(annotation)}")
+
+
+def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
+    if type(None) in options and value in NONE_WORDS:
+        return None
+    expected = []
+    for option in options:
+        if option is type(None):
+            continue
+        try:
+            return convert(value, option)
+        except ValueError as error:
+            expected.append(str(error).removeprefix("expected "))
+    raise ValueError("expected " + " or ".join(expected))
+
+
+def _convert_sequence(value: list[Any], origin: type, options: tuple[Any, ...]) -> Any:
+    items = (options[0],) * len(value) if origin is list or options[-1] is Ellipsis else options
+    if len(items) != len(value):
+        raise ValueError(f"expected {len(items)} values")
+    return origin(convert(item, annotation) for item, annotation in zip(value, items, strict=True))
+
+
+def _type_name(annotation: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a string"}
+    return names.get(annotation, f"a value of type {annotation}")
+
+
+def dump(sections: Mapping[str, Any]) -> str:
+    """Sections (name -> dataclass instance) as TOML, one table each; reading it back gives the same values.
+
+    A field whose value is None is left out where that is its default, else written as `"none"`.
+    """
+    lines: list[str] = []
+    for title, section in sections.items():
+        lines += ([""] if lines else []) + [f"[{title.replace('_', '-')}]"]
+        for field in fields(section):
+            value = getattr(section, field.name)
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            if value is None and default is None:
+                continue
+            lines.append(f"{flag_name(field.name)[2:]} = {_literal('none' if value is None else value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    if isinstance(value, str | Path):
+        # JSON's escapes are TOML's, except that TOML also forbids a raw DEL and has no surrogate pairs.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    raise ValueError(f"a value of type {type(value).__name__} cannot be written to TOML")

@@ -1,0 +1,198 @@
+"""Every check that needs no process group and no GPU: one call before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from mimo import registry
+from mimo.config.optim import OptimConfig, ScheduleConfig
+from mimo.config.run import RunConfig
+from mimo.grid.layout import build_layout, required_world_size, validate_layout
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE
+
+PROJECTOR = "projector"
+
+
+def validate(config: RunConfig, world_size: int) -> Layout:
+    """Check a whole run and give its layout.
+
+    Args:
+        config: the run; a dry run needs no length.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: the first thing found wrong, naming flags, values and what would fit.
+    """
+    provider, train = registry.model_provider(config.model.model_provider), config.train
+    if train.world_size is not None and not train.dry_run and train.world_size != world_size:
+        raise ValueError(f"--world-size {train.world_size} is for --dry-run; this run has {world_size} ranks")
+    layout = build_layout(config.layout, world_size, _encoders(config))
+    validate_layout(layout, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
+                    num_experts=num_experts(config), sequence_parallel=config.layout.sequence_parallel)
+    _check_train(config)
+    _check_model(config, layout)
+    _check_optim(config.optim)
+    _check_schedule(config)
+    _check_ddp(config)
+    provider.validate(config.model_family, layout, train.seq_length)
+    return layout
+
+
+def num_microbatches(config: RunConfig) -> int:
+    """Microbatches of one lane in one iteration."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * config.layout.llm_dp)
+
+
+def train_iterations(config: RunConfig) -> int:
+    """Length of the run in iterations; with --train-samples the last one may go past them."""
+    if config.train.train_samples is not None:
+        return -(-config.train.train_samples // config.train.global_batch_size)
+    if config.train.train_iters is None:
+        raise ValueError("the run has no length: set --train-iters or --train-samples")
+    return config.train.train_iters
+
+
+def run_world_size(config: RunConfig, environment: Mapping[str, str]) -> int:
+    """Ranks of the run: torchrun's; for a dry run --world-size, or else as many as the grids need."""
+    if config.train.dry_run and config.train.world_size is not None:
+        return config.train.world_size
+    if "WORLD_SIZE" in environment:
+        return int(environment["WORLD_SIZE"])
+    return required_world_size(config.layout, _encoders(config)) if config.train.dry_run else 1
+
+
+def num_experts(config: RunConfig) -> int:
+    """Routed experts of a MoE layer, 0 where the model is dense: the field `num_experts` of the model family's Config.
+
+    Raises:
+        ValueError: the family has parameters split over experts and no such field.
+    """
+    if "num_experts" in {field.name for field in fields(config.model_family)}:
+        return config.model_family.num_experts or 0
+    provider = registry.model_provider(config.model.model_provider)
+    if any(shape.split == "expert" for shape in provider.parameter_shapes(config.model_family, LANGUAGE)):
+        raise ValueError(f"--model-provider {config.model.model_provider}: it has expert parameters, so its Config "
+                         "needs a field num_experts")
+    return 0
+
+
+def _encoders(config: RunConfig) -> tuple[str, ...]:
+    encoders: tuple[str, ...] = registry.model_provider(config.model.model_provider).encoders(config.model_family)
+    return encoders
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ValueError(message)
+
+
+def _refuse_below(section: Any, bounds: dict[str, float]) -> None:
+    """Raise for the first field of `section` below its bound; None is never below."""
+    for name, least in bounds.items():
+        value = getattr(section, name)
+        _refuse(value is not None and value < least, f"{_flag(name)} {value} is below {least}")
+
+
+def _check_train(config: RunConfig) -> None:
+    train = config.train
+    _refuse_below(train, {"seq_length": 1, "train_iters": 1, "train_samples": 1, "eval_interval": 0, "eval_iters": 0,
+                          "num_generations": 0})
+    _refuse_below(config.observe, {"log_interval": 1})
+    _refuse(train.watchdog_timeout_s <= 0, f"--watchdog-timeout-s {train.watchdog_timeout_s} is not above 0")
+    _refuse(train.train_iters is not None and train.train_samples is not None,
+            f"--train-iters {train.train_iters} and --train-samples {train.train_samples}: set one of them")
+    _refuse(train.train_iters is None and train.train_samples is None and not train.dry_run,
+            "the run has no length: set --train-iters or --train-samples")
+    _refuse(train.eval_interval > 0 and train.eval_iters == 0,
+            f"--eval-interval {train.eval_interval} with --eval-iters 0 evaluates nothing: set --eval-iters")
+    tp = config.layout.llm_tp
+    _refuse(config.layout.sequence_parallel and train.seq_length % tp != 0,
+            f"--seq-length {train.seq_length} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
+            f"nearest are {train.seq_length // tp * tp or tp} and {-(-train.seq_length // tp) * tp}")
+
+
+def _check_model(config: RunConfig, layout: Layout) -> None:
+    model = config.model
+    encoders = tuple(grid.name for grid in layout.encoders)
+    known = (*encoders, PROJECTOR, LANGUAGE) if encoders else (LANGUAGE,)
+    unknown, parts = ", ".join(sorted(model.frozen - set(known))), ", ".join(known)
+    _refuse(bool(unknown), f"--freeze {model.freeze}: unknown part {unknown}; known are {parts}")
+    _refuse(model.frozen >= set(known), f"--freeze {model.freeze} leaves nothing to train; the parts are {parts}")
+    _refuse(model.transformer_impl == "transformer_engine" and config.train.device == "cpu",
+            "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
+    if not encoders:
+        given = [f"{_flag(name)} {getattr(config.optim, name)}"
+                 for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
+                 if getattr(config.optim, name) is not None]
+        if config.ddp.encoder_ddp_overlap:
+            given.append("--encoder-ddp-overlap")
+        _refuse(bool(given), f"a run without encoder (--llm-only) has no use for {', '.join(given)}: leave it out")
+
+
+def _check_optim(optim: OptimConfig) -> None:
+    for name in ("lr", "encoder_lr", "projector_lr", "adam_eps"):
+        value = getattr(optim, name)
+        _refuse(value is not None and not value > 0, f"{_flag(name)} {value} is not above 0")
+    _refuse_below(optim, {"min_lr": 0, "weight_decay": 0, "encoder_weight_decay": 0, "clip_grad": 0})
+    _refuse(optim.min_lr > optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(optim, name)
+        _refuse(not 0 <= value < 1, f"{_flag(name)} {value} is not in [0, 1)")
+
+
+def _check_schedule(config: RunConfig) -> None:
+    """Refuse schedule flags that contradict each other or would be ignored."""
+    schedule, train, style = config.schedule, config.train, config.schedule.lr_decay_style
+    unit, other = ("samples", "iters") if train.train_samples is not None else ("iters", "samples")
+    _refuse_below(schedule, {"lr_warmup_init": 0, "lr_warmup_iters": 0, "lr_warmup_samples": 0})
+    _refuse_below(schedule, {f"lr_{kind}_{name}": 1 for kind in ("decay", "wsd_decay") for name in (unit, other)})
+    for kind in ("warmup", "decay", "wsd_decay"):
+        value = getattr(schedule, f"lr_{kind}_{other}")
+        _refuse(bool(value) and (train.train_iters is not None or train.train_samples is not None),
+                f"--lr-{kind.replace('_', '-')}-{other} {value} with --train-{unit}: the schedule counts {unit}, "
+                f"use --lr-{kind.replace('_', '-')}-{unit}")
+    _refuse(schedule.lr_warmup_init > config.optim.lr,
+            f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {config.optim.lr}")
+    decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}")
+    if style == "constant" and decay is not None:
+        raise ValueError(f"--lr-decay-{unit} {decay} with --lr-decay-style constant, which does not decay")
+    if style == "WSD":
+        _refuse(wsd_decay is None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay")
+    else:
+        _refuse(wsd_decay is not None, f"--lr-wsd-decay-{unit} {wsd_decay} needs --lr-decay-style WSD, it is {style}")
+        _refuse(schedule.lr_wsd_decay_style != ScheduleConfig().lr_wsd_decay_style,
+                f"--lr-wsd-decay-style {schedule.lr_wsd_decay_style} needs --lr-decay-style WSD, it is {style}")
+    _check_lengths(schedule, unit, getattr(train, f"train_{unit}"))
+
+
+def _check_lengths(schedule: ScheduleConfig, unit: str, length: int | None) -> None:
+    """Warm-up, decay and run have to fit into each other. `length` is None in a dry run without one."""
+    warmup = getattr(schedule, f"lr_warmup_{unit}")
+    decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}") or 0
+    _refuse(length is not None and bool(warmup) and warmup >= length,
+            f"--lr-warmup-{unit} {warmup} is not shorter than the run, --train-{unit} {length}")
+    _refuse(decay is not None and bool(warmup) and warmup >= decay,
+            f"--lr-warmup-{unit} {warmup} is not shorter than --lr-decay-{unit} {decay}")
+    whole, source = (decay, f"--lr-decay-{unit}") if decay is not None else (length, f"--train-{unit}")
+    _refuse(whole is not None and warmup + wsd_decay > whole,
+            f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {wsd_decay} is longer than {source} {whole}")
+
+
+def _check_ddp(config: RunConfig) -> None:
+    ddp = config.ddp
+    _refuse_below(ddp, {"ddp_num_buckets": 1, "ddp_bucket_size": 1})
+    _refuse(ddp.ddp_num_buckets is not None and ddp.ddp_bucket_size is not None,
+            f"--ddp-num-buckets {ddp.ddp_num_buckets} and --ddp-bucket-size {ddp.ddp_bucket_size}: set one of them")
+    if ddp.overlap_param_gather:
+        _refuse(not ddp.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
+        _refuse(not config.optim.use_distributed_optimizer,
+                "--overlap-param-gather needs --use-distributed-optimizer, it is --no-use-distributed-optimizer")
+    _refuse(ddp.encoder_ddp_overlap and not ddp.overlap_grad_reduce,
+            "--encoder-ddp-overlap needs --overlap-grad-reduce")
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,254 @@
+"""Flags to a checked `Layout`: which ranks hold what, and every way that can be wrong. Pure, any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+from mimo.config.layout import LayoutConfig
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+
+MAX_SUGGESTIONS = 3
+ENCODER_FLAGS = ("encoder_tp", "encoder_dp", "encoder_pp")
+
+
+def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...]) -> Layout:
+    """The layout that the flags describe; `validate_layout` checks that it works.
+
+    Args:
+        config: the layout flags; the encoder flags describe the one encoder of the provider.
+        world_size: number of ranks.
+        encoders: names of the provider's encoders.
+
+    Raises:
+        ValueError: flags that contradict each other, or a model with several encoders, whose grids have no flags
+            (make the `GridSpec`s and the `Layout` in Python).
+    """
+    encoders = () if config.llm_only else encoders
+    if len(encoders) > 1:
+        raise ValueError(f"the encoder flags describe one encoder, the model has {', '.join(encoders)}: "
+                         "build its GridSpecs and Layout in Python")
+    if config.llm_cp > 1:
+        raise ValueError(f"--llm-cp {config.llm_cp} is not supported yet; only --llm-cp 1 is")
+    grids = tuple(GridSpec(name, tp=config.encoder_tp, dp=config.encoder_dp, pp=config.encoder_pp) for name in encoders)
+    _check_flags(config, grids)
+    offset = sum(grid.size for grid in grids) if config.layout == "disjoint" else 0
+    language = GridSpec(LANGUAGE, offset=offset, tp=config.llm_tp, cp=config.llm_cp, dp=config.llm_dp, pp=config.llm_pp,
+                        ep=config.llm_ep, expt_tp=config.llm_expt_tp)
+    return Layout(config.layout, world_size, grids, language)
+
+
+def required_world_size(config: LayoutConfig, encoders: tuple[str, ...]) -> int:
+    """Number of ranks that the grids of the flags need. Raises ValueError as `build_layout` does."""
+    layout = build_layout(config, 0, encoders)
+    return max(grid.ranks.stop for grid in layout.grids.values())
+
+
+def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
+    """What only the flags show: those that say nothing without an encoder, and a wrong --llm-offset."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if type(value) is int and value < (0 if field.name == "llm_offset" else 1):
+            raise ValueError(f"{_flag(field.name)} {value} is below {0 if field.name == 'llm_offset' else 1}")
+    if not grids:
+        why = "--llm-only" if config.llm_only else "a model without encoder"
+        given = [f"{_flag(name)} {getattr(config, name)}" for name in ENCODER_FLAGS if getattr(config, name) != 1]
+        if given:
+            raise ValueError(f"{why} has no encoder grid: leave out {', '.join(given)}")
+        if config.layout == "colocated":
+            raise ValueError(f"--layout colocated says nothing with {why}: leave it out")
+    start = sum(grid.size for grid in grids) if config.layout == "disjoint" else 0
+    if config.llm_offset not in (None, start):
+        where = "there is no encoder"
+        if config.layout == "colocated":
+            where = "in the colocated layout every grid starts at rank 0"
+        elif grids:
+            where = f"the language grid starts right after the encoder ({_terms(grids)})"
+        raise ValueError(f"--llm-offset {config.llm_offset}: {where}, so leave it out or set --llm-offset {start}")
+
+
+def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size: int, num_experts: int | None = None,
+                    sequence_parallel: bool = False) -> None:
+    """Check that the grids tile the world, the lanes divide and the batch and the experts fit.
+
+    Args:
+        layout: grids of all modules.
+        micro_batch_size: samples of one lane in one microbatch.
+        global_batch_size: samples of all lanes in one iteration.
+        num_experts: routed experts of a MoE layer of the language model; None or 0 where it is dense.
+        sequence_parallel: whether the language model runs with sequence parallelism.
+
+    Raises:
+        ValueError: naming the flags, their values and what would fit.
+    """
+    _check_grids(layout)
+    _check_experts(layout.language, num_experts or 0, sequence_parallel)
+    if layout.kind == "colocated":
+        _check_colocated(layout, micro_batch_size)
+    elif layout.kind == "disjoint":
+        _check_disjoint(layout, micro_batch_size)
+    else:
+        raise ValueError(f"--layout {layout.kind} is neither disjoint nor colocated")
+    for name, value in (("--micro-batch-size", micro_batch_size), ("--global-batch-size", global_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} {value} is below 1")
+    for encoder in layout.encoders:
+        _check_lanes(encoder, layout.language, micro_batch_size)
+    unit = micro_batch_size * layout.language.dp
+    if global_batch_size % unit:
+        lower, upper = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+        nearest = f"nearest are {lower} and {upper}" if lower else f"the smallest is {upper}"
+        raise ValueError(f"--global-batch-size {global_batch_size} is not a multiple of "
+                         f"--micro-batch-size {micro_batch_size} * --llm-dp {layout.language.dp} = {unit}; {nearest}")
+
+
+def _check_grids(layout: Layout) -> None:
+    """Sizes of each grid by itself."""
+    for grid in layout.grids.values():
+        for axis in ("tp", "cp", "dp", "pp", "ep", "expt_tp"):
+            size = getattr(grid, axis)
+            if size < 1:
+                raise ValueError(f"{_axis_flag(grid, axis)} {size} is below 1")
+            if size > 1 and (axis == "cp" or (axis in ("ep", "expt_tp") and grid.name != LANGUAGE)):
+                raise ValueError(f"{_axis_flag(grid, axis)} {size} is not supported yet; only 1 is")
+        if grid.offset < 0:
+            raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}, below 0")
+
+
+def _check_experts(language: GridSpec, num_experts: int, sequence_parallel: bool) -> None:
+    parallel = f"--llm-ep {language.ep} * --llm-expt-tp {language.expt_tp}"
+    if sequence_parallel and language.tp == 1:
+        raise ValueError("--sequence-parallel needs --llm-tp above 1, it is 1")
+    if not num_experts:
+        if language.ep * language.expt_tp > 1:
+            raise ValueError(f"{parallel} splits experts, and the model has none (--num-experts 0)")
+        return
+    if num_experts % language.ep:
+        raise ValueError(f"--num-experts {num_experts} is not divisible by --llm-ep {language.ep}; these fit: --llm-ep "
+                         + ", ".join(map(str, _divisors(num_experts))))
+    ranks = language.tp * language.cp * language.dp
+    if ranks % (language.ep * language.expt_tp):
+        fit = [ep for ep in _divisors(num_experts) if ranks % (ep * language.expt_tp) == 0]
+        hint = "; these fit: --llm-ep " + ", ".join(map(str, fit)) if fit else ""
+        raise ValueError(f"{parallel} = {language.ep * language.expt_tp} does not divide the {ranks} ranks of a stage of "
+                         f"the language grid (--llm-tp {language.tp} * --llm-cp {language.cp} * --llm-dp {language.dp})"
+                         f"{hint}")
+    if language.tp > 1 and not sequence_parallel:
+        raise ValueError(f"--num-experts {num_experts} with --llm-tp {language.tp} needs --sequence-parallel "
+                         "(Megatron's MoE layer refuses tensor parallelism without it)")
+
+
+def _check_disjoint(layout: Layout, micro_batch_size: int) -> None:
+    """The grids follow each other without gap or overlap and fill the world."""
+    grids = sorted(layout.grids.values(), key=lambda grid: grid.offset)
+    end, previous = 0, None
+    for grid in grids:
+        if grid.offset < end:
+            assert previous is not None
+            raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}, inside grid {previous.name!r} "
+                             f"(ranks {previous.offset}-{end - 1}); it can start at rank {end} "
+                             "(--llm-offset for the language grid)")
+        if grid.offset > end:
+            raise ValueError(f"ranks {end}-{grid.offset - 1} before grid {grid.name!r} hold nothing; "
+                             f"it has to start at rank {end} (--llm-offset for the language grid)")
+        end, previous = grid.ranks.stop, grid
+    if end != layout.world_size:
+        hint = ""
+        if layout.encoders and all(grid.size == layout.world_size for grid in grids):
+            hint = "; --layout colocated puts them on the same ranks"
+        raise ValueError(f"the grids need {_count(end)} ({_terms(layout.grids.values())}), "
+                         f"the world has {layout.world_size}; run {_count(end)}, or change the sizes: "
+                         f"{_fitting(layout, micro_batch_size)}{hint}")
+
+
+def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
+    """Every grid spans the whole world from rank 0, in one stage."""
+    for grid in layout.grids.values():
+        if grid.pp > 1:
+            raise ValueError(f"{_axis_flag(grid, 'pp')} {grid.pp}: the colocated layout has no pipeline stages; "
+                             "use --layout disjoint or 1")
+        if grid.offset:
+            raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}: in the colocated layout every grid "
+                             "starts at rank 0 (--llm-offset 0)")
+    sizes = {grid.size for grid in layout.grids.values()}
+    if sizes != {layout.world_size}:
+        problem = "differ in size" if len(sizes) > 1 else "do not fill the world"
+        raise ValueError(f"colocated grids span the same ranks, these {problem} "
+                         f"({_terms(layout.grids.values())}; the world has {layout.world_size}); "
+                         + _fitting(layout, micro_batch_size))
+
+
+def _check_lanes(encoder: GridSpec, language: GridSpec, micro_batch_size: int) -> None:
+    """Each encoder data-parallel rank serves whole lanes or an equal share of one, and always has a sample."""
+    dp, lanes = _axis_flag(encoder, "dp"), language.dp
+    if encoder.dp % lanes and lanes % encoder.dp:
+        fit = _divisors(lanes) + [lanes * part for part in range(2, micro_batch_size + 1)]
+        shown = ", ".join(map(str, fit[:12])) + (f", ... {fit[-1]}" if len(fit) > 12 else "")
+        raise ValueError(f"{dp} {encoder.dp} and --llm-dp {lanes}: one has to divide the other; with --llm-dp {lanes} "
+                         f"and --micro-batch-size {micro_batch_size} these fit: {dp} {shown}")
+    if encoder.dp > lanes * micro_batch_size:
+        per_lane = encoder.dp // lanes
+        raise ValueError(f"{dp} {encoder.dp} over --llm-dp {lanes} shares each lane among {per_lane} encoder ranks, "
+                         f"and --micro-batch-size {micro_batch_size} leaves some without a sample; "
+                         f"the smallest that fits is --micro-batch-size {per_lane}")
+
+
+def _fitting(layout: Layout, micro_batch_size: int) -> str:
+    """The --encoder-dp and --llm-dp nearest to the given ones that tile the world with the other sizes as they are."""
+    language, world = layout.language, layout.world_size
+    if len(layout.encoders) > 1:
+        return "change the sizes of the grids"
+    wide = language.tp * language.cp * language.pp
+    # (changes --micro-batch-size, distance from the given sizes, language dp, flags): the best sorts first.
+    found: list[tuple[bool, int, int, str]] = []
+    for dp in range(1, world // wide + 1):
+        rest = world - wide * dp
+        if language.tp * language.cp * dp % (language.ep * language.expt_tp) or (layout.kind == "colocated" and rest):
+            continue
+        if layout.encoders:
+            found += _fitting_encoder(layout, dp, world if layout.kind == "colocated" else rest, micro_batch_size)
+        elif rest == 0:
+            found.append((False, abs(dp - language.dp), dp, f"--llm-dp {dp}"))
+    if not found:
+        flags = "--encoder-dp and --llm-dp" if layout.encoders else "--llm-dp"
+        return f"no {flags} can fill {_count(world)} with the other sizes as they are"
+    best = [text for changes, _, _, text in sorted(found) if not changes or all(item[0] for item in found)]
+    return f"these fit {_count(world)}: " + ", or ".join(best[:MAX_SUGGESTIONS])
+
+
+def _fitting_encoder(layout: Layout, language_dp: int, ranks: int,
+                     micro_batch_size: int) -> list[tuple[bool, int, int, str]]:
+    """The encoder grid on `ranks` ranks beside `language_dp` as one entry of `_fitting`, or nothing."""
+    encoder, language = layout.encoders[0], layout.language
+    encoder_dp, left = divmod(ranks, encoder.tp * encoder.pp)
+    if left or not encoder_dp or (encoder_dp % language_dp and language_dp % encoder_dp):
+        return []
+    text = f"{_axis_flag(encoder, 'dp')} {encoder_dp} --llm-dp {language_dp}"
+    smallest = -(-encoder_dp // language_dp)
+    if smallest > micro_batch_size:
+        text += f" --micro-batch-size {smallest}"
+    distance = abs(language_dp - language.dp) + abs(encoder_dp - encoder.dp)
+    return [(smallest > micro_batch_size, distance, language_dp, text)]
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _axis_flag(grid: GridSpec, axis: str) -> str:
+    return _flag(f"{'llm' if grid.name == LANGUAGE else 'encoder'}_{axis}")
+
+
+def _terms(grids: Iterable[GridSpec]) -> str:
+    """`vision: --encoder-tp 1 * --encoder-dp 2 * --encoder-pp 1 = 2 ranks`."""
+    return "; ".join(f"{grid.name}: " + " * ".join(f"{_axis_flag(grid, axis)} {getattr(grid, axis)}"
+                                                  for axis in ("tp", "dp", "pp")) + f" = {grid.size}" for grid in grids)

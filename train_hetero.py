@@ -1,0 +1,46 @@
+"""Pretraining and fine-tuning of a multimodal model on separate process grids.
+
+    torchrun --nproc-per-node 4 train_hetero.py --encoder-dp 2 --llm-tp 2 --train-iters 100
+    python train_hetero.py --dry-run --world-size 264 --encoder-dp 8 --llm-tp 8 --llm-dp 32
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mimo import registry
+from mimo.config.cli import parse
+from mimo.config.validate import run_world_size, validate
+from mimo.grid.report import dry_run_report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, then train or print the plan.
+
+    Returns:
+        The exit code: 0, 2 for a run that cannot start, or that of the trainer.
+    """
+    # A provider named pkg.module:attr may lie in the folder the command was typed in.
+    sys.path.append(os.getcwd())
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        config = parse(argv)
+        layout = validate(config, run_world_size(config, os.environ))
+        if config.train.dry_run:
+            report = dry_run_report(config, layout, registry.model_provider(config.model.model_provider))
+            if speaks:
+                print(report)
+            return 0
+    except ValueError as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
+    from mimo.training.run import run
+
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
