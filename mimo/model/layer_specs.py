@@ -1,0 +1,118 @@
+"""Layer specifications of decoders and vision transformers, with Transformer Engine or with plain PyTorch layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.vision.vit_layer_specs import (
+    get_vit_layer_with_local_spec,
+    get_vit_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo.platform.norms import Norm
+
+IMPLS = ("local", "transformer_engine")
+
+
+def norm_builder(impl: str) -> Any:
+    """Norm class of an implementation, called as `norm(config=, hidden_size=, eps=)`.
+
+    `local` does not take the wheel's own PyTorch norm, which refuses sequence parallelism.
+    """
+    _check_impl(impl)
+    if impl == "local":
+        return Norm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def decoder_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubmodules:
+    """Layers of one pipeline stage of a decoder, dense or MoE, and its final norm.
+
+    Args:
+        config: `num_layers`, `num_moe_experts`, `moe_grouped_gemm`, `qk_layernorm` and the pipeline size are read; every
+            layer is an MoE layer where `num_moe_experts` is set.
+        impl: `local` or `transformer_engine`.
+
+    Raises:
+        ValueError: unknown `impl`.
+    """
+    _check_impl(impl)
+    if impl == "local":
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        spec = _with_norms(spec, moe=config.num_moe_experts is not None)
+    else:
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm)
+    return _block(config, spec, impl)
+
+
+def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubmodules:
+    """Layers of one pipeline stage of a vision transformer (bidirectional attention).
+
+    Args:
+        config: `num_layers` and the pipeline size are read.
+        impl: `local` or `transformer_engine`.
+
+    Raises:
+        ValueError: unknown `impl`.
+    """
+    _check_impl(impl)
+    if impl == "local":
+        return _block(config, _with_norms(get_vit_layer_with_local_spec(), moe=False), impl)
+    return _block(config, get_vit_layer_with_transformer_engine_spec(), impl)
+
+
+def mlp_linears(impl: str) -> MLPSubmodules:
+    """Column- and row-parallel linear layers of a stand-alone MLP, without a norm.
+
+    Raises:
+        ValueError: unknown `impl`.
+    """
+    _check_impl(impl)
+    if impl == "local":
+        return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+
+
+def _check_impl(impl: str) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"--transformer-impl {impl}: layers exist for {' and '.join(IMPLS)}")
+
+
+def _block(config: TransformerConfig, layer: ModuleSpec, impl: str) -> TransformerBlockSubmodules:
+    stages = config.pipeline_model_parallel_size
+    assert config.num_layers % stages == 0, f"{config.num_layers} layers over {stages} pipeline stages"
+    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // stages), layer_norm=norm_builder(impl))
+
+
+def _with_norms(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:
+    """The wheel's local layer spec with its norms replaced and with the checkpoint names of Transformer Engine layers.
+
+    Transformer Engine fuses a norm into the linear layer that follows; before an MoE layer there is none to fuse into.
+    """
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    if attention.q_layernorm not in (None, IdentityOp):
+        attention = replace(attention, q_layernorm=Norm, k_layernorm=Norm)
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not moe:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    self_attention = replace(layer.self_attention, submodules=attention)
+    return replace(spec, submodules=replace(
+        layer, input_layernorm=Norm, pre_mlp_layernorm=Norm, self_attention=self_attention,
+        sharded_state_dict_keys_map=names))

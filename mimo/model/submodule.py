@@ -1,0 +1,102 @@
+"""The vision module as MIMO sees it: encoder and projector, on any pipeline stage, for any number of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo.model.vit import ViT
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """`output` itself, with a zero gradient for `hidden`.
+
+    A stage whose layers do not run, or run without a graph, still owes its predecessor a gradient: the pipeline
+    schedule sends one back for every tensor that it received.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.hidden_shape, ctx.hidden_options = hidden.shape, {"dtype": hidden.dtype, "device": hidden.device}
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], torch.zeros(ctx.hidden_shape, **ctx.hidden_options)
+
+
+class VisionSubmodule(VisionModalitySubmodules):
+    """One `ViT` and, on the last pipeline stage, its projector.
+
+    The wheel's `forward(hidden_states=...)` takes the tensor as finished features and skips the encoder; here the
+    encoder's layers run on every stage. An encoder without a trainable parameter on this stage runs in evaluation mode
+    without a graph, whatever the projector does.
+    """
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The encoder's configuration; Megatron's DDP asks every module for one."""
+        return self.encoder.config
+
+    @property
+    def encoder(self) -> ViT:
+        """The encoder of this stage."""
+        assert len(self.encoders) == 1, f"one encoder, not {list(self.encoders)}"
+        (encoder,) = self.encoders.values()
+        return encoder
+
+    def forward(self, encoder_inputs: dict[str, Any] | None = None,
+                hidden_states: torch.Tensor | None = None) -> torch.Tensor:
+        """Run this pipeline stage.
+
+        Args:
+            encoder_inputs: `pixel_values` float `[images, channels, height, width]`; empty, None or no images give an
+                output of no images. Read on the first stage only.
+            hidden_states: `[seq_length, images, encoder hidden]` of the stage before; None on the first stage.
+
+        Returns:
+            The last stage's projected features `[tokens, language hidden]`, image after image; on earlier stages
+            `[seq_length, images, encoder hidden]`. Where gradients are on and a parameter of the stage is trainable the
+            output requires grad, with no images too; where `hidden_states` requires grad it always gets a gradient.
+
+        Raises:
+            ValueError: a first stage with `hidden_states`, or a later one without.
+        """
+        if self.is_first_stage != (hidden_states is None):
+            raise ValueError(f"hidden_states belong to every pipeline stage of an encoder but the first; this is "
+                             f"{'the first' if self.is_first_stage else 'a later'} one")
+        pixel_values = (encoder_inputs or {}).get("pixel_values") if hidden_states is None else None
+        num_images = hidden_states.size(1) if hidden_states is not None else 0 if pixel_values is None else len(pixel_values)
+        if num_images == 0:
+            return self._join(self.empty_output(), hidden_states)
+        trainable = _is_trainable(self.encoder)
+        if not trainable:
+            self.encoder.eval()
+        with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
+            self.encoder.set_input_tensor(hidden_states)
+            output = self.encoder(pixel_values)
+        if self.is_last_stage:
+            output = self.project_embeddings([output.flatten(0, 1)])
+        return output if trainable else self._join(output, hidden_states)
+
+    def empty_output(self) -> torch.Tensor:
+        """What this stage gives for no images; requires grad where gradients are on and the stage trains."""
+        config = self.encoder.config
+        shape: tuple[int, ...] = (self.encoder.seq_length, 0, config.hidden_size)
+        if self.is_last_stage:
+            shape = (0, self.input_projections[0].config.hidden_size if self.input_projections else config.hidden_size)
+        empty = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+        return empty.requires_grad_(torch.is_grad_enabled() and _is_trainable(self))
+
+    def _join(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
+        """`output`, giving a zero gradient to `hidden_states` where the stage before waits for one."""
+        if hidden_states is None or not hidden_states.requires_grad:
+            return output
+        return _ZeroGradient.apply(output, hidden_states)
+
+
+def _is_trainable(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -1,0 +1,138 @@
+"""A CLIP- or SigLIP-style vision transformer on its own process groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """OpenAI CLIP's activation, `x * sigmoid(1.702 x)`.
+
+    Not the wheel's: that one is wrapped in torch.compile, which compiles anew as the number of images changes.
+    """
+    return x * torch.sigmoid(1.702 * x)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU's tanh approximation (Hugging Face `gelu_pytorch_tanh`)."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": torch.nn.functional.gelu, "gelu_tanh": gelu_tanh}
+
+
+class ViT(MegatronModule):
+    """Images to patch features.
+
+    Patch embedding, class token, positions and norms are replicated over tensor-parallel ranks: they draw from the
+    default random stream, which those ranks share. Attribute names are those of the wheel's `CLIPViTModel`, which has
+    neither pipeline stages nor a variable last norm.
+
+    Args:
+        config: transformer sizes; `num_layers` counts the layers of all pipeline stages.
+        layer_spec: this stage's layers.
+        norm: norm class for the norms outside the layers, called as `norm(config=, hidden_size=, eps=)`.
+        image_size: pixels a side of the (square) images.
+        patch_size: pixels a side of a patch; divides `image_size`.
+        num_channels: image channels.
+        patch_bias: the patch embedding has a bias (SigLIP).
+        class_token: a learned token goes before the patches and is dropped from the output (CLIP).
+        pre_layernorm: a norm between embedding and layers (CLIP's `pre_layrnorm`).
+        final_layernorm: a norm after the last layer.
+        pg_collection: the module's process groups.
+        pre_process: this rank holds the first pipeline stage.
+        post_process: this rank holds the last pipeline stage.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_spec: TransformerBlockSubmodules, norm: Any, *, image_size: int,
+                 patch_size: int, num_channels: int, patch_bias: bool, class_token: bool, pre_layernorm: bool,
+                 final_layernorm: bool, pg_collection: ProcessGroupCollection, pre_process: bool = True,
+                 post_process: bool = True) -> None:
+        super().__init__(config)
+        assert image_size % patch_size == 0, f"image size {image_size}, patch size {patch_size}"
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.image_shape = (num_channels, image_size, image_size)
+        self.num_patches = (image_size // patch_size) ** 2
+        self.num_class_tokens = int(class_token)
+        if pre_process:
+            self._build_embedding(patch_size, num_channels, patch_bias)
+            self.ln_pre = self._build_norm(norm) if pre_layernorm else None
+        self.decoder = TransformerBlock(config, layer_spec, post_layer_norm=False, pre_process=pre_process,
+                                        post_process=post_process, pg_collection=pg_collection)
+        self.ln_post = self._build_norm(norm) if post_process and final_layernorm else None
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens an image has inside the encoder: patches and the class token."""
+        return self.num_patches + self.num_class_tokens
+
+    def set_input_tensor(self, input_tensor: torch.Tensor) -> None:
+        """Set what a later pipeline stage works on: `[seq_length, images, hidden]`."""
+        self.decoder.set_input_tensor(input_tensor)
+
+    def forward(self, pixel_values: torch.Tensor | None = None) -> torch.Tensor:
+        """Run this pipeline stage.
+
+        Args:
+            pixel_values: normalized pixels `[images, channels, image_size, image_size]`, any float dtype; read on the
+                first stage only.
+
+        Returns:
+            `[images, num_patches, hidden]` on the last stage, `[seq_length, images, hidden]` on the others, in the
+            dtype of the parameters.
+
+        Raises:
+            ValueError: the images do not have the size that the encoder was built for.
+        """
+        hidden_snh = None
+        if self.pre_process:
+            assert pixel_values is not None, "the first pipeline stage of a ViT needs pixel_values"
+            hidden_snh = self._embed(pixel_values)
+        hidden_snh = self.decoder(hidden_states=hidden_snh, attention_mask=None)
+        if not self.post_process:
+            return hidden_snh
+        if self.ln_post is not None:
+            hidden_snh = self.ln_post(hidden_snh)
+        return hidden_snh[self.num_class_tokens:].transpose(0, 1).contiguous()
+
+    def _build_embedding(self, patch_size: int, num_channels: int, patch_bias: bool) -> None:
+        hidden, dtype, device = self.config.hidden_size, self.config.params_dtype, torch.cuda.current_device()
+        self.conv1 = torch.nn.Conv2d(num_channels, hidden, kernel_size=patch_size, stride=patch_size, bias=patch_bias,
+                                     dtype=dtype, device=device)
+        self.position_embeddings = torch.nn.Embedding(self.seq_length, hidden, dtype=dtype, device=device)
+        drawn = [self.conv1.weight, self.position_embeddings.weight]
+        if self.num_class_tokens:
+            self.class_token = torch.nn.Parameter(torch.empty(1, 1, hidden, dtype=dtype, device=device))
+            drawn.append(self.class_token)
+        for parameter in drawn:
+            self.config.init_method(parameter)
+        if self.conv1.bias is not None:
+            torch.nn.init.zeros_(self.conv1.bias)
+
+    def _build_norm(self, norm: Any) -> Any:
+        return norm(config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon)
+
+    def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Pixels to the first layer's input `[seq_length, images, hidden]`."""
+        if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != self.image_shape:
+            raise ValueError(f"pixel_values has shape {list(pixel_values.shape)}; the encoder takes [images, "
+                             f"{', '.join(str(size) for size in self.image_shape)}] (channels, height, width)")
+        patches_nhyx = self.conv1(pixel_values.to(self.conv1.weight.dtype))
+        hidden_nsh = patches_nhyx.flatten(2).transpose(1, 2)
+        if self.num_class_tokens:
+            hidden_nsh = torch.cat([self.class_token.expand(len(hidden_nsh), -1, -1), hidden_nsh], dim=1)
+        hidden_nsh = hidden_nsh + self.position_embeddings.weight
+        if self.ln_pre is not None:
+            hidden_nsh = self.ln_pre(hidden_nsh)
+        return hidden_nsh.transpose(0, 1).contiguous()

@@ -1,0 +1,1 @@
+"""Parts that several model families share: configuration fields, checks, planning shapes, Megatron specs."""

@@ -1,0 +1,129 @@
+"""Megatron configurations and specs of the shared parts. Imports torch: providers import it inside their methods."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo.grid.spec import GridSpec
+from mimo.model.layer_specs import decoder_layer_spec, mlp_linears, norm_builder, vit_layer_spec
+from mimo.model.projector import Projector
+from mimo.model.submodule import VisionSubmodule
+from mimo.model.vit import ACTIVATIONS, ViT
+from mimo.protocols import LANGUAGE, BuildContext
+from providers.common.decoder import DecoderConfig
+from providers.common.vision import VisionConfig
+
+
+def transformer_config(context: BuildContext | None, **sizes: object) -> TransformerConfig:
+    """A TransformerConfig with what every module shares.
+
+    Args:
+        context: the module's grid, groups and precision; None gives a single-process float32 configuration, for ranks
+            that only read sizes.
+        sizes: fields of the particular module.
+    """
+    grid = GridSpec(LANGUAGE) if context is None else context.grid
+    dtype = torch.float32 if context is None else context.params_dtype
+    impl = "local" if context is None else context.transformer_impl
+    fused = impl == "transformer_engine"
+    return TransformerConfig(
+        tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp, context_parallel_size=grid.cp,
+        params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True, transformer_impl=impl,
+        # Variable lengths refuse every other dispatcher, even in a dense model.
+        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
+        # The output layer's weight gradient goes straight into main_grad where apex's kernel is installed.
+        gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        bias_dropout_fusion=fused, apply_rope_fusion=False, masked_softmax_fusion=False, **sizes)  # type: ignore[arg-type]
+
+
+def decoder_config(config: DecoderConfig, context: BuildContext | None) -> TransformerConfig:
+    """Megatron's configuration of the decoder; `context` is None on ranks that do not build it."""
+    moe: dict[str, object] = {}
+    if config.num_experts:
+        grouped = context is not None and context.transformer_impl == "transformer_engine"
+        moe = {
+            "num_moe_experts": config.num_experts, "moe_router_topk": config.moe_router_topk,
+            "moe_ffn_hidden_size": config.moe_ffn_hidden_size, "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
+            "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
+            "moe_router_pre_softmax": config.moe_router_pre_softmax, "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": grouped,
+        }
+        if context is not None:
+            moe |= {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp}
+    return transformer_config(
+        context, num_layers=config.num_layers, hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads, num_query_groups=config.query_groups,
+        ffn_hidden_size=config.ffn_hidden_size, kv_channels=config.head_dim, normalization="RMSNorm",
+        layernorm_epsilon=config.norm_epsilon, activation_func=torch.nn.functional.silu, gated_linear_unit=True,
+        bias_activation_fusion=context is not None and context.transformer_impl == "transformer_engine",
+        add_bias_linear=False, add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm,
+        hidden_dropout=config.hidden_dropout, attention_dropout=config.attention_dropout,
+        sequence_parallel=context is not None and context.sequence_parallel, **moe)
+
+
+def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleSpec:
+    """Spec of the decoder as the wheel's GPTModel.
+
+    Raises:
+        ValueError: experts on a tensor-parallel grid without sequence parallelism.
+    """
+    megatron_config = decoder_config(config, context)
+    if context is None:
+        return ModuleSpec(module=GPTModel, params={"config": megatron_config})
+    if config.num_experts and context.grid.tp > 1 and not context.sequence_parallel:
+        raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {context.grid.tp} needs --sequence-parallel")
+    return ModuleSpec(module=GPTModel, params={
+        "config": megatron_config,
+        "transformer_layer_spec": decoder_layer_spec(megatron_config, context.transformer_impl),
+        "vocab_size": config.vocab_size,
+        "max_sequence_length": context.seq_length,
+        "pre_process": context.pre_process,
+        "post_process": context.post_process,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
+        "position_embedding_type": "rope",
+        "rotary_base": config.rotary_base,
+        # The merged sequence is scattered, not the text tokens alone: MimoModel does it.
+        "scatter_embedding_sequence_parallel": False,
+        "pg_collection": context.groups,
+    })
+
+
+def vision_spec(config: VisionConfig, name: str, projector_size: int, language_size: int,
+                context: BuildContext) -> ModuleSpec:
+    """Spec of a `VisionSubmodule`: a ViT and its projector.
+
+    Args:
+        config: encoder sizes.
+        name: name of the encoder inside the module.
+        projector_size: inner width of the projector.
+        language_size: width of the language model.
+        context: the encoder's grid, groups and precision.
+    """
+    impl = context.transformer_impl
+    vit_config = transformer_config(
+        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
+        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
+        normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True, add_qkv_bias=True,
+        activation_func=ACTIVATIONS[config.vision_hidden_act], hidden_dropout=0.0, attention_dropout=0.0)
+    projector_config = transformer_config(
+        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
+        ffn_hidden_size=projector_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True)
+    encoder = ModuleSpec(module=ViT, params={
+        "config": vit_config, "layer_spec": vit_layer_spec(vit_config, impl), "norm": norm_builder(impl),
+        "image_size": config.vision_image_size, "patch_size": config.vision_patch_size,
+        "num_channels": config.vision_num_channels, "patch_bias": config.vision_patch_bias,
+        "class_token": config.vision_class_token, "pre_layernorm": config.vision_pre_layernorm,
+        "final_layernorm": config.vision_final_layernorm, "pg_collection": context.groups,
+        "pre_process": context.pre_process, "post_process": context.post_process})
+    # build_module passes a spec's `submodules` on as the keyword of that name.
+    projector = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
+        "config": projector_config, "input_size": config.vision_hidden_size, "pg_collection": context.groups})
+    return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
+                      submodules={"encoders": {name: encoder}, "input_projections": [projector]})

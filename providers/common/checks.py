@@ -1,0 +1,57 @@
+"""Divisibility checks whose messages name the flags, their values and what would fit."""
+
+from __future__ import annotations
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def divisors(value: int) -> list[int]:
+    """Positive divisors of `value` (at least 1), ascending."""
+    return [candidate for candidate in range(1, value + 1) if value % candidate == 0]
+
+
+class Problems:
+    """Everything found wrong with a configuration, reported at once.
+
+    Attributes:
+        found: messages in the order they were added.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Note one problem."""
+        self.found.append(message)
+
+    def positive(self, name: str, value: int) -> None:
+        """Note a size below 1."""
+        if value < 1:
+            self.add(f"{flag(name)} {value} must be at least 1")
+
+    def divides(self, name: str, value: int, by: str, divisor: int, *, hint: str = "", multiples: bool = False) -> None:
+        """Note that `divisor` (of flag `by`) does not divide `value` (of flag `name`).
+
+        Args:
+            hint: another way out, appended to the message.
+            multiples: name the nearest multiples of `divisor` (for a value that may be padded) instead of the divisors
+                of `value`.
+        """
+        if value % divisor == 0:
+            return
+        if multiples:
+            below = value // divisor * divisor
+            fits = f"nearest {flag(name)}: {f'{below} or ' if below else ''}{below + divisor}"
+        else:
+            choices = divisors(value)
+            shown = ", ".join(str(choice) for choice in choices[:12]) + (", ..." if len(choices) > 12 else "")
+            fits = f"{flag(by)} that fit: {shown}"
+        self.add(f"{flag(name)} {value} is not divisible by {flag(by)} {divisor}; {fits}{f', {hint}' if hint else ''}")
+
+    def report(self, source: str = "") -> None:
+        """Raise ValueError with every problem found; `source` says where the sizes came from."""
+        if self.found:
+            raise ValueError("\n".join(self.found) + (f"\n(model sizes from {source})" if source else ""))

@@ -1,0 +1,153 @@
+"""A Llama- or Qwen-style decoder as plain data: its flags, what a layout must satisfy, its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mimo.grid.spec import GridSpec
+from mimo.protocols import ParameterShape
+from providers.common.checks import Problems
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Language model: RMSNorm, RoPE, grouped-query attention, SwiGLU or a mixture of SwiGLU experts."""
+
+    num_layers: int = 32
+    """Decoder layers."""
+    hidden_size: int = 4096
+    """Width of the decoder."""
+    num_attention_heads: int = 32
+    """Query heads."""
+    num_query_groups: int = 0
+    """Key and value heads, shared by groups of query heads; 0: as many as query heads."""
+    ffn_hidden_size: int = 11008
+    """Inner width of the dense MLP; unused with experts."""
+    kv_channels: int = 0
+    """Channels of a head; 0: hidden size divided by heads."""
+    vocab_size: int = 32064
+    """Rows of the embedding, padding included; a multiple of --llm-tp."""
+    max_position_embeddings: int = 4096
+    """Longest sequence; --seq-length must not exceed it."""
+    rotary_base: float = 10000.0
+    """Base of the rotary position frequencies."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of the RMSNorms."""
+    qk_layernorm: bool = False
+    """RMSNorm on each head's query and key (Qwen3)."""
+    add_qkv_bias: bool = False
+    """Biases on query, key and value (Qwen2)."""
+    untie_embeddings_and_output_weights: bool = True
+    """Separate weights for the input embedding and the output layer."""
+    num_experts: int = 0
+    """Experts of every layer's MLP; 0: dense."""
+    moe_router_topk: int = 2
+    """Experts each token is sent to."""
+    moe_ffn_hidden_size: int = 768
+    """Inner width of an expert."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before choosing, weights not normalized again; needed where each token has one expert."""
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
+    """Load-balancing loss of the router."""
+    moe_aux_loss_coeff: float = 1e-3
+    """Weight of the load-balancing loss; 0: off."""
+    hidden_dropout: float = 0.0
+    """Dropout on the residual branches."""
+    attention_dropout: float = 0.0
+    """Dropout on the attention weights."""
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value weight."""
+        return self.head_dim * (self.num_attention_heads + 2 * self.query_groups)
+
+
+def check_decoder(config: DecoderConfig, problems: Problems) -> None:
+    """Note what is wrong with the decoder's sizes on any layout."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+        problems.positive(name, getattr(config, name))
+    problems.positive("moe_ffn_hidden_size" if config.num_experts else "ffn_hidden_size",
+                      config.moe_ffn_hidden_size if config.num_experts else config.ffn_hidden_size)
+    if problems.found:
+        return
+    if not config.kv_channels:
+        problems.divides("hidden_size", config.hidden_size, "num_attention_heads", config.num_attention_heads,
+                         hint="or give --kv-channels")
+    problems.divides("num_attention_heads", config.num_attention_heads, "num_query_groups", config.query_groups)
+    if config.head_dim % 2:
+        problems.add(f"--kv-channels {config.head_dim} is odd; rotary positions need an even number of channels a head")
+    if config.num_experts:
+        if not 1 <= config.moe_router_topk <= config.num_experts:
+            problems.add(f"--moe-router-topk {config.moe_router_topk} must lie between 1 and --num-experts "
+                         f"{config.num_experts}")
+        if config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
+            problems.add("--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert has no gradient")
+
+
+def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
+    """Note what the language grid cannot hold.
+
+    Fewer query groups than tensor-parallel ranks are fine where they divide them: the wheel then gathers the fused
+    projection and each rank takes its group.
+    """
+    problems.divides("num_layers", config.num_layers, "llm_pp", grid.pp)
+    problems.divides("num_attention_heads", config.num_attention_heads, "llm_tp", grid.tp)
+    groups = config.query_groups
+    if groups % grid.tp and grid.tp % groups:
+        problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
+    problems.divides("vocab_size", config.vocab_size, "llm_tp", grid.tp, multiples=True)
+    problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
+    if seq_length > config.max_position_embeddings:
+        problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
+    if config.num_experts:
+        problems.divides("num_experts", config.num_experts, "llm_ep", grid.ep)
+        problems.divides("moe_ffn_hidden_size", config.moe_ffn_hidden_size, "llm_expt_tp", grid.expt_tp)
+    else:
+        problems.divides("ffn_hidden_size", config.ffn_hidden_size, "llm_tp", grid.tp)
+        if grid.ep > 1 or grid.expt_tp > 1:
+            problems.add(f"--llm-ep {grid.ep} and --llm-expt-tp {grid.expt_tp} need --num-experts above 0")
+
+
+def decoder_shapes(config: DecoderConfig) -> list[ParameterShape]:
+    """Every parameter of the decoder. Tied embeddings are counted once."""
+    layers, hidden = config.num_layers, config.hidden_size
+    shapes = [
+        ParameterShape("embedding.word_embeddings.weight", (config.vocab_size, hidden), 1, "tp", "first"),
+        ParameterShape("input_layernorm.weight", (hidden,), layers),
+        ParameterShape("self_attention.linear_qkv.weight", (config.qkv_size, hidden), layers, "tp"),
+        ParameterShape("self_attention.linear_proj.weight", (hidden, config.num_attention_heads * config.head_dim),
+                       layers, "tp"),
+        ParameterShape("pre_mlp_layernorm.weight", (hidden,), layers),
+        ParameterShape("final_layernorm.weight", (hidden,), 1, "none", "last"),
+    ]
+    if config.add_qkv_bias:
+        shapes.append(ParameterShape("self_attention.linear_qkv.bias", (config.qkv_size,), layers, "tp"))
+    if config.qk_layernorm:
+        shapes.append(ParameterShape("self_attention.q_layernorm.weight", (config.head_dim,), layers))
+        shapes.append(ParameterShape("self_attention.k_layernorm.weight", (config.head_dim,), layers))
+    if config.num_experts:
+        experts, inner = layers * config.num_experts, config.moe_ffn_hidden_size
+        shapes += [
+            ParameterShape("mlp.router.weight", (config.num_experts, hidden), layers),
+            ParameterShape("mlp.experts.linear_fc1.weight", (2 * inner, hidden), experts, "expert"),
+            ParameterShape("mlp.experts.linear_fc2.weight", (hidden, inner), experts, "expert"),
+        ]
+    else:
+        shapes += [
+            ParameterShape("mlp.linear_fc1.weight", (2 * config.ffn_hidden_size, hidden), layers, "tp"),
+            ParameterShape("mlp.linear_fc2.weight", (hidden, config.ffn_hidden_size), layers, "tp"),
+        ]
+    if config.untie_embeddings_and_output_weights:
+        shapes.append(ParameterShape("output_layer.weight", (config.vocab_size, hidden), 1, "tp", "last"))
+    return shapes

@@ -1,0 +1,112 @@
+"""A CLIP- or SigLIP-style encoder with its projector as plain data: flags, checks, parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mimo.grid.spec import GridSpec
+from mimo.protocols import ParameterShape
+from providers.common.checks import Problems
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Vision transformer and projector."""
+
+    vision_image_size: int = 336
+    """Pixels a side of an image; images are square."""
+    vision_patch_size: int = 14
+    """Pixels a side of a patch; each patch becomes one language token."""
+    vision_num_channels: int = 3
+    """Channels of an image."""
+    vision_hidden_size: int = 1024
+    """Width of the vision transformer."""
+    vision_num_layers: int = 23
+    """Layers that run; LLaVA takes the features of the last layer but one, so one fewer than CLIP's 24."""
+    vision_num_attention_heads: int = 16
+    """Attention heads."""
+    vision_ffn_hidden_size: int = 4096
+    """Inner width of the MLP."""
+    vision_class_token: bool = True
+    """A learned class token before the patches, dropped from the output (CLIP)."""
+    vision_patch_bias: bool = False
+    """A bias in the patch embedding (SigLIP)."""
+    vision_pre_layernorm: bool = True
+    """A LayerNorm between embedding and layers (CLIP)."""
+    vision_final_layernorm: bool = False
+    """A LayerNorm after the last layer."""
+    vision_hidden_act: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
+    """Activation of the MLP."""
+    vision_norm_epsilon: float = 1e-5
+    """Epsilon of the LayerNorms."""
+    projector_hidden_size: int = 0
+    """Inner width of the projector; 0: the language model's width."""
+
+    @property
+    def num_patches(self) -> int:
+        """Patches, and so language tokens, of an image."""
+        return (self.vision_image_size // self.vision_patch_size) ** 2
+
+
+def check_vision(config: VisionConfig, problems: Problems) -> None:
+    """Note what is wrong with the encoder's sizes on any layout."""
+    for name in ("vision_image_size", "vision_patch_size", "vision_num_channels", "vision_hidden_size",
+                 "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size"):
+        problems.positive(name, getattr(config, name))
+    if problems.found:
+        return
+    problems.divides("vision_image_size", config.vision_image_size, "vision_patch_size", config.vision_patch_size)
+    problems.divides("vision_hidden_size", config.vision_hidden_size, "vision_num_attention_heads",
+                     config.vision_num_attention_heads)
+
+
+def check_vision_grid(config: VisionConfig, projector_size: int, grid: GridSpec, problems: Problems) -> None:
+    """Note what the encoder grid cannot hold; `projector_size` is the projector's inner width."""
+    problems.divides("vision_num_layers", config.vision_num_layers, "encoder_pp", grid.pp)
+    problems.divides("vision_num_attention_heads", config.vision_num_attention_heads, "encoder_tp", grid.tp)
+    problems.divides("vision_ffn_hidden_size", config.vision_ffn_hidden_size, "encoder_tp", grid.tp)
+    problems.divides("projector_hidden_size", projector_size, "encoder_tp", grid.tp)
+
+
+def vision_shapes(config: VisionConfig, projector_size: int, language_size: int) -> list[ParameterShape]:
+    """Every parameter of encoder and projector.
+
+    Args:
+        config: encoder sizes.
+        projector_size: inner width of the projector.
+        language_size: width of the language model.
+    """
+    hidden, layers, inner = config.vision_hidden_size, config.vision_num_layers, config.vision_ffn_hidden_size
+    patch = (hidden, config.vision_num_channels, config.vision_patch_size, config.vision_patch_size)
+    tokens = config.num_patches + int(config.vision_class_token)
+
+    def norm(name: str, count: int = 1, stage: str = "layer") -> list[ParameterShape]:
+        return [ParameterShape(f"{name}.{kind}", (hidden,), count, "none", stage) for kind in ("weight", "bias")]
+
+    shapes = [ParameterShape("conv1.weight", patch, 1, "none", "first"),
+              ParameterShape("position_embeddings.weight", (tokens, hidden), 1, "none", "first")]
+    if config.vision_patch_bias:
+        shapes.append(ParameterShape("conv1.bias", (hidden,), 1, "none", "first"))
+    if config.vision_class_token:
+        shapes.append(ParameterShape("class_token", (1, 1, hidden), 1, "none", "first"))
+    if config.vision_pre_layernorm:
+        shapes += norm("ln_pre", stage="first")
+    if config.vision_final_layernorm:
+        shapes += norm("ln_post", stage="last")
+    shapes += norm("input_layernorm", layers) + norm("pre_mlp_layernorm", layers)
+    shapes += [
+        ParameterShape("self_attention.linear_qkv.weight", (3 * hidden, hidden), layers, "tp"),
+        ParameterShape("self_attention.linear_qkv.bias", (3 * hidden,), layers, "tp"),
+        ParameterShape("self_attention.linear_proj.weight", (hidden, hidden), layers, "tp"),
+        ParameterShape("self_attention.linear_proj.bias", (hidden,), layers),
+        ParameterShape("mlp.linear_fc1.weight", (inner, hidden), layers, "tp"),
+        ParameterShape("mlp.linear_fc1.bias", (inner,), layers, "tp"),
+        ParameterShape("mlp.linear_fc2.weight", (hidden, inner), layers, "tp"),
+        ParameterShape("mlp.linear_fc2.bias", (hidden,), layers),
+        ParameterShape("projector.linear_fc1.weight", (projector_size, hidden), 1, "tp", "last"),
+        ParameterShape("projector.linear_fc1.bias", (projector_size,), 1, "tp", "last"),
+        ParameterShape("projector.linear_fc2.weight", (language_size, projector_size), 1, "tp", "last"),
+        ParameterShape("projector.linear_fc2.bias", (language_size,), 1, "none", "last"),
+    ]
+    return shapes

@@ -1,0 +1,144 @@
+"""LLaVA: a CLIP or SigLIP encoder, a two-layer projector, a Llama, Qwen2, Qwen3 or Qwen3-MoE decoder.
+
+Sizes come from flags (the defaults are those of llava-1.5-7b) or from a Hugging Face `LlavaConfig` (`--hf-config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from providers.common import hf
+from providers.common.checks import Problems
+from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
+from providers.common.vision import VisionConfig, check_vision, check_vision_grid, vision_shapes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+VISION = "vision"
+
+
+@dataclass(frozen=True)
+class Config(VisionConfig, DecoderConfig):
+    """Model family: LLaVA."""
+
+    image_token_id: int = 32000
+    """Token id that stands for an image."""
+    hf_config: str = ""
+    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+
+
+def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
+    """The configuration of a Hugging Face `LlavaConfig`.
+
+    Args:
+        source: a config.json, its folder, or the configuration as a dict.
+        base: where fields come from that a `LlavaConfig` does not set (dropout, load balancing); default `Config()`.
+
+    Raises:
+        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+    """
+    base = Config() if base is None else base
+    return dataclasses.replace(base, **hf.llava_sizes(hf.load(source)), hf_config="")
+
+
+def resolve(config: Config) -> Config:
+    """`config` with the sizes of its `hf_config`, if it names one. Raises ValueError as `from_hf`."""
+    return from_hf(config.hf_config, config) if config.hf_config else config
+
+
+class LlavaProvider:
+    """The `mimo.protocols.ModelProvider` of LLaVA; every method takes unresolved configurations too."""
+
+    Config: ClassVar[type] = Config
+
+    def encoders(self, config: Config) -> tuple[str, ...]:
+        """The one encoder, `vision`."""
+        return (VISION,)
+
+    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, against the grids and against the sequence.
+
+        Raises:
+            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+        """
+        source, config, problems = config.hf_config, resolve(config), Problems()
+        check_decoder(config, problems)
+        check_vision(config, problems)
+        if not 0 <= config.image_token_id < config.vocab_size:
+            problems.add(f"--image-token-id {config.image_token_id} must lie between 0 and --vocab-size "
+                         f"{config.vocab_size} less one")
+        if not problems.found:
+            check_decoder_grid(config, layout.language, seq_length, problems)
+            for grid in layout.encoders:
+                check_vision_grid(config, self._projector_size(config), grid, problems)
+                if config.num_patches >= seq_length:
+                    problems.add(f"an image becomes {config.num_patches} tokens (--vision-image-size "
+                                 f"{config.vision_image_size}, --vision-patch-size {config.vision_patch_size}), which "
+                                 f"leaves no room in --seq-length {seq_length}; it must be above {config.num_patches}")
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def token_spec(self, config: Config) -> TokenSpec:
+        """What a data set must produce."""
+        config = resolve(config)
+        return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
+
+    def special_token_ids(self, config: Config) -> dict[str, int]:
+        """Placeholder of the encoder's tokens."""
+        return {VISION: resolve(config).image_token_id}
+
+    def num_image_tokens(self, config: Config, height: int, width: int) -> int:
+        """Language tokens of an image of `height` by `width` pixels.
+
+        Raises:
+            ValueError: the encoder takes another size.
+        """
+        config = resolve(config)
+        side = config.vision_image_size
+        if (height, width) != (side, side):
+            raise ValueError(f"an image of {height} x {width} pixels (height x width) does not fit "
+                             f"--vision-image-size {side}, which takes {side} x {side}")
+        return config.num_patches
+
+    def hidden_size(self, config: Config) -> int:
+        """Width of the language model."""
+        return resolve(config).hidden_size
+
+    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
+        """Every parameter of `language`, or of `vision` with its projector."""
+        config = resolve(config)
+        if module == LANGUAGE:
+            return decoder_shapes(config)
+        self._check_module(module)
+        return vision_shapes(config, self._projector_size(config), config.hidden_size)
+
+    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
+        """Spec of the decoder; `context` is None on ranks that only read its width. Raises ValueError for experts on
+        a tensor-parallel grid without sequence parallelism."""
+        from providers.common.build import decoder_spec
+
+        return decoder_spec(resolve(config), context)
+
+    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
+        """Spec of the vision module: a `mimo.model.submodule.VisionSubmodule`."""
+        from providers.common.build import vision_spec
+
+        self._check_module(module)
+        config = resolve(config)
+        return vision_spec(config, "vit", self._projector_size(config), config.hidden_size, context)
+
+    @staticmethod
+    def _projector_size(config: Config) -> int:
+        return config.projector_hidden_size or config.hidden_size
+
+    @staticmethod
+    def _check_module(module: str) -> None:
+        assert module == VISION, f"llava has the modules {VISION} and {LANGUAGE}, not {module}"
+
+
+provider = LlavaProvider()
