@@ -1,0 +1,112 @@
+# shellcheck shell=bash
+# Set-up shared by the scripts beside this file. Source it; it defines functions and changes nothing else.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+# Installs the pinned sets, and compiles them (scripts/compile_requirements.sh).
+UV_VERSION=0.13.8
+
+say() { printf '%s\n' "$*" >&2; }
+
+# Whether a command is a working Python of the asked version. A pyenv shim exists without one, so it has to run.
+_is_python() {
+    "$1" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$2" </dev/null >/dev/null 2>&1
+}
+
+# Commands and paths that may be the Python of the asked version, best first.
+_python_candidates() {
+    local version="$1" pyenv_root
+    echo "python$version"
+    pyenv_root="${PYENV_ROOT:-${HOME:-}/.pyenv}"
+    for python in "$pyenv_root/versions/$version".*/bin/python "$pyenv_root/versions/$version/bin/python"; do
+        [[ -x "$python" ]] && echo "$python"
+    done
+    echo python3
+    echo python
+}
+
+# Print the path of a Python of the version in .python-version; explain and return 1 where there is none.
+find_python() {
+    local version candidate
+    read -r version <"$ROOT/.python-version"
+    while read -r candidate; do
+        if _is_python "$candidate" "$version"; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return 0
+        fi
+    done < <(_python_candidates "$version")
+    say "No Python $version found: looked for python$version, python3 and python on PATH and for $version.* of pyenv."
+    say "megatron-core 0.19 needs Python $version. Install it (for example 'pyenv install $version', or your system's"
+    say "python$version and python$version-venv packages), then run this script again."
+    return 1
+}
+
+# The requirement file of an extra: cpu, cpu-dev or gpu.
+requirements_of() { echo "$ROOT/scripts/requirements/$1.txt"; }
+
+# A digest of everything that decides what the environment for an extra holds, and of where it is.
+setup_digest() {
+    "$VENV/bin/python" - "$ROOT" "$(requirements_of "$1")" "$ROOT/pyproject.toml" <<'PYTHON'
+import hashlib, pathlib, sys
+
+digest = hashlib.sha256(f"{sys.version} {sys.argv[1]}\n".encode())
+for name in sys.argv[2:]:
+    digest.update(pathlib.Path(name).read_bytes())
+print(digest.hexdigest())
+PYTHON
+}
+
+# Whether .venv already holds an extra, exactly as its files say now.
+is_set_up() {
+    local digest
+    [[ -x "$VENV/bin/python" && -f "$VENV/setup-$1.stamp" ]] || return 1
+    digest="$(setup_digest "$1" 2>/dev/null)" && [[ "$(<"$VENV/setup-$1.stamp")" == "$digest" ]]
+}
+
+# Note that .venv now holds an extra. The development set contains the training set, pin for pin.
+record_set_up() {
+    rm -f "$VENV"/setup-*.stamp
+    if [[ "$1" == cpu-dev ]]; then setup_digest cpu >"$VENV/setup-cpu.stamp"; fi
+    setup_digest "$1" >"$VENV/setup-$1.stamp"
+}
+
+# Make .venv where there is no working one.
+ensure_venv() {
+    local python
+    if "$VENV/bin/python" -c '' 2>/dev/null; then return 0; fi
+    python="$(find_python)" || return 1
+    say "Making $VENV with $python"
+    if ! "$python" -m venv --clear "$VENV"; then
+        say "$python could not make a virtual environment; on Debian and Ubuntu that needs its -venv package."
+        return 1
+    fi
+}
+
+# Put the pinned uv into .venv.
+ensure_uv() {
+    if [[ "$("$VENV/bin/uv" --version 2>/dev/null)" == "uv $UV_VERSION"* ]]; then return 0; fi
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION"
+}
+
+# Install with uv, and with pip where uv cannot (pip reads index settings of the machine that uv does not).
+_install() {
+    if "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; then return 0; fi
+    say "uv could not install; trying pip, which is slower."
+    "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"
+}
+
+# Bring .venv to the pinned set of an extra (cpu, cpu-dev, gpu) and to this checkout; install nothing if it is there.
+setup_venv() {
+    local extra="$1"
+    if is_set_up "$extra"; then
+        say "$VENV is up to date ($extra): nothing to install."
+        return 0
+    fi
+    ensure_venv || return 1
+    ensure_uv || say "uv $UV_VERSION could not be installed."
+    say "Installing the pinned $extra set: a first time downloads several gigabytes, most of them PyTorch's."
+    rm -f "$VENV"/setup-*.stamp
+    _install -r "$(requirements_of "$extra")" || return 1
+    _install --no-deps -e "$ROOT" || return 1
+    record_set_up "$extra"
+}

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Set up .venv with the development set, then: ruff, mypy, import-linter, and the CPU tests. The first failure ends it;
+# the closing line is pytest's.
+#
+#   scripts/test.sh [--slow] [pytest arguments ...]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+marks="not slow and not gpu"
+limit_s=900
+if [[ "${1:-}" == --slow ]]; then
+    shift
+    marks="not gpu"
+    limit_s=3600
+fi
+
+setup_venv cpu-dev
+cd "$ROOT"
+export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
+
+say "ruff check"
+"$VENV/bin/python" -m ruff check --quiet
+say "mypy"
+"$VENV/bin/python" -m mypy --no-error-summary
+say "lint-imports"
+"$VENV/bin/lint-imports" >/dev/null || { "$VENV/bin/lint-imports"; exit 1; }
+exec "$VENV/bin/python" -m pytest -m "$marks" --session-timeout "$limit_s" "$@"
