@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import sys
-from pathlib import Path
 
 import torch
 
 from mimo.platform.base import Platform
 from mimo.platform.emulation import install_mapped_calls
+from mimo.platform.emulation.runtime import peak_resident_bytes, reset_peak_resident
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,10 @@ class CpuPlatform(Platform):
     def install(self) -> None:
         """Map CUDA calls to CPU. Raises RuntimeError where Megatron was imported before."""
         if "megatron.core" in sys.modules:
-            raise RuntimeError("CPU emulation must be installed before megatron.core is imported: call "
-                               "mimo.platform.get_platform first")
+            raise RuntimeError(
+                "CPU emulation must be installed before megatron.core is imported: call "
+                "mimo.platform.get_platform first"
+            )
         # Megatron's local GELU and SwiGLU fusions go through torch.compile, which would start a C++ compiler per run.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         count = install_mapped_calls()
@@ -46,14 +47,13 @@ class CpuPlatform(Platform):
         """Nothing is queued: CPU operations finish before they return."""
 
     def peak_memory_bytes(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+        """High-water mark of the resident set."""
+        return peak_resident_bytes()
 
     def reset_peak_memory(self) -> None:
-        """Start a new mark where the kernel allows it (Linux `clear_refs`); elsewhere the old one stands."""
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError as error:
-            logger.debug("peak memory stays that of the whole process: %s", error)
+        """Start a new mark where the kernel allows it; elsewhere the mark is that of the whole process."""
+        reset_peak_resident()
 
     def has_transformer_engine(self) -> bool:
-        return False  # its kernels are CUDA only
+        """False: its kernels are CUDA only."""
+        return False

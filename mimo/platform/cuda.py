@@ -22,19 +22,25 @@ class CudaPlatform(Platform):
         """Make GPU `local_rank` current. Raises ValueError where the host has fewer GPUs."""
         count = torch.cuda.device_count()
         if not 0 <= local_rank < count:
-            raise ValueError(f"LOCAL_RANK {local_rank} needs a GPU of its own, but this host has {count}: "
-                             "start at most that many processes per host (torchrun --nproc-per-node)")
+            raise ValueError(
+                f"LOCAL_RANK {local_rank} needs a GPU of its own, but this host has {count}: "
+                "start at most that many processes per host (torchrun --nproc-per-node)"
+            )
         torch.cuda.set_device(local_rank)
         self.device = torch.device("cuda", local_rank)
 
     def synchronize(self) -> None:
+        """Wait for every stream of the current GPU."""
         torch.cuda.synchronize()
 
     def peak_memory_bytes(self) -> int:
+        """Most memory that torch's allocator held in tensors since the last reset."""
         return torch.cuda.max_memory_allocated()
 
     def reset_peak_memory(self) -> None:
+        """Start a new mark."""
         torch.cuda.reset_peak_memory_stats()
 
     def has_transformer_engine(self) -> bool:
+        """Whether the package is installed."""
         return transformer_engine_installed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 import torch.distributed
 
 
-def _creates_gloo_group(original: Callable[..., Any]) -> Callable[..., Any]:
+def _makes_gloo_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def create(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") is not None and "nccl" in str(kwargs["backend"]):
-            kwargs["backend"] = "gloo"
-        kwargs.pop("pg_options", None)  # NCCL's options
-        kwargs.pop("device_id", None)
-        return original(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        if "nccl" in str(arguments.get("backend")):
+            arguments["backend"] = "gloo"
+        for of_nccl in ("pg_options", "device_id"):
+            arguments.pop(of_nccl, None)
+        return original(**arguments)
 
     return create
 
@@ -28,26 +32,23 @@ def _takes_split_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
     @functools.wraps(original)
-    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None,
-                          input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         return original(output, input, listed(output_split_sizes), listed(input_split_sizes), *args, **kwargs)
 
     return all_to_all_single
 
 
-def _without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def barrier(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_ids", None)
-        return original(*args, **kwargs)
-
-    return barrier
-
-
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "torch.distributed.new_group": _creates_gloo_group,
-    "torch.distributed.distributed_c10d.new_group": _creates_gloo_group,
-    "torch.distributed.new_subgroups_by_enumeration": _creates_gloo_group,
+    "torch.distributed.init_process_group": _makes_gloo_groups,
+    "torch.distributed.new_group": _makes_gloo_groups,
+    "torch.distributed.distributed_c10d.new_group": _makes_gloo_groups,  # new_subgroups_* call this one
+    "torch.distributed.new_subgroups_by_enumeration": _makes_gloo_groups,
     "torch.distributed.all_to_all_single": _takes_split_tensors,
-    "torch.distributed.barrier": _without_device_ids,
 }

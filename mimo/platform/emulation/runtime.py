@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,32 +97,39 @@ def _no_context(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManage
     return contextlib.nullcontext()
 
 
-def _peak_bytes(*_args: Any, **_kwargs: Any) -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_resident_bytes(*_args: Any, **_kwargs: Any) -> int:
+    """High-water mark of this process's resident set in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+
+
+def reset_peak_resident(*_args: Any, **_kwargs: Any) -> None:
+    """Lower the mark to the present size where the kernel allows it; elsewhere it stays that of the whole process."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _resident_bytes(*_args: Any, **_kwargs: Any) -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _memory_stats(*_args: Any, **_kwargs: Any) -> dict[str, int]:
-    current, peak = _resident_bytes(), _peak_bytes()
-    stats = {f"{kind}_bytes.all.{when}": size for kind in ("allocated", "active", "reserved")
-             for when, size in (("current", current), ("peak", peak))}
+    current, peak = _resident_bytes(), peak_resident_bytes()
+    stats = {
+        f"{kind}_bytes.all.{when}": size
+        for kind in ("allocated", "active", "reserved")
+        for when, size in (("current", current), ("peak", peak))
+    }
     return {**stats, "allocation.all.current": 0, "num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _device_properties(*_args: Any, **_kwargs: Any) -> SimpleNamespace:
-    pages = _page_count()
-    return SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=1,
-                           total_memory=pages * resource.getpagesize())
-
-
-def _page_count() -> int:
-    import os
-
-    return os.sysconf("SC_PHYS_PAGES")
+    return SimpleNamespace(
+        name="cpu",
+        major=0,
+        minor=0,
+        multi_processor_count=os.cpu_count(),
+        total_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
 
 
 def _constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
@@ -159,7 +168,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "torch.cuda.get_device_capability": _constant((0, 0)),
     "torch.cuda.get_device_properties": _use(_device_properties),
     "torch.cuda.is_bf16_supported": _constant(True),
-    "torch.cuda.is_initialized": _constant(True),
     "torch.cuda.init": _constant(None),
     "torch.cuda._lazy_init": _constant(None),
     "torch.cuda._lazy_call": _use(_run_now),
@@ -186,12 +194,15 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "torch.cuda.empty_cache": _constant(None),
     "torch.cuda.memory_allocated": _use(_resident_bytes),
     "torch.cuda.memory_reserved": _use(_resident_bytes),
-    "torch.cuda.max_memory_allocated": _use(_peak_bytes),
-    "torch.cuda.max_memory_reserved": _use(_peak_bytes),
+    "torch.cuda.max_memory_allocated": _use(peak_resident_bytes),
+    "torch.cuda.max_memory_reserved": _use(peak_resident_bytes),
     "torch.cuda.memory_stats": _use(_memory_stats),
-    "torch.cuda.reset_peak_memory_stats": _constant(None),
+    "torch.cuda.reset_peak_memory_stats": _use(reset_peak_resident),
     # profiling ranges
     "torch.cuda.nvtx.range_push": _constant(0),
     "torch.cuda.nvtx.range_pop": _constant(0),
     "torch.cuda.nvtx.range": _use(_no_context),
+    "torch.cuda.nvtx.mark": _constant(None),
+    "torch.cuda.profiler.start": _constant(None),
+    "torch.cuda.profiler.stop": _constant(None),
 }

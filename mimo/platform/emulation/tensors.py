@@ -11,11 +11,12 @@ import torch
 CPU = torch.device("cpu")
 
 # What takes a `device` keyword.
-_FACTORIES = ("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "frombuffer", "full",
-              "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn",
-              "randn_like", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
-              "zeros_like")
-_NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_FACTORIES = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace ones ones_like rand "
+    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices "
+    "zeros zeros_like"
+).split()
+_NEW_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
 
 
 def is_cuda_device(device: Any) -> bool:

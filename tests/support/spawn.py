@@ -1,0 +1,219 @@
+"""Run a function on several gloo processes, for tests.
+
+This module imports no torch at the top: a worker sets its environment before torch reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+_STOP = b""
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Run `fn(rank, *args)` on `world_size` new gloo processes with the CPU platform; results in rank order.
+
+    Args:
+        fn: importable top-level function; its arguments and result are pickled.
+        world_size: number of processes.
+        timeout_s: seconds for the whole call.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is in the message) or died.
+        TimeoutError: no result from some ranks in time. All processes are killed in either case.
+    """
+    with contextlib.closing(WorkerPool(world_size)) as pool:
+        return pool.run(fn, *args, timeout_s=timeout_s)
+
+
+class WorkerPool:
+    """Processes that stay alive over many calls; start one per test module and `close` it at the end.
+
+    Every call gets a fresh default process group, so no group of an earlier call is left. After a failure the
+    processes are replaced at the next call.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout_s: float = 120
+    ) -> list[Any]:
+        """Run `fn(rank, *args)` on the first `world_size` processes (default: all); see `run_distributed`."""
+        world_size = world_size or self.world_size
+        if world_size > self.world_size:
+            raise ValueError(f"world_size {world_size} is more than the pool's {self.world_size} processes")
+        if not self._workers:
+            self._start()
+        task = pickle.dumps((fn, args))
+        port = _free_port()
+        finished = False
+        try:
+            for connection in self._connections[:world_size]:
+                connection.send_bytes(pickle.dumps((world_size, port, timeout_s, task)))
+            results = self._collect(world_size, timeout_s)
+            finished = True
+        finally:
+            if not finished:
+                self._kill()
+        return results
+
+    def close(self) -> None:
+        """Stop the processes."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(_STOP)
+        for worker in self._workers:
+            worker.join(timeout=10)
+        self._kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with _environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1"):
+            for rank in range(self.world_size):
+                here, there = context.Pipe()
+                worker = context.Process(target=_serve, args=(rank, there, list(sys.path)), daemon=True)
+                worker.start()
+                there.close()
+                self._workers.append(worker)
+                self._connections.append(here)
+
+    def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        while len(results) < world_size:
+            missing = [rank for rank in range(world_size) if rank not in results]
+            ready = wait([self._connections[rank] for rank in missing], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"no result from ranks {missing} of {world_size} within {timeout_s} s")
+            for rank in missing:
+                if self._connections[rank] in ready:
+                    results[rank] = self._receive(rank)
+        return [results[rank] for rank in range(world_size)]
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            succeeded, value = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError) as error:
+            self._workers[rank].join(timeout=10)
+            raise RuntimeError(f"rank {rank} died with exit code {self._workers[rank].exitcode}") from error
+        if not succeeded:
+            raise RuntimeError(f"rank {rank} raised:\n{value}")
+        return value
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        for connection in self._connections:
+            connection.close()
+        self._workers, self._connections = [], []
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables for processes started inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _serve(rank: int, connection: Connection, path: list[str]) -> None:
+    """Worker: run tasks until told to stop or the parent is gone."""
+    sys.path[:] = path
+    from mimo.platform import get_platform
+
+    get_platform("cpu")
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        if message == _STOP:
+            return
+        world_size, port, timeout_s, task = pickle.loads(message)
+        with _ReportFailure(connection):
+            result = _run_task(rank, world_size, port, timeout_s, task)
+            connection.send_bytes(pickle.dumps((True, result)))
+
+
+class _ReportFailure:
+    """Sends the traceback of whatever the block raises to the parent, which then kills this process.
+
+    The process stays until then: its open sockets keep the other ranks from failing on their own and hiding the cause.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if kind is not None:
+            self._connection.send_bytes(pickle.dumps((False, "".join(traceback.format_exception(kind, error, trace)))))
+        return True
+
+
+def _run_task(rank: int, world_size: int, port: int, timeout_s: float, task: bytes) -> Any:
+    """One call in a fresh process group, which is gone when it returns."""
+    import torch.distributed as dist
+
+    from mimo.platform import current_platform
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    current_platform().init_process_group(rank, world_size, timeout_s)
+    fn, args = pickle.loads(task)
+    result = fn(rank, *args)
+    if dist.is_initialized():  # a function may end its process group itself
+        dist.barrier()  # no rank closes its sockets while another still uses them
+        dist.destroy_process_group()
+    _forget_groups()
+    return result
+
+
+def _forget_groups() -> None:
+    """Drop Megatron's class-wide caches of process groups, which die with the default group."""
+    bridge = sys.modules.get("megatron.core.pipeline_parallel.bridge_communicator")
+    if bridge is not None:
+        bridge.BridgeCommunicator._broadcast_pg_cache.clear()
+        bridge.BridgeCommunicator._bridge_pg_cache.clear()
