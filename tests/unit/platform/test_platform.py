@@ -1,0 +1,238 @@
+"""Choosing, installing and seeding the platform; each test in a process of its own or in a pool's."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.spawn import WorkerPool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with contextlib.closing(WorkerPool(2)) as pool:
+        yield pool
+
+
+def run_python(code, **environment):
+    """Standard output and error of a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_installed_twice_is_one_object_and_one_log_line():
+    out = run_python(
+        "import logging; logging.basicConfig(level='INFO')\n"
+        "import torch\n"
+        "from mimo.platform import current_platform, get_platform\n"
+        "first = get_platform('cpu'); zeros = torch.zeros\n"
+        "import megatron.core\n"
+        "assert get_platform() is get_platform('cpu') is current_platform() is first\n"
+        "assert torch.zeros is zeros\n"
+        "try: get_platform('cuda')\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    assert out.count("CPU emulation is on") == 1
+    assert "--device cuda: this process already runs on platform 'cpu'" in out
+
+
+def test_emulation_after_megatron_is_an_error():
+    out = run_python(
+        "import megatron.core\n"
+        "from mimo.platform import current_platform, get_platform\n"
+        "for call in (lambda: get_platform('cpu'), current_platform):\n"
+        "    try: call()\n"
+        "    except RuntimeError as error: print(error)\n"
+    )
+    assert "must be installed before megatron.core is imported" in out
+    assert "no platform is installed" in out
+
+
+def test_device_flag():
+    out = run_python(
+        "from mimo.platform import get_platform\n"
+        "for device in ('tpu', 'cuda'):\n"
+        "    try: get_platform(device)\n"
+        "    except ValueError as error: print(error)\n"
+        "print(get_platform().name)\n",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert "--device 'tpu' is not one of auto, cuda, cpu" in out
+    assert "--device cuda: torch finds no CUDA device here" in out
+    assert out.splitlines()[-1] == "cpu"
+
+
+def compiled_fusions(rank):
+    import torch
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+    from megatron.core.jit import jit_fuser
+
+    def double(x):
+        return 2 * x
+
+    out = bias_swiglu_impl(torch.ones(2, 1, 4), None)
+    return jit_fuser(double) is double, out.shape, "torch._dynamo" in sys.modules, os.environ["TORCHDYNAMO_DISABLE"]
+
+
+def test_megatron_fusions_are_not_compiled(pool):
+    assert pool.run(compiled_fusions) == [(True, (2, 1, 2), False, "1")] * 2
+
+
+def answers(rank):
+    import torch
+
+    from mimo.platform import current_platform
+
+    platform = current_platform()
+    platform.set_device(rank)
+    platform.synchronize()
+    with platform.autocast(torch.bfloat16):
+        mixed = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    with platform.autocast(torch.float32):
+        single = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    return platform.name, platform.backend, str(platform.device), platform.has_transformer_engine(), mixed, single
+
+
+def test_cpu_platform_answers(pool):
+    import torch
+
+    assert pool.run(answers) == [("cpu", "gloo", "cpu", False, torch.bfloat16, torch.float32)] * 2
+
+
+def peaks(rank):
+    import torch
+
+    from mimo.platform import current_platform
+
+    platform = current_platform()
+    platform.reset_peak_memory()
+    before = platform.peak_memory_bytes()
+    torch.ones(50_000_000)
+    return before, platform.peak_memory_bytes()
+
+
+def test_peak_memory_sees_a_freed_tensor(pool):
+    for before, after in pool.run(peaks):
+        assert after - before > 150e6  # 200 MB were held for a moment
+
+
+def draws(rank, seed, tp_rank, ep_rank, expt_tp_rank, restore=False):
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+
+    from mimo.platform import current_platform
+
+    def draw():
+        tracker = get_cuda_rng_tracker()
+        plain = [random.random(), float(np.random.rand()), float(torch.rand(1)), float(torch.rand(1, device="cuda"))]
+        with tracker.fork():
+            model_parallel = float(torch.rand(1))
+        with tracker.fork(get_expert_parallel_rng_tracker_name()):
+            expert = float(torch.rand(1))
+        return plain, model_parallel, expert
+
+    platform = current_platform()
+    platform.seed(seed, tp_rank=tp_rank, ep_rank=ep_rank, expt_tp_rank=expt_tp_rank)
+    first = draw()
+    if not restore:
+        return first
+    state = platform.rng_state()
+    second = draw()
+    platform.set_rng_state(state)
+    assert draw() == second != first
+    return second
+
+
+def test_seeding(pool):
+    (plain, model_parallel, expert), again = pool.run(draws, 5, 0, 0, 0)
+    assert again == (plain, model_parallel, expert)
+    tp_rank_1, _ = pool.run(draws, 5, 1, 0, 0)
+    assert tp_rank_1[0] == plain and tp_rank_1[1] != model_parallel and tp_rank_1[2] == expert
+    for ep_rank, expt_tp_rank in ((1, 0), (0, 1)):
+        expert_rank, _ = pool.run(draws, 5, 0, ep_rank, expt_tp_rank)
+        assert expert_rank[:2] == (plain, model_parallel) and expert_rank[2] != expert
+    other, _ = pool.run(draws, 6, 0, 0, 0)
+    assert all(ours != theirs for ours, theirs in zip(plain, other[0], strict=True))
+    first, second = pool.run(draws, 5, 0, 0, 0, True)
+    assert first == second
+
+
+def negative_seed(rank):
+    from mimo.platform import current_platform
+
+    with pytest.raises(ValueError, match="--seed -1"):
+        current_platform().seed(-1, tp_rank=0, ep_rank=0, expt_tp_rank=0)
+
+
+def test_negative_seed_is_refused(pool):
+    pool.run(negative_seed)
+
+
+def exchange(rank, nccl):
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1], backend="nccl" if nccl else None)
+    sent = torch.arange(3.0, device="cuda") + 10 * rank
+    splits_in = torch.tensor([1, 2] if rank == 0 else [2, 1])
+    splits_out = torch.tensor([1, 2] if rank == 0 else [2, 1])
+    received = torch.empty(3)
+    dist.all_to_all_single(received, sent, splits_out, splits_in, group=group)
+    return dist.get_backend(group), received.tolist()
+
+
+def test_all_to_all_with_split_sizes_as_tensors(pool):
+    assert pool.run(exchange, True) == [("gloo", [0, 10, 11]), ("gloo", [1, 2, 12])]
+
+
+def recompute(rank):
+    import torch
+    from megatron.core import tensor_parallel
+
+    from mimo.platform import current_platform
+
+    current_platform().seed(3, tp_rank=rank, ep_rank=0, expt_tp_rank=0)
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def layer(x):
+        x = torch.nn.functional.dropout(x @ weight, 0.5)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return torch.nn.functional.dropout(x, 0.5)
+
+    gradients = []
+    for checkpointed in (False, True):
+        current_platform().seed(3, tp_rank=rank, ep_rank=0, expt_tp_rank=0)
+        x = torch.randn(4, 8, requires_grad=True)
+        out = tensor_parallel.checkpoint(layer, False, x) if checkpointed else layer(x)
+        weight.grad = None
+        out.square().sum().backward()
+        gradients.append((out.detach(), x.grad, weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True))
+    assert gradients[0][0].ne(0).any()
+    return torch.rand(1).item()
+
+
+def test_recomputed_dropout_repeats_its_masks(pool):
+    pool.run(recompute)
+
+
+def test_cuda_platform_wants_a_gpu_for_each_local_rank(monkeypatch):
+    import torch
+
+    from mimo.platform.cuda import CudaPlatform
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="LOCAL_RANK 2 .* has 2"):
+        CudaPlatform().set_device(2)
