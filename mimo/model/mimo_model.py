@@ -115,14 +115,3 @@ class HeteroModel(MimoModel):
                 flat = merged.reshape(length * samples, hidden).index_copy(0, positions, encoded.to(merged.dtype))
                 merged = flat.view(length, samples, hidden)
         return merged
-
-
-def placeholder_positions(input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
-    """Where a placeholder stands, in sample order, as indices into `[s * b]` of a sequence-first tensor.
-
-    Args:
-        input_ids: int64 `[b, s]`, on the host: on a device this would synchronise.
-        token_id: the placeholder.
-    """
-    sample, position = (input_ids == token_id).nonzero(as_tuple=True)
-    return position * input_ids.shape[0] + sample

@@ -88,7 +88,7 @@ class TrainingLoop:
             begin = time.perf_counter()
             with self.watchdog.waiting("data", iteration=self.iteration + 1):
                 microbatches = loader.next_step()
-            result = train_step(self.parts, microbatches, stop_requested=stop.requested is not None)
+            result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested))
             self.iteration += 1
             if result.success:
                 self.consumed_samples += self.config.train.global_batch_size
