@@ -85,7 +85,8 @@ class Grids:
             self.destroy()
             raise
         # The wheel's tensor-parallel layers take scratch memory from this buffer; nothing else of parallel_state is set.
-        parallel_state._set_global_memory_buffer()
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # an earlier run of this process left one
+            parallel_state._set_global_memory_buffer()
 
     def _create_groups(self, name: str, spec: GridSpec, backend: str) -> None:
         grid = self.grids[name]
