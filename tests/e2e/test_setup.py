@@ -1,0 +1,170 @@
+"""Set-up: which Python is found, what is said where there is none, and that a second run installs nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BASH = shutil.which("bash") or "/bin/bash"
+
+pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 12), reason="the set-up is for Python 3.12")
+
+
+def source(root: Path, script: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run bash code after sourcing `scripts/lib.sh` of a checkout, as the scripts do."""
+    code = f'set -euo pipefail; source "{root}/scripts/lib.sh"; {script}'
+    return subprocess.run([BASH, "-c", code], env=env, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def command(folder: Path, name: str, body: str) -> Path:
+    """An executable shell script."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!{BASH}\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine as the scripts see it: PATH with only `bin`, and an empty home."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "home").mkdir()
+    dirname = shutil.which("dirname")
+    assert dirname is not None
+    (tmp_path / "bin" / "dirname").symlink_to(dirname)
+    return {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home")}
+
+
+def test_no_python_gives_one_clear_message(machine, tmp_path):
+    command(tmp_path / "bin", "python3", "exit 1")
+    done = source(ROOT, "find_python", machine)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "No Python 3.12 found" in done.stderr
+    assert "pyenv install 3.12" in done.stderr
+
+
+def test_quickstart_stops_where_there_is_no_python(machine, tmp_path):
+    checkout = copy_of_setup(tmp_path / "checkout")
+    done = subprocess.run([BASH, str(checkout / "scripts" / "quickstart.sh")], env=machine, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 1
+    assert "No Python 3.12 found" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many", ""])
+def test_quickstart_refuses_a_bad_number_of_steps(machine, steps):
+    done = subprocess.run([BASH, str(ROOT / "scripts" / "quickstart.sh"), "--steps", steps], env=machine,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"--steps {steps}" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["python3.12", "python3", "python"])
+def test_python_on_path_is_found(machine, tmp_path, name):
+    command(tmp_path / "bin", name, f'exec "{sys.executable}" "$@"')
+    done = source(ROOT, "find_python", machine)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == sys.executable
+
+
+def test_python_of_pyenv_is_found_behind_a_shim_that_cannot_run(machine, tmp_path):
+    command(tmp_path / "bin", "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
+    command(tmp_path / "bin", "python3", "exit 1")
+    command(tmp_path / "home" / ".pyenv" / "versions" / "3.12.9" / "bin", "python", f'exec "{sys.executable}" "$@"')
+    done = source(ROOT, "find_python", machine)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == sys.executable
+
+
+def test_version_comes_from_the_version_file(machine, tmp_path):
+    checkout = copy_of_setup(tmp_path / "checkout")
+    (checkout / ".python-version").write_text("3.99\n")
+    command(tmp_path / "bin", "python3", f'exec "{sys.executable}" "$@"')
+    done = source(checkout, "find_python", machine)
+    assert done.returncode == 1
+    assert "No Python 3.99 found" in done.stderr
+
+
+def copy_of_setup(checkout: Path) -> Path:
+    """The files of this checkout that the set-up reads."""
+    shutil.copytree(ROOT / "scripts", checkout / "scripts")
+    for name in (".python-version", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout / name)
+    return checkout
+
+
+@pytest.fixture
+def set_up(tmp_path, machine):
+    """A checkout whose `.venv` is recorded as holding the development set."""
+    checkout = copy_of_setup(tmp_path / "checkout")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    rm = shutil.which("rm")
+    assert rm is not None
+    (tmp_path / "bin" / "rm").symlink_to(rm)
+    done = source(checkout, "record_set_up cpu-dev", machine)
+    assert done.returncode == 0, done.stderr
+    return checkout
+
+
+@pytest.mark.parametrize("extra", ["cpu-dev", "cpu"])
+def test_second_set_up_installs_nothing(set_up, machine, extra):
+    done = source(set_up, f"setup_venv {extra}", machine)
+    assert done.returncode == 0, done.stderr
+    assert f"up to date ({extra}): nothing to install" in done.stderr
+
+
+def test_development_set_does_not_stand_for_the_gpu_set(set_up, machine):
+    assert source(set_up, "is_set_up gpu", machine).returncode == 1
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/requirements/cpu-dev.txt"])
+def test_changed_files_are_noticed(set_up, machine, changed):
+    assert source(set_up, "is_set_up cpu-dev", machine).returncode == 0
+    with (set_up / changed).open("a") as file:
+        file.write("# a change\n")
+    assert source(set_up, "is_set_up cpu-dev", machine).returncode == 1
+
+
+def test_moved_checkout_is_noticed(set_up, machine, tmp_path):
+    moved = set_up.rename(tmp_path / "moved")
+    assert source(moved, "is_set_up cpu-dev", machine).returncode == 1
+
+
+def test_broken_environment_is_not_up_to_date(set_up, machine):
+    (set_up / ".venv" / "bin" / "python").unlink()
+    (set_up / ".venv" / "bin" / "python").symlink_to("/nonexistent/python")
+    assert source(set_up, "is_set_up cpu-dev", machine).returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_real_set_up_twice_from_another_folder(tmp_path):
+    names = subprocess.run(["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
+                           check=True, capture_output=True, text=True).stdout.splitlines()
+    for name in filter(lambda name: (ROOT / name).is_file(), names):
+        target = tmp_path / "checkout" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    checkout, env = tmp_path / "checkout", dict(os.environ)
+    first = source(checkout, "setup_venv cpu", env, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "Installing the pinned cpu set" in first.stderr
+    python = checkout / ".venv" / "bin" / "python"
+    script = "import data, mimo, providers, megatron.core, torch; print(data.__file__)"
+    found = subprocess.run([python, "-c", script], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == str(checkout / "data" / "__init__.py")
+    before = sorted((checkout / ".venv").rglob("*.dist-info"))
+    second = source(checkout, "setup_venv cpu", env, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert second.stderr.strip().endswith("nothing to install.")
+    assert sorted((checkout / ".venv").rglob("*.dist-info")) == before

@@ -1,0 +1,116 @@
+"""Rules of the repository that no other tool holds: sizes, pins without addresses, what a wheel contains."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import setuptools
+
+import data
+import mimo
+import providers
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("mimo", "providers", "data")
+SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")) + sorted(ROOT.glob("train_*.py"))
+REQUIREMENTS = sorted((ROOT / "scripts" / "requirements").glob("*.txt"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+TOP_LEVEL = {
+    "pyproject.toml", "train_hetero.py", "train_rl.py", "mimo", "providers", "data", "scripts", "tests", "docs",
+    "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md",
+}
+
+# name==version, then perhaps a marker; pyproject.toml decides about extras.
+PIN = re.compile(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.!+]*( ; [a-z_]+ .+| ; \(.+)?")
+
+
+def tracked_files() -> list[str]:
+    """Files of the checkout that git has or would take, relative to its root."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def find_packages() -> set[str]:
+    """Packages that setuptools finds with the settings of pyproject.toml."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert settings.pop("namespaces") is False
+    return set(setuptools.find_packages(str(ROOT), **settings))
+
+
+def test_top_level_holds_only_what_belongs_there():
+    names = {Path(name).parts[0] for name in tracked_files() if (ROOT / name).exists()}
+    assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
+
+
+def test_files_and_functions_stay_short():
+    too_long = []
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT)
+        if len(text.splitlines()) >= MAX_FILE_LINES:
+            too_long.append(f"{name}: {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length >= MAX_FUNCTION_LINES:
+                    too_long.append(f"{name}:{node.lineno} {node.name}: {length} lines")
+    assert not too_long, "\n".join(too_long)
+
+
+def test_sources_are_ascii():
+    assert [str(path.relative_to(ROOT)) for path in SOURCES if not path.read_bytes().isascii()] == []
+
+
+def test_packages_are_those_of_the_checkout():
+    for package in (mimo, providers, data):
+        assert package.__file__ is not None
+        assert Path(package.__file__).resolve().is_relative_to(ROOT), f"{package.__name__} comes from elsewhere"
+
+
+def test_wheel_holds_every_folder_with_code_and_nothing_else():
+    folders = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in SOURCES if path.parent != ROOT}
+    assert find_packages() == folders
+
+
+@pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.stem)
+def test_requirement_files_hold_pins_and_no_addresses(path):
+    lines = [line for line in path.read_text().splitlines() if line and not line.lstrip().startswith("#")]
+    assert len(lines) > 20
+    assert [line for line in lines if not PIN.fullmatch(line)] == []
+    comments = [line for line in path.read_text().splitlines() if line.lstrip().startswith("#")]
+    assert [line for line in comments if "://" in line or "file:" in line or " /" in line] == []
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "scripts" / "requirements" / f"{name}.txt").read_text().splitlines()
+    return dict(line.split(" ;")[0].split("==") for line in lines if "==" in line)
+
+
+def test_requirement_files_agree():
+    cpu, cpu_dev, gpu = pins("cpu"), pins("cpu-dev"), pins("gpu")
+    assert cpu.items() <= cpu_dev.items()
+    assert {name: (cpu[name], gpu[name]) for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == {}
+    assert {"torch", "megatron-core", "scikit-learn", "transformers"} <= cpu.keys()
+    assert {"torch", "megatron-core", "transformer-engine-torch"} <= gpu.keys()
+    assert {"pytest", "pytest-timeout", "ruff", "mypy", "import-linter"} <= cpu_dev.keys() - cpu.keys()
+
+
+PLANNING = ("mimo.config.cli", "mimo.config.run", "mimo.grid.layout", "mimo.grid.plan", "mimo.grid.spec",
+            "mimo.protocols", "mimo.registry")
+
+
+@pytest.mark.parametrize("module", PLANNING)
+def test_planning_imports_no_torch(module):
+    # import-linter reads imports of the module alone; this also sees those of the packages around it.
+    script = f"import {module}, sys; print([name for name in ('torch', 'megatron') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
