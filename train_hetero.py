@@ -1,7 +1,8 @@
 """Pretraining and fine-tuning of a multimodal model on separate process grids.
 
-    torchrun --nproc-per-node 4 train_hetero.py --encoder-dp 2 --llm-tp 2 --train-iters 100
-    python train_hetero.py --dry-run --world-size 264 --encoder-dp 8 --llm-tp 8 --llm-dp 32
+Examples:
+    torchrun --nproc-per-node 4 train_hetero.py --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --train-iters 100
+    python train_hetero.py --dry-run --world-size 264 --encoder-dp 8 --llm-tp 8 --llm-dp 32 --global-batch-size 64
 """
 
 from __future__ import annotations

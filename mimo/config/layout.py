@@ -11,7 +11,7 @@ class LayoutConfig:
     """Grids: which ranks hold the encoder, which the language model, and how each is split."""
 
     layout: Literal["disjoint", "colocated"] = "disjoint"
-    """disjoint: encoder and language ranks are different; colocated: every rank holds both, each with its own tp and dp."""
+    """disjoint: encoder and language ranks differ; colocated: every rank holds both, each with its own tp and dp."""
     llm_only: bool = False
     """Train the language model alone, on text."""
     encoder_tp: int = 1

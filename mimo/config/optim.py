@@ -35,8 +35,9 @@ class OptimConfig:
     log_num_zeros_in_grad: bool = False
     """Count zero gradients (num-zeros)."""
     correct_encoder_grad_for_partial_participation: bool = False
-    """Multiply encoder gradients by dp / (encoder ranks that saw an image). This is NOT the gradient of the loss: the
-    uncorrected one already is the exact per-token mean. It exists to reproduce recipes that were tuned with it."""
+    """Multiply encoder gradients by dp / (encoder ranks that saw an image).
+    This is NOT the gradient of the loss: the uncorrected one already is the exact per-token mean.
+    It exists to reproduce recipes that were tuned with it."""
 
 
 @dataclass(frozen=True)

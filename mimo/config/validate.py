@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from mimo import registry
@@ -31,7 +30,8 @@ def validate(config: RunConfig, world_size: int) -> Layout:
         raise ValueError(f"--world-size {train.world_size} is for --dry-run; this run has {world_size} ranks")
     layout = build_layout(config.layout, world_size, _encoders(config))
     validate_layout(layout, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
-                    num_experts=num_experts(config), sequence_parallel=config.layout.sequence_parallel)
+                    num_experts=provider.num_experts(config.model_family),
+                    sequence_parallel=config.layout.sequence_parallel)
     _check_train(config)
     _check_model(config, layout)
     _check_optim(config.optim)
@@ -64,21 +64,6 @@ def run_world_size(config: RunConfig, environment: Mapping[str, str]) -> int:
     return required_world_size(config.layout, _encoders(config)) if config.train.dry_run else 1
 
 
-def num_experts(config: RunConfig) -> int:
-    """Routed experts of a MoE layer, 0 where the model is dense: the field `num_experts` of the model family's Config.
-
-    Raises:
-        ValueError: the family has parameters split over experts and no such field.
-    """
-    if "num_experts" in {field.name for field in fields(config.model_family)}:
-        return config.model_family.num_experts or 0
-    provider = registry.model_provider(config.model.model_provider)
-    if any(shape.split == "expert" for shape in provider.parameter_shapes(config.model_family, LANGUAGE)):
-        raise ValueError(f"--model-provider {config.model.model_provider}: it has expert parameters, so its Config "
-                         "needs a field num_experts")
-    return 0
-
-
 def _encoders(config: RunConfig) -> tuple[str, ...]:
     encoders: tuple[str, ...] = registry.model_provider(config.model.model_provider).encoders(config.model_family)
     return encoders
@@ -90,10 +75,10 @@ def _refuse(condition: bool, message: str) -> None:
 
 
 def _refuse_below(section: Any, bounds: dict[str, float]) -> None:
-    """Raise for the first field of `section` below its bound; None is never below."""
+    """Raise for the first field of `section` below its bound (or not a number); None is never below."""
     for name, least in bounds.items():
         value = getattr(section, name)
-        _refuse(value is not None and value < least, f"{_flag(name)} {value} is below {least}")
+        _refuse(value is not None and not value >= least, f"{_flag(name)} {value} is below {least}")
 
 
 def _check_train(config: RunConfig) -> None:

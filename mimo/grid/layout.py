@@ -131,9 +131,9 @@ def _check_experts(language: GridSpec, num_experts: int, sequence_parallel: bool
     if ranks % (language.ep * language.expt_tp):
         fit = [ep for ep in _divisors(num_experts) if ranks % (ep * language.expt_tp) == 0]
         hint = "; these fit: --llm-ep " + ", ".join(map(str, fit)) if fit else ""
-        raise ValueError(f"{parallel} = {language.ep * language.expt_tp} does not divide the {ranks} ranks of a stage of "
-                         f"the language grid (--llm-tp {language.tp} * --llm-cp {language.cp} * --llm-dp {language.dp})"
-                         f"{hint}")
+        product = f"--llm-tp {language.tp} * --llm-cp {language.cp} * --llm-dp {language.dp}"
+        raise ValueError(f"{parallel} = {language.ep * language.expt_tp} does not divide the {ranks} ranks of a stage "
+                         f"of the language grid ({product}){hint}")
     if language.tp > 1 and not sequence_parallel:
         raise ValueError(f"--num-experts {num_experts} with --llm-tp {language.tp} needs --sequence-parallel "
                          "(Megatron's MoE layer refuses tensor parallelism without it)")

@@ -113,8 +113,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     tokens = provider.num_image_tokens(config.model_family, side, side)
     hidden, dtype, dtype_bytes = _element(config, provider)
     lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
-    lines.append(f"bridge: {_bytes(lane)} forward and {_bytes(lane)} backward per lane and microbatch, "
-                 f"{_bytes(lane * layout.num_lanes)} each way over all lanes")
+    lines.append(f"bridge: {_bytes(lane)} per lane and microbatch, {_bytes(lane * layout.num_lanes)} over all lanes, "
+                 "forward and again backward")
     lines.append(f"  (one {side}x{side} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
     return lines
 

@@ -55,6 +55,9 @@ class FakeModel:
     def hidden_size(self, config: FakeModelConfig) -> int:
         return config.hidden_size
 
+    def num_experts(self, config: FakeModelConfig) -> int:
+        return config.num_experts
+
     def parameter_shapes(self, config: FakeModelConfig, module: str) -> list[ParameterShape]:
         width, layers = config.hidden_size, config.num_layers
         if module != LANGUAGE:

@@ -1,0 +1,206 @@
+"""Flags to a RunConfig: every section flat, providers' own flags, messages, help."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mimo.config import toml_file
+from mimo.config.cli import parse, to_toml
+from mimo.config.optim import OptimConfig
+from mimo.config.run import RunConfig
+from mimo.config.train import TrainConfig
+from tests.unit.config.fake_provider import FakeDataConfig, FakeModelConfig
+
+ROOT = Path(__file__).parents[3]
+FAKE = ["--model-provider", "tests.unit.config.fake_provider:model",
+        "--dataset-provider", "tests.unit.config.fake_provider:dataset"]
+
+
+def parsed(*flags: str) -> RunConfig:
+    return parse([*FAKE, *flags])
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_without_flags_every_field_has_its_default():
+    config = parsed()
+    defaults = RunConfig(model=config.model, data=config.data, model_family=FakeModelConfig(), dataset=FakeDataConfig())
+    assert config == defaults
+
+
+def test_flags_of_every_section_and_of_both_providers_are_flat():
+    config = parsed("--micro-batch-size", "3", "--encoder_tp=2", "--lr", "1e-3", "--lr-decay-style", "WSD",
+                    "--overlap-grad-reduce", "--no-progress", "--num-layers", "7", "--num-digits", "2")
+    assert config.train.micro_batch_size == 3
+    assert config.layout.encoder_tp == 2
+    assert config.optim.lr == 1e-3
+    assert config.schedule.lr_decay_style == "WSD"
+    assert config.ddp.overlap_grad_reduce is True
+    assert config.observe.progress is False
+    assert config.model_family.num_layers == 7
+    assert config.dataset.num_digits == 2
+
+
+def test_the_last_of_a_repeated_flag_wins():
+    assert parsed("--llm-dp", "2", "--llm-dp", "4").layout.llm_dp == 4
+
+
+def test_files_apply_left_to_right_and_flags_win(tmp_path):
+    first = write(tmp_path / "a.toml", 'micro-batch-size = 2\nseq_length = 64\ntrain_iters = 5\n[anything]\nlr = 1\n')
+    second = write(tmp_path / "b.toml", '[deep.er]\nseq-length = 128\nnum_layers = 3\nbf16 = false\n')
+    config = parsed("--config", first, f"--config={second}", "--micro-batch-size", "8")
+    assert config.train.micro_batch_size == 8
+    assert config.train.seq_length == 128
+    assert config.train.train_iters == 5
+    assert config.optim.lr == 1.0 and isinstance(config.optim.lr, float)
+    assert config.model_family.num_layers == 3
+    assert config.model.bf16 is False
+
+
+def test_none_unsets_what_a_file_has_set(tmp_path):
+    path = write(tmp_path / "a.toml", "train-iters = 5\n")
+    config = parsed("--config", path, "--train-iters", "none", "--train-samples", "9")
+    assert config.train == TrainConfig(train_samples=9)
+
+
+def test_a_file_can_name_the_providers_and_a_flag_overrides_them(tmp_path):
+    path = write(tmp_path / "a.toml", 'model-provider = "nowhere:model"\ndataset-provider = "nowhere:data"\n')
+    assert isinstance(parsed("--config", path).model_family, FakeModelConfig)
+    with pytest.raises(ValueError, match=r"--model-provider nowhere:model: there is no module 'nowhere'"):
+        parse(["--config", path])
+
+
+def test_unknown_keys_are_listed_together_with_the_nearest_names(tmp_path):
+    first = write(tmp_path / "a.toml", "micro-batch-sze = 2\nseq_length = 8\n")
+    second = write(tmp_path / "b.toml", "zzzzz = 1\n[optim]\nwieght_decay = 2\n")
+    with pytest.raises(ValueError) as caught:
+        parsed("--config", first, "--config", second)
+    message = str(caught.value)
+    assert f"micro-batch-sze in {first} (did you mean micro-batch-size" in message
+    assert f"zzzzz in {second}" in message
+    assert f"wieght-decay in {second} (did you mean weight-decay" in message
+    assert "seq-length" not in message
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ('seq-length = "long"', "seq-length = 'long': expected an integer"),
+    ("seq-length = 1.5", "seq-length = 1.5: expected an integer"),
+    ("seq-length = true", "seq-length = True: expected an integer"),
+    ("bf16 = 1", "bf16 = 1: expected true or false"),
+    ('layout = "ring"', "layout = 'ring': expected one of disjoint, colocated"),
+    ('train-iters = "many"', "train-iters = 'many': expected an integer"),
+    ("patch-sizes = [1, 2.5]", "patch-sizes = [1, 2.5]: expected an integer"),
+    ("lr = 2\n[again]\nlr = 3", "lr is set twice"),
+    ("lr = ", "not valid TOML"),
+])
+def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path, text, expected):
+    path = write(tmp_path / "bad.toml", text)
+    with pytest.raises(ValueError) as caught:
+        parsed("--config", path)
+    assert f"--config {path}: " in str(caught.value)
+    assert expected in str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match=r"--config nowhere\.toml: No such file"):
+        parsed("--config", "nowhere.toml")
+
+
+@pytest.mark.parametrize(("provider", "expected"), [
+    ("clashing", "--seq-length is a field of both mimo.config.train.TrainConfig and "
+                 "tests.unit.config.fake_provider.ClashingConfig"),
+    ("required", "field 'width' of its Config has no default"),
+    ("no_config", "has no Config dataclass"),
+    ("absent", "has no attribute 'absent'"),
+])
+def test_a_provider_that_cannot_be_used_is_named(provider, expected):
+    with pytest.raises(ValueError) as caught:
+        parse(["--model-provider", f"tests.unit.config.fake_provider:{provider}", *FAKE[2:]])
+    assert expected in str(caught.value)
+
+
+def test_an_unknown_provider_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"--model-provider lava: unknown; built in are llava, mock"):
+        parse(["--model-provider", "lava"])
+    with pytest.raises(ValueError, match=r"--dataset-provider digit: unknown; built in are digits, mock"):
+        parse([*FAKE[:2], "--dataset-provider", "digit"])
+
+
+@pytest.mark.parametrize("flags", [["--micro-batch-siz", "3"], ["--micro-batch-size", "three"], ["--layout", "ring"],
+                                   ["--config"], ["stray"]])
+def test_a_flag_that_cannot_be_read_exits_with_2_and_a_message(flags, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parsed(*flags)
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--micro-batch-siz", "3")
+    assert "--micro-batch-size INT" in capsys.readouterr().err
+
+
+def test_ranks_other_than_0_say_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    for flags in (["--no-such-flag"], ["--help"], ["--print-config"]):
+        with pytest.raises(SystemExit):
+            parsed(*flags)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_print_config_round_trips(tmp_path, capsys):
+    flags = ["--train-iters", "7", "--rope-base", "none", "--answer", 'tab\t "quoted" \\ \u00e9 \U0001f600 \x7f',
+             "--no-bf16", "--patch-sizes", "4", "8", "--freeze", "vision,projector", "--adam-eps", "1e-8"]
+    with pytest.raises(SystemExit) as caught:
+        parsed(*flags, "--print-config")
+    assert caught.value.code == 0
+    path = write(tmp_path / "printed.toml", capsys.readouterr().out)
+    assert parse(["--config", path]) == parsed(*flags)
+
+
+@settings(max_examples=25, deadline=None)
+@given(answer=st.text(st.characters(exclude_categories=["Cs"])), lr=st.floats(1e-30, 1e30),
+       rope=st.none() | st.floats(1, 9),
+       iters=st.none() | st.integers(1, 10**12), patches=st.lists(st.integers(), max_size=4), bf16=st.booleans())
+def test_any_config_survives_a_file(tmp_path_factory, answer, lr, rope, iters, patches, bf16):
+    base = parsed()
+    config = dataclasses.replace(
+        base, train=TrainConfig(train_iters=iters), optim=OptimConfig(lr=lr),
+        model=dataclasses.replace(base.model, bf16=bf16), dataset=FakeDataConfig(answer=answer),
+        model_family=FakeModelConfig(patch_sizes=tuple(patches), rope_base=rope))
+    path = write(tmp_path_factory.mktemp("toml") / "run.toml", to_toml(config))
+    assert parse(["--config", path]) == config
+
+
+def test_help_has_every_flag_under_the_title_of_its_section(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parsed("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    # A box starts at the line with its title.
+    boxes = dict(re.findall(r"^\S* ?(\S+) options [^\w]*$(.*?)(?=^\S* ?\S+ options [^\w]*$|\Z)", text, re.M | re.S))
+    config = parsed()
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        box = boxes[section.name.replace("_", "-")]
+        assert (type(value).__doc__ or "").split(",")[0].split()[0] in box
+        for field in dataclasses.fields(value):
+            assert toml_file.flag_name(field.name) in box, field.name
+    assert "{None}" not in text
+    assert "--config" in text and "--print-config" in text
+
+
+def test_parsing_imports_no_torch():
+    code = ("import sys; from mimo.config.cli import parse; import mimo.config.validate, mimo.grid.report; "
+            f"parse({FAKE!r}); assert 'torch' not in sys.modules and 'megatron' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,149 @@
+"""Everything a run can get wrong before it starts, one line each."""
+
+import pytest
+
+from mimo.config.cli import parse
+from mimo.config.validate import num_microbatches, run_world_size, train_iterations, validate
+
+FAKE = ["--model-provider", "tests.unit.config.fake_provider:model",
+        "--dataset-provider", "tests.unit.config.fake_provider:dataset"]
+ITERS = "--train-iters 10"
+SAMPLES = "--train-samples 80"
+
+
+def checked(flags: str, world_size: int = 2):
+    return validate(parse([*FAKE, *flags.split()]), world_size)
+
+
+@pytest.mark.parametrize("flags", [
+    ITERS,
+    SAMPLES,
+    f"{ITERS} --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style linear --lr-warmup-iters 7",
+    f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 8 --lr-warmup-samples 8",
+    f"{ITERS} --lr-decay-style constant --lr-warmup-iters 9",
+    f"{ITERS} --lr-decay-iters 100 --lr-warmup-iters 9",
+    f"{ITERS} --min-lr 1e-3 --lr 1e-3 --clip-grad 0",
+    f"{ITERS} --freeze vision,projector",
+    f"{ITERS} --freeze language",
+    f"{ITERS} --overlap-grad-reduce --overlap-param-gather --encoder-ddp-overlap --ddp-num-buckets 4",
+    f"{ITERS} --eval-interval 5 --eval-iters 1",
+    f"{ITERS} --transformer-impl local --device cpu",
+    f"{ITERS} --world-size 2",
+    "--dry-run",
+])
+def test_a_run_that_makes_sense_passes(flags):
+    layout = checked(flags)
+    assert layout.num_lanes == 1 and [grid.name for grid in layout.encoders] == ["vision"]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("", "set --train-iters or --train-samples"),
+    (f"{ITERS} {SAMPLES}", "--train-iters 10 and --train-samples 80"),
+    ("--train-iters 0", "--train-iters 0 is below 1"),
+    ("--train-samples -1", "--train-samples -1 is below 1"),
+    (f"{ITERS} --seq-length 0", "--seq-length 0 is below 1"),
+    (f"{ITERS} --log-interval 0", "--log-interval 0 is below 1"),
+    (f"{ITERS} --eval-iters -1", "--eval-iters -1 is below 0"),
+    (f"{ITERS} --eval-interval 5", "--eval-interval 5 with --eval-iters 0"),
+    (f"{ITERS} --num-generations -1", "--num-generations -1 is below 0"),
+    (f"{ITERS} --watchdog-timeout-s 0", "--watchdog-timeout-s 0.0"),
+    (f"{ITERS} --world-size 8", "--world-size 8 is for --dry-run; this run has 2 ranks"),
+    (f"{ITERS} --lr 0", "--lr 0.0 is not above 0"),
+    (f"{ITERS} --lr nan", "--lr nan is not above 0"),
+    (f"{ITERS} --encoder-lr -1", "--encoder-lr -1.0 is not above 0"),
+    (f"{ITERS} --projector-lr 0", "--projector-lr 0.0 is not above 0"),
+    (f"{ITERS} --adam-eps 0", "--adam-eps 0.0 is not above 0"),
+    (f"{ITERS} --adam-beta2 1", "--adam-beta2 1.0 is not in [0, 1)"),
+    (f"{ITERS} --min-lr 1 --lr 0.5", "--min-lr 1.0 is above --lr 0.5"),
+    (f"{ITERS} --clip-grad -1", "--clip-grad -1.0 is below 0"),
+    (f"{ITERS} --clip-grad nan", "--clip-grad nan is below 0"),
+    (f"{ITERS} --weight-decay -1", "--weight-decay -1.0 is below 0"),
+    (f"{ITERS} --freeze visoin,language",
+     "--freeze visoin,language: unknown part visoin; known are vision, projector, language"),
+    (f"{ITERS} --freeze language,vision,projector", "leaves nothing to train"),
+    (f"{ITERS} --transformer-impl transformer_engine --device cpu", "--transformer-impl transformer_engine needs CUDA"),
+    (f"{ITERS} --overlap-param-gather", "--overlap-param-gather needs --overlap-grad-reduce"),
+    (f"{ITERS} --overlap-grad-reduce --overlap-param-gather --no-use-distributed-optimizer",
+     "--overlap-param-gather needs --use-distributed-optimizer"),
+    (f"{ITERS} --encoder-ddp-overlap", "--encoder-ddp-overlap needs --overlap-grad-reduce"),
+    (f"{ITERS} --ddp-num-buckets 2 --ddp-bucket-size 9", "--ddp-num-buckets 2 and --ddp-bucket-size 9"),
+    (f"{ITERS} --ddp-num-buckets 0", "--ddp-num-buckets 0 is below 1"),
+    (f"{ITERS} --seq-length 7", "--seq-length 7 is odd"),
+])
+def test_a_mistake_is_named_with_its_value(flags, expected):
+    with pytest.raises(ValueError) as caught:
+        checked(flags)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    (f"{SAMPLES} --lr-warmup-iters 2", "--lr-warmup-iters 2 with --train-samples"),
+    (f"{SAMPLES} --lr-decay-iters 2", "--lr-decay-iters 2 with --train-samples"),
+    (f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-iters 2", "--lr-wsd-decay-iters 2 with --train-samples"),
+    (f"{ITERS} --lr-warmup-samples 2", "--lr-warmup-samples 2 with --train-iters"),
+    (f"{ITERS} --lr-decay-samples 2", "use --lr-decay-iters"),
+    (f"{ITERS} --lr-wsd-decay-samples 2", "use --lr-wsd-decay-iters"),
+    (f"{ITERS} --lr-warmup-iters -1", "--lr-warmup-iters -1 is below 0"),
+    (f"{ITERS} --lr-decay-iters 0", "--lr-decay-iters 0 is below 1"),
+    (f"{ITERS} --lr-warmup-init 1", "--lr-warmup-init 1.0 is above --lr 0.0003"),
+    (f"{ITERS} --lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (f"{SAMPLES} --lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-samples"),
+    (f"{ITERS} --lr-wsd-decay-iters 2", "--lr-wsd-decay-iters 2 needs --lr-decay-style WSD, it is cosine"),
+    (f"{ITERS} --lr-wsd-decay-style linear", "--lr-wsd-decay-style linear needs --lr-decay-style WSD"),
+    (f"{ITERS} --lr-decay-style constant --lr-decay-iters 5", "--lr-decay-iters 5 with --lr-decay-style constant"),
+    (f"{ITERS} --lr-warmup-iters 10", "--lr-warmup-iters 10 is not shorter than the run, --train-iters 10"),
+    (f"{SAMPLES} --lr-warmup-samples 99", "--lr-warmup-samples 99 is not shorter than the run, --train-samples 80"),
+    (f"{ITERS} --lr-warmup-iters 6 --lr-decay-iters 5", "--lr-warmup-iters 6 is not shorter than --lr-decay-iters 5"),
+    (f"{ITERS} --lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-iters 3",
+     "--lr-warmup-iters 3 + --lr-wsd-decay-iters 8 is longer than --train-iters 10"),
+    (f"{ITERS} --lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-decay-iters 7",
+     "--lr-wsd-decay-iters 8 is longer than --lr-decay-iters 7"),
+])
+def test_a_schedule_that_contradicts_itself_is_refused_by_name(flags, expected):
+    with pytest.raises(ValueError) as caught:
+        checked(flags)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    (f"{ITERS} --llm-only --encoder-lr 1", "--encoder-lr 1.0"),
+    (f"{ITERS} --llm-only --overlap-grad-reduce --encoder-ddp-overlap", "--encoder-ddp-overlap"),
+    (f"{ITERS} --llm-only --encoder-tp 2", "--llm-only has no encoder grid: leave out --encoder-tp 2"),
+    (f"{ITERS} --llm-only --freeze projector", "unknown part projector; known are language"),
+    (f"{ITERS} --llm-only --freeze language", "leaves nothing to train"),
+])
+def test_a_run_without_encoder_refuses_what_only_encoders_have(flags, expected):
+    with pytest.raises(ValueError) as caught:
+        checked(flags, 1)
+    assert expected in str(caught.value)
+
+
+def test_sequence_parallel_needs_a_sequence_that_divides():
+    with pytest.raises(ValueError, match=r"--seq-length 50 is not divisible by --llm-tp 4.*nearest are 48 and 52"):
+        checked(f"{ITERS} --llm-tp 4 --sequence-parallel --seq-length 50", 5)
+
+
+def test_experts_are_counted_by_the_family():
+    checked(f"{ITERS} --num-experts 4 --llm-dp 2 --llm-ep 2", 3)
+    with pytest.raises(ValueError, match=r"--llm-ep 2 .*splits experts, and the model has none"):
+        checked(f"{ITERS} --llm-dp 2 --llm-ep 2", 3)
+    with pytest.raises(ValueError, match=r"--num-experts 4 with --llm-tp 2 needs --sequence-parallel"):
+        checked(f"{ITERS} --num-experts 4 --llm-tp 2", 3)
+
+
+def test_microbatches_and_iterations():
+    config = parse([*FAKE, *"--global-batch-size 24 --micro-batch-size 3 --llm-dp 4 --train-samples 25".split()])
+    assert num_microbatches(config) == 2
+    assert train_iterations(config) == 2
+    assert train_iterations(parse([*FAKE, *ITERS.split()])) == 10
+    with pytest.raises(ValueError, match="--train-iters or --train-samples"):
+        train_iterations(parse(FAKE))
+
+
+def test_the_world_size_is_torchruns_and_a_dry_run_takes_what_it_needs():
+    config = parse([*FAKE, "--llm-tp", "4", "--encoder-dp", "2"])
+    assert run_world_size(config, {"WORLD_SIZE": "5"}) == 5
+    assert run_world_size(config, {}) == 1
+    dry = parse([*FAKE, "--llm-tp", "4", "--encoder-dp", "2", "--dry-run"])
+    assert run_world_size(dry, {}) == 6
+    assert run_world_size(parse([*FAKE, "--dry-run", "--world-size", "264"]), {"WORLD_SIZE": "5"}) == 264
