@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from megatron.core.enums import ModelType
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.models.mimo.model.base import MimoModel
@@ -37,6 +38,8 @@ class HeteroModel(MimoModel):
         self.grids, self.watchdog, self.seed_module = grids, watchdog, seed_module
         groups = grids.collections.get(LANGUAGE)
         super().__init__(mimo_config, cp_group=groups.cp if groups else None, tp_group=groups.tp if groups else None)
+        # The schedule without pipelining reads it.
+        self.model_type = ModelType.encoder_or_decoder
         self.input_tensors: Mapping[str, torch.Tensor] | None = None
 
     def _initialize_submodules(self) -> None:

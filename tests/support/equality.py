@@ -1,0 +1,285 @@
+"""The same model and global batches on one process in plain PyTorch, and on any layout through the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mimo.config.cli import parse
+from mimo.config.run import RunConfig
+from mimo.config.validate import num_microbatches, validate
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+from tests.support.global_state import (
+    Piece,
+    assemble,
+    read_gradients,
+    read_parameters,
+    set_parameters,
+)
+
+NUM_STEPS = 3
+BASE = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --transformer-impl local
+--seq-length 64 --global-batch-size 12 --micro-batch-size 1 --train-iters 3 --lr-decay-style constant
+--lr 2e-3 --encoder-lr 1e-3 --projector-lr 4e-3 --weight-decay 0.1 --encoder-weight-decay 0.05 --adam-eps 1e-5 --clip-grad 0.5
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --vocab-size 96
+--vision-num-layers 2 --vision-hidden-size 32 --vision-num-attention-heads 4 --vision-ffn-hidden-size 64
+--vision-image-size 16 --vision-patch-size 8 --image-token-id 95 --mock-image-size 16 --mock-images-max 3
+--mock-text-only-fraction 0.45 --mock-min-length 5 --mock-max-length 30 --num-generations 0 --watchdog-timeout-s 60""".split()
+DENSE: tuple[str, ...] = ()
+MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.01")
+
+
+@dataclass
+class Outcome:
+    """What a run did, as plain arrays.
+
+    Attributes:
+        losses: loss of each step.
+        grad_norms: global norm of each step before clipping.
+        gradients: after the first backward pass, normalised, before clipping.
+        parameters: after the last step.
+        routing: (layer, sample key) -> bool `[tokens, experts]` of the first step.
+        optimizer_tensors: number of optimizer state tensors of each module on this rank.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: list[Piece] = field(default_factory=list)
+    parameters: list[Piece] = field(default_factory=list)
+    routing: list[tuple[int, str, int, np.ndarray]] = field(default_factory=list)
+    optimizer_tensors: dict[str, int] = field(default_factory=dict)
+    batch_facts: dict[str, int] = field(default_factory=dict)
+
+
+def parse_config(*flags: str) -> RunConfig:
+    """The tests' small model with more flags."""
+    return parse([*BASE, *flags])
+
+
+def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:
+    """The training loader of a rank."""
+    from mimo.registry import dataset_provider, model_provider
+    from mimo.training.loader import StepLoader
+
+    return StepLoader(
+        layout,
+        rank,
+        model_provider=model_provider(config.model.model_provider),
+        model_config=config.model_family,
+        data_provider=dataset_provider(config.data.dataset_provider),
+        data_config=config.dataset,
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=num_microbatches(config),
+        seq_length=config.train.seq_length,
+        seed=config.train.seed,
+        prefetch=False,
+    )
+
+
+def make_trainer(config: RunConfig, layout: Layout) -> Any:
+    """Grids and trainer parts of this rank, with parameters that depend on their names only."""
+    from mimo.grid.groups import Grids
+    from mimo.observe.watchdog import Watchdog
+    from mimo.platform import current_platform
+    from mimo.registry import model_provider
+    from mimo.training.setup import setup_trainer
+
+    grids = Grids(layout, "gloo")
+    watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe())
+    parts = setup_trainer(config, model_provider(config.model.model_provider), grids, current_platform(), watchdog)
+    set_parameters(parts.built.model)
+    parts.optimizer.reload_model_params()
+    return parts
+
+
+def watch_routing(model: torch.nn.Module, found: list[tuple[int, np.ndarray]]) -> list[Any]:
+    """Record every router's decision of a forward pass: (layer number, bool `[tokens, experts]`)."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def record(router: Any, inputs: Any, outputs: Any) -> None:
+        found.append((router.layer_number, outputs[1].detach().bool().numpy().copy()))
+
+    return [part.register_forward_hook(record) for part in model.modules() if isinstance(part, TopKRouter)]
+
+
+def run_layout(rank: int, flags: tuple[str, ...], world_size: int, force_all_reduce: bool = True) -> Outcome:
+    """Train NUM_STEPS steps on this rank of a layout; for `run_distributed`."""
+    from mimo.training.step import train_step
+
+    config = parse_config(*flags)
+    layout = validate(config, world_size)
+    parts = make_trainer(config, layout)
+    loader = make_loader(config, layout, rank)
+    outcome = Outcome()
+    real_step = parts.optimizer.step
+    routing: list[tuple[int, np.ndarray]] = []
+
+    def capture_then_step() -> Any:
+        if not outcome.gradients:
+            outcome.gradients = read_gradients(parts.built.model)
+        return real_step()
+
+    parts.optimizer.step = capture_then_step
+    for step in range(NUM_STEPS):
+        microbatches = loader.next_step()
+        hooks = watch_routing(parts.built.model, routing) if step == 0 else []
+        result = train_step(parts, microbatches, force_all_reduce=force_all_reduce and step == 0)
+        if step == 0:
+            outcome.routing = _by_sample(parts, layout, rank, microbatches, routing)
+        for hook in hooks:
+            hook.remove()
+        assert result.success
+        outcome.losses.append(result.loss)
+        outcome.grad_norms.append(result.grad_norm)
+    outcome.parameters = read_parameters(parts.built.model)
+    outcome.optimizer_tensors = count_optimizer_tensors(parts)
+    loader.close()
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return outcome
+
+
+def count_optimizer_tensors(parts: Any) -> dict[str, int]:
+    """Optimizer state tensors with elements, for each module of this rank."""
+    counts = {}
+    for name, info in parts.optimizer.module_infos.items():
+        if info.is_active:
+            state = (
+                []
+                if info.optimizer is None
+                else [
+                    value
+                    for chained in vars(info.optimizer).get("chained_optimizers", [info.optimizer])
+                    for entry in chained.optimizer.state.values()
+                    for value in entry.values()
+                ]
+            )
+            counts[name] = sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in state)
+    return counts
+
+
+def _by_sample(
+    parts: Any, layout: Layout, rank: int, microbatches: Any, routing: list[tuple[int, np.ndarray]]
+) -> list[tuple[int, str, int, np.ndarray]]:
+    """(layer, sample key, tensor-parallel rank, bool `[tokens of this rank, experts]`)."""
+    if rank not in layout.language.ranks or not routing:
+        return []
+    split = layout.language.coordinates(rank)["tp"] if parts.config.layout.sequence_parallel else 0
+    layers = len({layer for layer, _ in routing})
+    found = []
+    for index, (layer, choice) in enumerate(routing):
+        keys = microbatches[index // layers].text.keys
+        by_token = choice.reshape(-1, len(keys), choice.shape[-1])
+        found += [(layer, key, split, by_token[:, sample]) for sample, key in enumerate(keys)]
+    return found
+
+
+def gather_routing(outcomes: list[Outcome]) -> dict[tuple[int, str], np.ndarray]:
+    """Decisions of whole samples, sequence shards joined in order."""
+    shards: dict[tuple[int, str], dict[int, np.ndarray]] = {}
+    for outcome in outcomes:
+        for layer, key, split, choice in outcome.routing:
+            shards.setdefault((layer, key), {})[split] = choice
+    return {place: np.concatenate([parts[split] for split in sorted(parts)]) for place, parts in shards.items()}
+
+
+def run_oracle(rank: int, flags: tuple[str, ...], frozen: tuple[str, ...] = ()) -> Outcome:
+    """One process, plain PyTorch: no schedule, DDP, bridge or Megatron optimizer. One sample at a time."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    config = parse_config(*flags)
+    config = replace(
+        config, layout=type(config.layout)(layout="colocated"), train=replace(config.train, micro_batch_size=1)
+    )
+    layout = Layout("colocated", 1, (GridSpec("vision"),), GridSpec(LANGUAGE))
+    parts = make_trainer(replace(config, optim=replace(config.optim, use_distributed_optimizer=False)), layout)
+    model = _unwrapped(parts.built.model)
+    loader = make_loader(config, layout, 0)
+    outcome = Outcome(batch_facts={"text_only": 0, "with_images": 0, "different_targets": 0})
+    optimizer = _torch_adam(config, model)
+    routing: list[tuple[int, np.ndarray]] = []
+    for step in range(NUM_STEPS):
+        microbatches = loader.next_step()
+        hooks = watch_routing(model, routing) if step == 0 else []
+        loss_sum, num_tokens = 0.0, 0.0
+        for batch in microbatches:
+            for bridge in model.colocated_comms.values():
+                bridge.begin_step(
+                    [[sum(batch.encoders["vision"].token_counts)]], [[sum(batch.text.token_counts["vision"])]]
+                )
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+            loss = (model(batch) * batch.text.loss_mask).sum()
+            loss.backward()
+            loss_sum += loss.item()
+            num_tokens += batch.text.loss_mask.sum().item()
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= num_tokens
+        if step == 0:
+            outcome.gradients = read_gradients(model)
+            outcome.routing = _by_sample(parts, layout, 0, microbatches, routing)
+            _note_facts(outcome, microbatches)
+        for hook in hooks:
+            hook.remove()
+        outcome.losses.append(loss_sum / num_tokens)
+        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip_grad).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome.parameters = read_parameters(model)
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return outcome
+
+
+def _note_facts(outcome: Outcome, microbatches: Any) -> None:
+    counts = [sum(batch.text.token_counts["vision"]) for batch in microbatches]
+    outcome.batch_facts["text_only"] = counts.count(0)
+    outcome.batch_facts["different_images"] = len(set(counts))
+    outcome.batch_facts["different_targets"] = len({batch.text.loss_mask.sum().item() for batch in microbatches})
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model without data-parallel wrappers and their gradient hooks."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    def bare(part: Any) -> Any:
+        if not isinstance(part, DistributedDataParallel):
+            return part
+        # The wrapper's hooks live on gradient accumulators that it keeps alive.
+        part.grad_accs.clear()
+        for parameter in part.module.parameters():
+            if "main_grad" in vars(parameter):
+                del parameter.main_grad
+                parameter.data = parameter.data.clone()
+        return part.module
+
+    model.language_model = bare(model.language_model)
+    for name in model.modality_submodules:
+        model.modality_submodules[name] = bare(model.modality_submodules[name])
+    return model
+
+
+def _torch_adam(config: RunConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW with the run's learning rates and decays, grouped by hand."""
+    flags = config.optim
+    groups = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        vision = "modality_submodules" in name
+        lr = flags.projector_lr if "input_projections" in name else flags.encoder_lr if vision else flags.lr
+        decay = flags.encoder_weight_decay if vision else flags.weight_decay
+        no_decay = parameter.ndim == 1 or name.endswith("bias")
+        groups.append({"params": [parameter], "lr": lr, "weight_decay": 0.0 if no_decay else decay})
+    return torch.optim.AdamW(groups, betas=(flags.adam_beta1, flags.adam_beta2), eps=flags.adam_eps)
+
+
+def reference(outcome: Outcome) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The oracle's gradients and parameters as whole tensors."""
+    return assemble(outcome.gradients), assemble(outcome.parameters)
