@@ -77,6 +77,8 @@ def test_a_file_can_name_the_providers_and_a_flag_overrides_them(tmp_path):
     assert isinstance(parsed("--config", path).model_family, FakeModelConfig)
     with pytest.raises(ValueError, match=r"--model-provider nowhere:model: there is no module 'nowhere'"):
         parse(["--config", path])
+    later = write(tmp_path / "b.toml", f'model-provider = "{FAKE[1]}"\ndataset-provider = "{FAKE[3]}"\n')
+    assert isinstance(parse(["--config", path, "--config", later]).model_family, FakeModelConfig)
 
 
 def test_unknown_keys_are_listed_together_with_the_nearest_names(tmp_path):
