@@ -109,6 +109,10 @@ class LlavaProvider:
         """Width of the language model."""
         return resolve(config).hidden_size
 
+    def num_experts(self, config: Config) -> int:
+        """Experts of every decoder layer; 0 for a dense one."""
+        return resolve(config).num_experts
+
     def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
         """Every parameter of `language`, or of `vision` with its projector."""
         config = resolve(config)
