@@ -6,6 +6,7 @@ This module imports no torch at the top: a worker sets its environment before to
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -106,7 +107,7 @@ class WorkerPool:
 
     def _receive(self, rank: int) -> Any:
         try:
-            succeeded, value = pickle.loads(self._connections[rank].recv_bytes())
+            succeeded, value = _load(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionResetError) as error:
             self._workers[rank].join(timeout=10)
             raise RuntimeError(f"rank {rank} died with exit code {self._workers[rank].exitcode}") from error
@@ -145,6 +146,21 @@ def _free_port() -> int:
         return port
 
 
+def _dump(answer: tuple[bool, Any]) -> bytes:
+    """A worker's answer by torch.save: a tensor that is plainly pickled refers to Megatron once that is imported."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(answer, buffer)
+    return buffer.getvalue()
+
+
+def _load(answer: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(answer), weights_only=False)
+
+
 def _serve(rank: int, connection: Connection, path: list[str]) -> None:
     """Worker: run tasks until told to stop or the parent is gone."""
     sys.path[:] = path
@@ -164,7 +180,7 @@ def _serve(rank: int, connection: Connection, path: list[str]) -> None:
         world_size, port, timeout_s, task = pickle.loads(message)
         with _ReportFailure(connection):
             result = _run_task(rank, world_size, port, timeout_s, task)
-            connection.send_bytes(pickle.dumps((True, result)))
+            connection.send_bytes(_dump((True, result)))
 
 
 class _ReportFailure:
@@ -183,7 +199,7 @@ class _ReportFailure:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if kind is not None:
-            self._connection.send_bytes(pickle.dumps((False, "".join(traceback.format_exception(kind, error, trace)))))
+            self._connection.send_bytes(_dump((False, "".join(traceback.format_exception(kind, error, trace)))))
         return True
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 
@@ -33,6 +34,30 @@ def test_results_come_in_rank_order():
         (0, 2, 2, 5.0, (1, "1")),
         (1, 2, 2, 5.0, (1, "1")),
     ]
+
+
+def tensor_after_megatron(rank):
+    import megatron.core  # noqa: F401
+    import torch
+
+    return torch.arange(3.0)
+
+
+def test_results_do_not_bring_megatron_along():
+    code = "import sys, pickle, tests.support.spawn as s; s._load(sys.stdin.buffer.read()); print(*sys.modules)"
+    assert "megatron.core" not in run_with_input(code, run_distributed(dumped_after_megatron, 1)[0])
+
+
+def dumped_after_megatron(rank):
+    from tests.support.spawn import _dump
+
+    return _dump((True, tensor_after_megatron(rank)))
+
+
+def run_with_input(code, data):
+    return subprocess.run(
+        [sys.executable, "-c", code], input=data, capture_output=True, check=True, timeout=60
+    ).stdout.decode()
 
 
 def process_id(rank):
