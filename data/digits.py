@@ -1,0 +1,210 @@
+"""Read a number: the 1,797 handwritten digit scans (8x8 pixels, 17 grey levels) bundled with scikit-learn.
+
+A sample shows the digits of a number, one image each or all in one strip, asks to "read the number" and answers with
+its digits. A text-only sample writes the number in words instead. Which scans are held out is fixed: they never occur
+in the train split, whatever the seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from data.lanes import IndexedStream
+from mimo.protocols import LANGUAGE, Lane, Sample, TokenSpec
+
+PAD, BOS, EOS = 0, 1, 2
+FIRST_DIGIT = 4
+PROMPT = ("read", "the", "number")
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+WORDS = {word: FIRST_DIGIT + 10 + position for position, word in enumerate(PROMPT + NAMES)}
+NUM_WORDS = FIRST_DIGIT + 10 + len(WORDS)
+
+SCAN_SIDE = 8
+# Mean and standard deviation of all pixels of the 1,797 scans, scaled to 0..1.
+PIXEL_MEAN, PIXEL_STD = 0.30526, 0.37605
+# Fixes the held-out split and the validation numbers; a run's --seed must not move them.
+SPLIT_SEED = 1797
+
+
+@dataclass(frozen=True)
+class Config:
+    """Data set `digits`: handwritten numbers to read."""
+
+    digits_min: int = 1
+    """Fewest digits of a number."""
+    digits_max: int = 4
+    """Most digits of a number."""
+    digits_strip: bool = False
+    """All digits of a number side by side in one image, blank after the last; otherwise one image per digit."""
+    digits_text_only_fraction: float = 0.1
+    """Share of train samples without an image (the number is written in words); at 1, validation is text too."""
+    digits_augment: bool = True
+    """Shift train scans by up to one scan pixel and vary their intensity by up to 10 percent."""
+    digits_valid_fraction: float = 0.15
+    """Share of the scans of each digit that is held out for validation."""
+    digits_image_size: int = 32
+    """Pixels a side of a digit for encoders that take any size; a multiple of 8."""
+
+
+@lru_cache(maxsize=1)
+def load_scans() -> tuple[np.ndarray, np.ndarray]:
+    """All scans, float32 `[1797, 8, 8]` in 0..1, and their digits, int64 `[1797]`."""
+    from sklearn.datasets import load_digits  # a second to import, and --help needs none of it
+
+    bundle = load_digits()
+    return (bundle.images / 16).astype(np.float32), bundle.target.astype(np.int64)
+
+
+@lru_cache(maxsize=8)
+def split_scans(valid_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Scan numbers of the train split and of the held-out split, stratified by digit."""
+    rng = np.random.default_rng(SPLIT_SEED)
+    _, digits = load_scans()
+    train, valid = [], []
+    for digit in range(10):
+        scans = rng.permutation(np.flatnonzero(digits == digit))
+        held_out = round(valid_fraction * len(scans))
+        valid.append(scans[:held_out])
+        train.append(scans[held_out:])
+    return np.sort(np.concatenate(train)), np.sort(np.concatenate(valid))
+
+
+@lru_cache(maxsize=8)
+def valid_numbers(config: Config) -> tuple[tuple[int, ...], ...]:
+    """The validation numbers as tuples of held-out scans, each scan used once; the last number may reuse a few."""
+    rng = np.random.default_rng([SPLIT_SEED, 1])
+    scans = rng.permutation(split_scans(config.digits_valid_fraction)[1])
+    numbers, used = [], 0
+    while used < len(scans):
+        length = int(rng.integers(config.digits_min, config.digits_max + 1))
+        numbers.append(tuple(int(scans[position % len(scans)]) for position in range(used, used + length)))
+        used += length
+    return tuple(numbers)
+
+
+def check(config: Config, tokens: TokenSpec, split: str) -> None:
+    """Raise ValueError, naming flags and values, for a configuration that cannot work."""
+    if not 1 <= config.digits_min <= config.digits_max:
+        raise ValueError(f"--digits-min {config.digits_min} --digits-max {config.digits_max}: need 1 <= min <= max")
+    if not 0 <= config.digits_text_only_fraction <= 1:
+        raise ValueError(f"--digits-text-only-fraction {config.digits_text_only_fraction}: must be between 0 and 1")
+    if not 0 <= config.digits_valid_fraction <= 0.9:
+        raise ValueError(f"--digits-valid-fraction {config.digits_valid_fraction}: must be between 0 and 0.9")
+    if split == "valid" and len(split_scans(config.digits_valid_fraction)[1]) == 0:
+        raise ValueError(f"--digits-valid-fraction {config.digits_valid_fraction}: no scan is held out to evaluate on")
+    if tokens.vocab_size < NUM_WORDS:
+        raise ValueError(f"--vocab-size {tokens.vocab_size}: the digits data set uses {NUM_WORDS} token ids")
+    image = tokens.image_token_id
+    if image != FIRST_DIGIT - 1 and not NUM_WORDS <= image < tokens.vocab_size:
+        free = f"3 or {NUM_WORDS} to {tokens.vocab_size - 1}" if tokens.vocab_size > NUM_WORDS else "3"
+        raise ValueError(f"--image-token-id {image}: a word of the digits data set or no token id; free: {free}")
+    side, flag = tokens.image_size, "--vision-image-size"
+    if side == 0:
+        side, flag = config.digits_image_size, "--digits-image-size"
+    if side < SCAN_SIDE or side % SCAN_SIDE:
+        raise ValueError(f"{flag} {side}: must be a multiple of {SCAN_SIDE}, the pixels a side of a digit scan")
+    if config.digits_strip and tokens.image_size and side < SCAN_SIDE * config.digits_max:
+        raise ValueError(
+            f"--digits-strip with --digits-max {config.digits_max} needs --vision-image-size of at least "
+            f"{SCAN_SIDE * config.digits_max}, got {side}"
+        )
+
+
+def image_size(config: Config, tokens: TokenSpec) -> tuple[int, int]:
+    """Height and width in pixels of every image. A strip for an encoder of one fixed size is drawn inside that size."""
+    if tokens.image_size:
+        return tokens.image_size, tokens.image_size
+    width = config.digits_max if config.digits_strip else 1
+    return config.digits_image_size, config.digits_image_size * width
+
+
+def augment(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Shift a scan `[8, 8]` by up to one pixel each way and scale its intensity by 0.9 to 1.1, kept in 0..1."""
+    top, left = rng.integers(0, 3, size=2)
+    shifted = np.pad(scan, 1)[top : top + SCAN_SIDE, left : left + SCAN_SIDE]
+    return np.clip(shifted * rng.uniform(0.9, 1.1), 0, 1)
+
+
+def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int], num_channels: int) -> np.ndarray:
+    """Draw scans side by side, enlarged by an integer factor and normalised: float32 `[num_channels, height, width]`.
+
+    Args:
+        scans: `[8, 8]` each, in 0..1; at most `cells` of them.
+        cells: scans that must fit beside each other.
+        size: height and width in pixels.
+        num_channels: the grey image is repeated over them.
+    """
+    height, width = size
+    factor = min(height, width // cells) // SCAN_SIDE
+    canvas = np.zeros(size, np.float32)
+    top, side = (height - factor * SCAN_SIDE) // 2, factor * SCAN_SIDE
+    for cell, scan in enumerate(scans):
+        canvas[top : top + side, cell * side : (cell + 1) * side] = np.kron(scan, np.ones((factor, factor), np.float32))
+    normalised = (canvas - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)
+    return np.repeat(normalised[None], num_channels, axis=0)
+
+
+def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
+    """The sample at a global index: for train a pure function of (seed, index), for valid of the index alone."""
+    rng = np.random.default_rng([lane.seed, index])
+    if lane.split == "valid":
+        numbers = valid_numbers(config)
+        index %= len(numbers)
+        scans, text_only = numbers[index], config.digits_text_only_fraction == 1
+    else:
+        text_only = bool(rng.random() < config.digits_text_only_fraction)
+        length = rng.integers(config.digits_min, config.digits_max + 1)
+        scans = tuple(rng.choice(split_scans(config.digits_valid_fraction)[0], size=length))
+    pixels, digits = load_scans()
+    number = [int(digits[scan]) for scan in scans]
+    num_images = 0 if text_only else 1 if config.digits_strip else len(number)
+    shown = [WORDS[NAMES[digit]] for digit in number] if text_only else [tokens.image_token_id] * num_images
+    prompt = [BOS, *shown, *(WORDS[word] for word in PROMPT)]
+    answer = [*(FIRST_DIGIT + digit for digit in number), EOS]
+    sample = Sample(
+        key=f"digits/{lane.split}/{index:06d}",
+        tokens=np.array(prompt + answer, np.int64),
+        target_mask=np.array([False] * len(prompt) + [True] * len(answer)),
+        image_sizes=[image_size(config, tokens)] * num_images,
+    )
+    if lane.module != LANGUAGE:
+        # Drawn last, so that the side that reads no pixels sees the same numbers.
+        changed = config.digits_augment and lane.split == "train"
+        shapes = [augment(pixels[scan], rng) if changed else pixels[scan] for scan in scans[: 0 if text_only else None]]
+        groups = [shapes] if config.digits_strip and shapes else [[shape] for shape in shapes]
+        cells = config.digits_max if config.digits_strip else 1
+        sample.images = [draw(group, cells, image_size(config, tokens), tokens.num_channels) for group in groups]
+    return sample
+
+
+class DigitsProvider:
+    """The `digits` data set; see the module's text."""
+
+    Config: ClassVar[type] = Config
+
+    def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
+        """Open one lane. Raises ValueError, naming the flag, for a configuration that cannot work."""
+        check(config, tokens, lane.split)
+        return IndexedStream(lane, partial(build_sample, config, tokens, lane))
+
+    def num_samples(self, config: Any, split: str) -> int | None:
+        """Validation has a fixed list of numbers; train combines scans anew without end."""
+        return len(valid_numbers(config)) if split == "valid" else None
+
+    def decode(self, config: Any, tokens: list[int]) -> str:
+        """Token ids up to the end-of-sequence token as text: digits run together, other words stand apart."""
+        names = {identifier: word for word, identifier in WORDS.items()} | {FIRST_DIGIT - 1: "<image>"}
+        text = ""
+        for token in tokens[: tokens.index(EOS) if EOS in tokens else None]:
+            if FIRST_DIGIT <= token < FIRST_DIGIT + 10:
+                text += str(token - FIRST_DIGIT) if text[-1:].isdigit() or not text else f" {token - FIRST_DIGIT}"
+            elif token not in (PAD, BOS):
+                text += f" {names.get(token, f'<{token}>')}"
+        return text.strip()
+
+
+provider = DigitsProvider()
