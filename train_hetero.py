@@ -33,14 +33,15 @@ def main(argv: list[str] | None = None) -> int:
             if speaks:
                 print(report)
             return 0
+        # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
+        from mimo.training.run import run
+
+        # An error once training has begun never comes back here: the rank that meets it reports it and exits.
+        return run(config)
     except ValueError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
-    from mimo.training.run import run
-
-    return run(config)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ def test_a_mistake_is_one_message_and_exit_code_2(flags, expected):
     assert "Traceback" not in done.stderr
 
 
+def test_a_device_that_is_not_there_is_a_mistake_too():
+    done = train_hetero(*MOCK, "--llm-only", "--train-iters", "1", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "error: --device cuda" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_one_rank_speaks_and_every_rank_exits_with_2():
     done = train_hetero(*MOCK, RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
