@@ -122,8 +122,11 @@ class LlavaProvider:
         return vision_shapes(config, self._projector_size(config), config.hidden_size)
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Spec of the decoder; `context` is None on ranks that only read its width. Raises ValueError for experts on
-        a tensor-parallel grid without sequence parallelism."""
+        """Spec of the decoder; `context` is None on ranks that only read its width.
+
+        Raises:
+            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+        """
         from providers.common.build import decoder_spec
 
         return decoder_spec(resolve(config), context)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.vision.vit_layer_specs import (
     get_vit_layer_with_local_spec,
     get_vit_layer_with_transformer_engine_spec,
@@ -39,8 +42,8 @@ def decoder_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlock
     """Layers of one pipeline stage of a decoder, dense or MoE, and its final norm.
 
     Args:
-        config: `num_layers`, `num_moe_experts`, `moe_grouped_gemm`, `qk_layernorm` and the pipeline size are read; every
-            layer is an MoE layer where `num_moe_experts` is set.
+        config: `num_layers`, `num_moe_experts`, `moe_grouped_gemm`, `qk_layernorm` and the pipeline size are read;
+            every layer is an MoE layer where `num_moe_experts` is set.
         impl: `local` or `transformer_engine`.
 
     Raises:
@@ -97,7 +100,8 @@ def _check_impl(impl: str) -> None:
 def _block(config: TransformerConfig, layer: ModuleSpec, impl: str) -> TransformerBlockSubmodules:
     stages = config.pipeline_model_parallel_size
     assert config.num_layers % stages == 0, f"{config.num_layers} layers over {stages} pipeline stages"
-    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // stages), layer_norm=norm_builder(impl))
+    layers = [layer] * (config.num_layers // stages)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_builder(impl))
 
 
 def _with_norms(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:

@@ -27,7 +27,7 @@ class Projector(MLP):
         assert not config.sequence_parallel, "the projector's input is replicated over tensor-parallel ranks"
         super().__init__(config, submodules, input_size=input_size, tp_group=pg_collection.tp)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Project `[tokens, input_size]` to `[tokens, hidden_size]`."""
         projected, bias = super().forward(features)
         return projected if bias is None else projected + bias

@@ -68,8 +68,11 @@ class VisionSubmodule(VisionModalitySubmodules):
         if self.is_first_stage != (hidden_states is None):
             raise ValueError(f"hidden_states belong to every pipeline stage of an encoder but the first; this is "
                              f"{'the first' if self.is_first_stage else 'a later'} one")
-        pixel_values = (encoder_inputs or {}).get("pixel_values") if hidden_states is None else None
-        num_images = hidden_states.size(1) if hidden_states is not None else 0 if pixel_values is None else len(pixel_values)
+        if hidden_states is None:
+            pixel_values = (encoder_inputs or {}).get("pixel_values")
+            num_images = 0 if pixel_values is None else len(pixel_values)
+        else:
+            pixel_values, num_images = None, hidden_states.size(1)
         if num_images == 0:
             return self._join(self.empty_output(), hidden_states)
         trainable = _is_trainable(self.encoder)

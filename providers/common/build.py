@@ -76,8 +76,9 @@ def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleS
     megatron_config = decoder_config(config, context)
     if context is None:
         return ModuleSpec(module=GPTModel, params={"config": megatron_config})
-    if config.num_experts and context.grid.tp > 1 and not context.sequence_parallel:
-        raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {context.grid.tp} needs --sequence-parallel")
+    tp = context.grid.tp
+    if config.num_experts and tp > 1 and not context.sequence_parallel:
+        raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {tp} needs --sequence-parallel")
     return ModuleSpec(module=GPTModel, params={
         "config": megatron_config,
         "transformer_layer_spec": decoder_layer_spec(megatron_config, context.transformer_impl),
@@ -110,8 +111,9 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
     vit_config = transformer_config(
         context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
         num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
-        normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True, add_qkv_bias=True,
-        activation_func=ACTIVATIONS[config.vision_hidden_act], hidden_dropout=0.0, attention_dropout=0.0)
+        normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
+        add_qkv_bias=True, activation_func=ACTIVATIONS[config.vision_hidden_act], hidden_dropout=0.0,
+        attention_dropout=0.0)
     projector_config = transformer_config(
         context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
         ffn_hidden_size=projector_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True)

@@ -36,6 +36,10 @@ class Problems:
         """Note that `divisor` (of flag `by`) does not divide `value` (of flag `name`).
 
         Args:
+            name: field of the value.
+            value: what should be divisible.
+            by: field of the divisor.
+            divisor: at least 1.
             hint: another way out, appended to the message.
             multiples: name the nearest multiples of `divisor` (for a value that may be padded) instead of the divisors
                 of `value`.

@@ -47,7 +47,7 @@ class DecoderConfig:
     moe_ffn_hidden_size: int = 768
     """Inner width of an expert."""
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts before choosing, weights not normalized again; needed where each token has one expert."""
+    """Softmax over all experts before choosing, weights not normalized again; needed with one expert a token."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
     """Load-balancing loss of the router."""
     moe_aux_loss_coeff: float = 1e-3
@@ -92,7 +92,7 @@ def check_decoder(config: DecoderConfig, problems: Problems) -> None:
             problems.add(f"--moe-router-topk {config.moe_router_topk} must lie between 1 and --num-experts "
                          f"{config.num_experts}")
         if config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
-            problems.add("--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert has no gradient")
+            problems.add("--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one has no gradient")
 
 
 def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:

@@ -18,7 +18,8 @@ VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "siglip_vision_model": {
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-        "num_channels": 3, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+        "num_channels": 3, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
     },
 }
 # The encoder of a LlavaConfig that has no vision_config: CLIP ViT-L/14 at 336 pixels.
@@ -181,7 +182,8 @@ def _text_sizes(text: dict[str, Any]) -> dict[str, Any]:
     }
     if model_type == "qwen3_moe":
         sizes |= {
-            "num_experts": text["num_experts"],
+            # transformers 5 saves it under the second name.
+            "num_experts": text.get("num_local_experts", text["num_experts"]),
             "moe_router_topk": text["num_experts_per_tok"],
             "moe_ffn_hidden_size": text["moe_intermediate_size"],
             "moe_router_pre_softmax": not text["norm_topk_prob"],
