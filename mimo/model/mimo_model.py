@@ -114,7 +114,7 @@ class HeteroModel(MimoModel):
             if positions.numel() != encoded.shape[0]:
                 raise ValueError(f"samples {', '.join(text.keys)} have {positions.numel()} {name} placeholders, but the "
                                  f"encoder sent {encoded.shape[0]} tokens")
-            if positions.numel():
-                flat = merged.reshape(length * samples, hidden).index_copy(0, positions, encoded.to(merged.dtype))
-                merged = flat.view(length, samples, hidden)
+            # No rows are copied too: the colocated bridge's backward is collective, so it must be in every rank's graph.
+            flat = merged.reshape(length * samples, hidden).index_copy(0, positions, encoded.to(merged.dtype))
+            merged = flat.view(length, samples, hidden)
         return merged

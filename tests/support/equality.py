@@ -135,6 +135,8 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, force_all_red
         assert result.success
         outcome.losses.append(result.loss)
         outcome.grad_norms.append(result.grad_norm)
+    # An overlapped gather of the last step's parameters would only happen in the next forward pass.
+    parts.built.model.disable_forward_pre_hook()
     outcome.parameters = read_parameters(parts.built.model)
     outcome.optimizer_tensors = count_optimizer_tensors(parts)
     loader.close()
