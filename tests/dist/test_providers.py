@@ -192,7 +192,8 @@ def test_vision_split_over_tensor_ranks_equals_whole(pool: WorkerPool, act: Any)
     config = dataclasses.replace(SMALL, vision_hidden_act=act, vision_final_layernorm=True, vision_patch_bias=True)
     for errors in pool.run(compare_vision_split, config):
         assert {key: error for key, error in errors.items() if error > 1e-5} == {}
-        assert len(errors) == 2 + 2 + 1 + 1 + 2 + 2 + 2 * 12 + 4  # results, conv1, class, positions, norms, layers, projector
+        # Results; patch embedding, class token, positions; outer norms; layers; projector.
+        assert len(errors) == 2 + (2 + 1 + 1) + 2 * 2 + 2 * 12 + 4
 
 
 # A vision module on two pipeline stages

@@ -1,0 +1,212 @@
+"""The llava and mock providers as plain data: sizes from Hugging Face, checks, planning shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+from mimo.registry import model_provider
+from providers import llava, mock
+from providers.common.checks import Problems
+
+VISION = llava.VISION
+SMALL = mock.Config()
+
+
+def layout(language: dict[str, int] | None = None, vision: dict[str, int] | None = None) -> Layout:
+    encoder, decoder = GridSpec(VISION, **(vision or {})), GridSpec(LANGUAGE, **(language or {}))
+    return Layout("disjoint", encoder.size + decoder.size, (encoder,), decoder)
+
+
+def problems_of(config: llava.Config, grids: Layout, seq_length: int = 64) -> list[str]:
+    with pytest.raises(ValueError) as caught:
+        model_provider("llava").validate(config, grids, seq_length)
+    return str(caught.value).splitlines()
+
+
+def test_importing_the_providers_imports_no_torch() -> None:
+    code = ("import sys, providers.llava as llava, providers.mock; "
+            "llava.provider.parameter_shapes(llava.Config(), 'vision'); "
+            "print([name for name in ('torch', 'megatron', 'transformers') if name in sys.modules])")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_defaults_fit_and_are_llava_1_5_7b() -> None:
+    provider = model_provider("llava")
+    provider.validate(llava.Config(), layout({"tp": 8}, {"tp": 4}), 2048)
+    assert provider.num_image_tokens(llava.Config(), 336, 336) == 576
+    sizes = llava.from_hf({"model_type": "llava", "text_config": {
+        "model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}})
+    assert (sizes.num_query_groups, sizes.kv_channels) == (32, 128)
+    assert dataclasses.replace(sizes, num_query_groups=0, kv_channels=0) == llava.Config()
+    model_provider("mock").validate(SMALL, layout(), 64)
+    assert model_provider("mock").num_image_tokens(SMALL, 32, 32) == 16
+
+
+# Hugging Face configurations
+
+@pytest.mark.parametrize("text", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("vision", ["clip_vision_model", "siglip_vision_model"])
+def test_defaults_equal_those_of_transformers(text: str, vision: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    given_sizes = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {"model_type": vision},
+                   "vision_feature_select_strategy": "default" if vision.startswith("clip") else "full"}
+    full = transformers.LlavaConfig(**json.loads(json.dumps(given_sizes))).to_dict()
+    assert llava.from_hf(given_sizes) == llava.from_hf(full)
+
+
+def test_default_encoder_equals_that_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert llava.from_hf({}) == llava.from_hf(transformers.LlavaConfig().to_dict())
+
+
+def test_qwen3_moe_sizes() -> None:
+    config = llava.from_hf({
+        "image_token_index": 5, "vision_feature_layer": 3, "tie_word_embeddings": True,
+        "vision_config": {"model_type": "clip_vision_model", "hidden_act": "gelu", "image_size": [64, 64]},
+        "text_config": {"model_type": "qwen3_moe", "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 64,
+                        "norm_topk_prob": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}})
+    assert (config.num_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (6, 3, 768)
+    assert (config.kv_channels, config.num_query_groups, config.rotary_base) == (64, 4, 5e5)
+    assert config.qk_layernorm and not config.moe_router_pre_softmax
+    assert not config.untie_embeddings_and_output_weights and config.image_token_id == 5
+    assert (config.vision_num_layers, config.vision_image_size, config.vision_hidden_act) == (3, 64, "gelu")
+
+
+@pytest.mark.parametrize(("change", "key"), [
+    ({"model_type": "llava_next"}, "model_type = 'llava_next'"),
+    ({"projector_hidden_act": "silu"}, "projector_hidden_act"),
+    ({"multimodal_projector_bias": False}, "multimodal_projector_bias"),
+    ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
+    ({"vision_feature_layer": 0}, "vision_feature_layer"),
+    ({"vision_feature_layer": -14}, "vision_feature_layer"),
+    ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
+    ({"vision_config": {"model_type": "siglip_vision_model"}}, "vision_feature_select_strategy"),
+    ({"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type = 'pixtral'"),
+    ({"vision_config": {"hidden_act": "relu"}}, "vision_config.hidden_act"),
+    ({"vision_config": {"image_size": [224, 112]}}, "vision_config.image_size"),
+    ({"text_config": {"model_type": "gemma"}}, "text_config.model_type = 'gemma'"),
+    ({"text_config": {"hidden_act": "gelu"}}, "text_config.hidden_act"),
+    ({"text_config": {"attention_bias": True}}, "text_config.attention_bias"),
+    ({"text_config": {"mlp_bias": True}}, "text_config.mlp_bias"),
+    ({"text_config": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}}, "text_config.rope_scaling.rope_type"),
+    ({"text_config": {"rope_scaling": {"type": "linear", "factor": 2.0}}}, "text_config.rope_scaling.rope_type"),
+    ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "text_config.rope_parameters.rope_type"),
+    ({"text_config": {"model_type": "qwen2", "use_sliding_window": True}}, "text_config.use_sliding_window"),
+    ({"text_config": {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}}, "layer_types"),
+    ({"text_config": {"model_type": "qwen3_moe", "decoder_sparse_step": 2}}, "text_config.decoder_sparse_step"),
+    ({"text_config": {"model_type": "qwen3_moe", "mlp_only_layers": [0]}}, "text_config.mlp_only_layers"),
+])
+def test_an_unsupported_value_is_an_error_that_names_its_key(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match="--hf-config") as caught:
+        llava.from_hf({"vision_config": {"model_type": "clip_vision_model"}, **change})
+    assert key in str(caught.value)
+
+
+def test_hf_config_flag_wins_over_sizes_and_keeps_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": {"hidden_size": 2048}}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        config = dataclasses.replace(SMALL, hf_config=str(path), hidden_dropout=0.25)
+        resolved = llava.resolve(config)
+        assert isinstance(resolved, mock.Config) and resolved.hf_config == ""
+        assert (resolved.hidden_size, resolved.vision_image_size, resolved.hidden_dropout) == (2048, 336, 0.25)
+        assert llava.resolve(resolved) == resolved
+        provider = model_provider("mock")
+        assert provider.hidden_size(config) == 2048 and provider.token_spec(config).vocab_size == 32000
+        assert provider.special_token_ids(config) == {VISION: 32000}
+        assert provider.parameter_shapes(config, LANGUAGE) == provider.parameter_shapes(resolved, LANGUAGE)
+    found = problems_of(dataclasses.replace(SMALL, hf_config=str(tmp_path)), layout({"tp": 3}), 1024)
+    assert found[-1] == f"(model sizes from --hf-config {tmp_path})"
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "there is no file"), ("{", "not JSON"), ("[]", "JSON object")])
+def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=words) as caught:
+        llava.resolve(dataclasses.replace(SMALL, hf_config=str(tmp_path)))
+    assert str(tmp_path) in str(caught.value)
+
+
+# Checks
+
+@pytest.mark.parametrize(("config", "grids", "message"), [
+    ({}, layout({"tp": 3}), "--num-attention-heads 8 is not divisible by --llm-tp 3; --llm-tp that fit: 1, 2, 4, 8"),
+    ({"vocab_size": 514}, layout({"tp": 4}), "--vocab-size 514 is not divisible by --llm-tp 4; nearest --vocab-size: "
+                                             "512 or 516"),
+    ({"ffn_hidden_size": 250}, layout({"tp": 4}), "--ffn-hidden-size 250 is not divisible by --llm-tp 4; --llm-tp that "
+                                                  "fit: 1, 2, 5, 10, 25, 50, 125, 250"),
+    ({"num_attention_heads": 12, "num_query_groups": 3, "hidden_size": 144}, layout({"tp": 2}),
+     "--num-query-groups 3 and --llm-tp 2: one must divide the other"),
+    ({}, layout({"pp": 3}), "--num-layers 4 is not divisible by --llm-pp 3; --llm-pp that fit: 1, 2, 4"),
+    ({"num_experts": 6}, layout({"dp": 4, "ep": 4}), "--num-experts 6 is not divisible by --llm-ep 4; --llm-ep that "
+                                                     "fit: 1, 2, 3, 6"),
+    ({"num_experts": 6, "moe_ffn_hidden_size": 63}, layout({"tp": 2, "expt_tp": 2}),
+     "--moe-ffn-hidden-size 63 is not divisible by --llm-expt-tp 2; --llm-expt-tp that fit: 1, 3, 7, 9, 21, 63"),
+    ({}, layout({"dp": 2, "ep": 2}), "--llm-ep 2 and --llm-expt-tp 1 need --num-experts above 0"),
+    ({"num_experts": 4, "moe_router_topk": 5}, layout(), "--moe-router-topk 5 must lie between 1 and --num-experts 4"),
+    ({"num_experts": 4, "moe_router_topk": 1}, layout(), "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+    ({"hidden_size": 100}, layout(), "--hidden-size 100 is not divisible by --num-attention-heads 8; "
+                                     "--num-attention-heads that fit: 1, 2, 4, 5, 10, 20, 25, 50, 100, or give "
+                                     "--kv-channels"),
+    ({"num_query_groups": 3}, layout(), "--num-attention-heads 8 is not divisible by --num-query-groups 3"),
+    ({"kv_channels": 5}, layout(), "--kv-channels 5 is odd"),
+    ({"num_layers": 0}, layout(), "--num-layers 0 must be at least 1"),
+    ({"image_token_id": 512}, layout(), "--image-token-id 512 must lie between 0 and --vocab-size 512"),
+    ({"max_position_embeddings": 32}, layout(), "--seq-length 64 exceeds --max-position-embeddings 32"),
+    ({"vision_patch_size": 5}, layout(), "--vision-image-size 32 is not divisible by --vision-patch-size 5"),
+    ({"vision_hidden_size": 66}, layout(), "--vision-hidden-size 66 is not divisible by --vision-num-"),
+    ({"vision_patch_size": 4}, layout(), "an image becomes 64 tokens"),
+    ({}, layout(vision={"tp": 3}), "--vision-num-attention-heads 4 is not divisible by --encoder-tp 3"),
+    ({"vision_ffn_hidden_size": 255}, layout(vision={"tp": 2}), "--vision-ffn-hidden-size 255"),
+    ({"projector_hidden_size": 127}, layout(vision={"tp": 2}), "--projector-hidden-size 127 is not divisible"),
+    ({}, layout(vision={"pp": 4}), "--vision-num-layers 2 is not divisible by --encoder-pp 4; --encoder-pp that fit: "
+                                   "1, 2"),
+])
+def test_what_does_not_fit_is_named(config: dict[str, Any], grids: Layout, message: str) -> None:
+    assert any(message in line for line in problems_of(dataclasses.replace(SMALL, **config), grids))
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    found = problems_of(SMALL, layout({"tp": 3, "pp": 3}, {"tp": 3}), 64)
+    flags = ("--llm-pp 3", "--num-attention-heads 8", "--vocab-size 512", "--seq-length 64", "--encoder-tp 3")
+    assert all(any(flag in line for line in found) for flag in flags)
+
+
+def test_fewer_query_groups_than_tensor_ranks_fit() -> None:
+    model_provider("mock").validate(dataclasses.replace(SMALL, num_query_groups=2), layout({"tp": 8}), 64)
+
+
+def test_text_only_layout_ignores_the_encoder() -> None:
+    text_only = Layout("colocated", 1, (), GridSpec(LANGUAGE))
+    model_provider("mock").validate(SMALL, text_only, 16)
+    assert "no room" in problems_of(SMALL, layout(), 16)[0]
+
+
+def test_an_image_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="16 x 32 pixels .* --vision-image-size 32"):
+        model_provider("mock").num_image_tokens(SMALL, 16, 32)
+
+
+@given(st.integers(1, 400), st.integers(1, 40), st.booleans())
+def test_suggestions_fit(value: int, divisor: int, multiples: bool) -> None:
+    problems = Problems()
+    problems.divides("vocab_size", value, "llm_tp", divisor, multiples=multiples)
+    if value % divisor == 0:
+        assert problems.found == []
+        return
+    (message,) = problems.found
+    suggestions = message.split(": ")[1].replace(" or ", ", ").replace(", ...", "").split(", ")
+    for suggestion in map(int, suggestions):
+        assert (suggestion % divisor if multiples else value % suggestion) == 0
