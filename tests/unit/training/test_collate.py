@@ -1,0 +1,172 @@
+"""Collation: expansion, shift, padding, and one clear error for each thing a data set can get wrong."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mimo.protocols import Sample
+from mimo.training.collate import collate_encoder, collate_text
+
+IMAGE, PAD = 3, 0
+
+
+def num_image_tokens(height: int, width: int) -> int:
+    """Four-pixel patches."""
+    if height % 4 or width % 4:
+        raise ValueError(f"--vision-patch-size 4 does not divide {height}x{width}")
+    return height // 4 * (width // 4)
+
+
+def sample(key="set/1", tokens=(1, IMAGE, 5, 6, 2), targets=2, sizes=((8, 8),), **changes) -> Sample:
+    """The last `targets` tokens are the answer; each image is filled with its position."""
+    mask = np.arange(len(tokens)) >= len(tokens) - targets
+    images = [np.full((1, *size), position, np.float32) for position, size in enumerate(sizes)]
+    return replace(Sample(key, np.array(tokens, np.int64), mask, list(sizes), images), **changes)
+
+
+def text(*samples, modules=None, seq_length=10, pad_token_id=PAD):
+    return collate_text(
+        samples,
+        modules={"vision": IMAGE} if modules is None else modules,
+        num_image_tokens=num_image_tokens,
+        seq_length=seq_length,
+        vocab_size=20,
+        pad_token_id=pad_token_id,
+    )
+
+
+def encoder(*samples, lane_sizes=None, dtype=torch.float32, pixels=True):
+    return collate_encoder(
+        samples,
+        num_image_tokens=num_image_tokens,
+        num_channels=1,
+        lane_sizes=lane_sizes or [len(samples)],
+        dtype=dtype,
+        pixels=pixels,
+    )
+
+
+def test_text_is_expanded_shifted_and_padded():
+    batch = text(sample(), sample("set/2", tokens=(1, 7, 8, 2), targets=2, sizes=()))
+    assert batch.keys == ("set/1", "set/2")
+    assert batch.token_counts == {"vision": (4, 0)}
+    assert batch.input_ids.tolist() == [[1, 3, 3, 3, 3, 5, 6, 2, 0, 0], [1, 7, 8, 2, 0, 0, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [[3, 3, 3, 3, 5, 6, 2, 0, 0, 0], [7, 8, 2, 0, 0, 0, 0, 0, 0, 0]]
+    assert batch.loss_mask.tolist() == [[0, 0, 0, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [list(range(10))] * 2
+    assert batch.num_tokens == 12
+    assert batch.input_ids.dtype == batch.labels.dtype == batch.position_ids.dtype == torch.int64
+    assert batch.loss_mask.dtype == torch.float32
+
+
+def test_placeholders_index_the_sequence_first_tensor_in_sample_order():
+    batch = text(
+        sample(tokens=(1, IMAGE, 5, IMAGE, 2), targets=1, sizes=((4, 4), (4, 8))),
+        sample("set/2", tokens=(IMAGE, 2), targets=1, sizes=((4, 4),)),
+    )
+    flat_sb = batch.input_ids.T.reshape(-1)
+    positions = batch.placeholders["vision"]
+    assert (flat_sb[positions] == IMAGE).all()
+    assert (flat_sb == IMAGE).sum() == len(positions) == sum(batch.token_counts["vision"])
+    assert positions.tolist() == [1 * 2, 3 * 2, 4 * 2, 0 * 2 + 1]
+
+
+def test_a_sample_may_fill_the_sequence_and_may_have_no_target():
+    batch = text(sample(targets=0), seq_length=8)
+    assert batch.loss_mask.sum() == 0
+    assert batch.labels.tolist() == [[3, 3, 3, 3, 5, 6, 2, 0]]
+
+
+def test_text_without_an_encoder():
+    batch = text(sample(tokens=(1, IMAGE, 5), targets=1, sizes=()), modules={})
+    assert batch.input_ids[0, :3].tolist() == [1, IMAGE, 5]
+    assert batch.token_counts == batch.placeholders == {}
+
+
+def test_no_samples_at_all():
+    assert text().input_ids.shape == (0, 10)
+    batch = encoder(lane_sizes=[0])
+    assert (batch.keys, batch.token_counts, batch.lane_sizes, batch.inputs) == ((), (), (0,), {})
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (sample(sizes=()), r"set/1: 1 image placeholders \(token id 3\) but 0 images"),
+        (sample(tokens=(1, 5, 2), sizes=((8, 8),)), r"set/1: 0 image placeholders \(token id 3\) but 1 images"),
+        (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels: --vision-patch-size 4 does not divide 8x6"),
+        (sample(sizes=((16, 8),)), r"set/1: 12 tokens, 8 of them from images, are 2 more than --seq-length 10"),
+        (sample(tokens=(1, IMAGE, 20, 2)), "set/1: token id 20 is not below --vocab-size 20"),
+        (sample(tokens=(1, IMAGE, -1, 2)), "set/1: token id -1"),
+        (sample(tokens=(1, 5, IMAGE, 2)), "set/1: an image placeholder .* is marked as a target"),
+        (sample(target_mask=np.array([True])), r"set/1: target_mask is bool \[1\], expected bool \[5\]"),
+        (sample(target_mask=np.ones(5, np.int64)), r"set/1: target_mask is int64"),
+        (sample(tokens=(1.0, 2.0), sizes=()), None),
+    ],
+)
+def test_wrong_text_is_refused_by_sample(broken, message):
+    if message is None:
+        broken, message = replace(broken, tokens=broken.tokens.astype(np.float32)), "set/1: tokens are float32"
+    with pytest.raises(ValueError, match=message):
+        text(sample("set/0"), broken)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"modules": {}}, r"set/1: has 1 images, but the layout has no encoder \(--llm-only\)"),
+        ({"modules": {"vision": 3, "audio": 4}}, "encoders vision, audio: .* one encoder only"),
+        ({"pad_token_id": IMAGE}, "--image-token-id 3: is the padding token"),
+    ],
+)
+def test_wrong_modules_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        text(sample(), **arguments)
+
+
+def test_images_are_stacked_in_order():
+    first = sample(tokens=(IMAGE, IMAGE, 2), sizes=((8, 8), (8, 8)))
+    batch = encoder(first, sample("set/2", sizes=()), sample("set/3"), lane_sizes=[1, 2])
+    assert batch.keys == ("set/1", "set/2", "set/3")
+    assert batch.token_counts == (8, 0, 4)
+    assert batch.lane_sizes == (1, 2)
+    assert batch.inputs["pixel_values"].shape == (3, 1, 8, 8)
+    assert batch.inputs["pixel_values"][:, 0, 0, 0].tolist() == [0, 1, 0]
+    assert batch.inputs["pixel_values"].dtype == torch.float32
+    assert encoder(first, dtype=torch.bfloat16).inputs["pixel_values"].dtype == torch.bfloat16
+
+
+def test_zero_images_give_no_inputs():
+    batch = encoder(sample(sizes=()), sample("set/2", sizes=()))
+    assert batch.inputs == {}
+    assert batch.token_counts == (0, 0)
+
+
+def test_later_pipeline_stages_need_counts_only():
+    batch = encoder(sample(images=None), pixels=False)
+    assert batch.inputs == {}
+    assert batch.token_counts == (4,)
+
+
+NAN = np.full((1, 8, 8), np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (sample(images=None), "set/1: declares 1 images but holds 0"),
+        (sample(images=[]), "set/1: declares 1 images but holds 0"),
+        (sample(image_sizes=[]), "set/1: declares 0 images but holds 1"),
+        (sample(images=[np.zeros((1, 8, 12), np.float32)]), r"set/1: image 0 is float32 \[1, 8, 12\], .* \[1, 8, 8\]"),
+        (sample(images=[np.zeros((3, 8, 8), np.float32)]), r"set/1: image 0 is float32 \[3, 8, 8\], .* \[1, 8, 8\]"),
+        (sample(images=[np.zeros((1, 8, 8), np.uint8)]), r"set/1: image 0 is uint8"),
+        (sample(images=[NAN]), "set/1: image 0 has pixels that are not finite"),
+        (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels"),
+        (sample(sizes=((8, 4),)), r"set/1: an image of \[1, 8, 4\] .* \[1, 8, 8\] \(sample set/0\)"),
+    ],
+)
+def test_wrong_images_are_refused_by_sample(broken, message):
+    with pytest.raises(ValueError, match=message):
+        encoder(sample("set/0"), broken)

@@ -1,0 +1,297 @@
+"""The loader: which rank reads what, saving and restoring, and the background thread."""
+
+import threading
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from data import digits, mock
+from data.lanes import IndexedStream
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import Sample, TokenSpec
+from mimo.training.loader import StepLoader
+
+TOKENS = TokenSpec(vocab_size=64, image_token_id=3, image_size=8, num_channels=1)
+
+
+class Model:
+    """As much of a model provider as the loader asks for: 4-pixel patches."""
+
+    def token_spec(self, config):
+        return TOKENS
+
+    def special_token_ids(self, config):
+        return {"vision": TOKENS.image_token_id}
+
+    def num_image_tokens(self, config, height, width):
+        return height // 4 * (width // 4)
+
+
+@dataclass
+class Recording:
+    """Samples of one token, one image in every second; notes the lanes opened and the images built."""
+
+    fail_at: int | None = None
+    end_at: int | None = None
+
+    def __post_init__(self):
+        self.lanes, self.built = [], []
+
+    def stream(self, config, tokens, lane):
+        self.lanes.append(lane)
+
+        def build(index):
+            if index == self.fail_at:
+                raise OSError(f"disk gone at {index}")
+            if index == self.end_at:
+                raise StopIteration
+            count = index % 2
+            tokens, targets = np.array([3] * count + [5]), np.array([False] * count + [True])
+            sample = Sample(f"set/{index}", tokens, targets, [(8, 8)] * count)
+            if lane.module != "language":
+                self.built.append(index)
+                sample.images = [np.full((1, 8, 8), index, np.float32)] * count
+            return sample
+
+        return IndexedStream(lane, build)
+
+
+def layout(encoder_dp=1, language_dp=1, kind="disjoint", encoder_pp=1, language_pp=1, encoder_tp=1) -> Layout:
+    vision = GridSpec("vision", 0, tp=encoder_tp, dp=encoder_dp, pp=encoder_pp)
+    language = GridSpec("language", vision.size if kind == "disjoint" else 0, dp=language_dp, pp=language_pp)
+    world = vision.size + language.size if kind == "disjoint" else language.size
+    return Layout(kind, world, (vision,), language)
+
+
+def loader(grids, rank, provider=mock.provider, config=None, *, micro=2, num=2, **changes) -> StepLoader:
+    arguments = {
+        "model_provider": Model(),
+        "model_config": None,
+        "data_provider": provider,
+        "data_config": config or mock.Config(),
+        "micro_batch_size": micro,
+        "num_microbatches": num,
+        "seq_length": 64,
+        "seed": 11,
+        "prefetch": False,
+    }
+    return StepLoader(grids, rank, **(arguments | changes))
+
+
+def same(one, two) -> bool:
+    """Whether two steps hold the same microbatches."""
+    for left, right in zip(one, two, strict=True):
+        if (left.text is None) != (right.text is None) or left.encoders.keys() != right.encoders.keys():
+            return False
+        if left.text is not None:
+            if left.text.keys != right.text.keys or not torch.equal(left.text.input_ids, right.text.input_ids):
+                return False
+        for side, other in zip(left.encoders.values(), right.encoders.values(), strict=True):
+            if side.keys != other.keys or side.inputs.keys() != other.inputs.keys():
+                return False
+            if not all(torch.equal(side.inputs[name], other.inputs[name]) for name in side.inputs):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("provider", [mock, digits])
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_the_global_batch_does_not_depend_on_the_number_of_lanes(provider, split):
+    orders = []
+    for lanes in (1, 2, 4):
+        grids = layout(1, lanes)
+        ranks = [
+            loader(grids, rank, provider.provider, provider.Config(), micro=2, num=8 // lanes, split=split)
+            for rank in grids.language.ranks
+        ]
+        batches = []
+        for _ in range(2):
+            by_lane = [[key for batch in rank.next_step() for key in batch.text.keys] for rank in ranks]
+            batches.append(list(chain.from_iterable(zip(*by_lane, strict=True))))
+        orders.append(batches)
+    assert orders[0] == orders[1] == orders[2]
+    assert len(set(orders[0][0] + orders[0][1])) == 32
+
+
+@pytest.mark.parametrize(
+    ("encoder_dp", "language_dp", "micro"),
+    [(1, 1, 2), (1, 2, 2), (2, 4, 1), (1, 4, 3), (2, 1, 2), (2, 1, 3), (4, 2, 3), (4, 1, 5), (2, 1, 1), (4, 1, 3)],
+)
+@pytest.mark.parametrize("kind", ["disjoint", "colocated"])
+def test_encoder_ranks_cover_each_lane_once_in_order(encoder_dp, language_dp, micro, kind):
+    if kind == "colocated" and encoder_dp < language_dp:
+        grids = layout(encoder_dp, language_dp, kind, encoder_tp=language_dp // encoder_dp)
+    elif kind == "colocated":
+        language = GridSpec("language", 0, tp=encoder_dp // language_dp, dp=language_dp)
+        grids = Layout(kind, encoder_dp, (GridSpec("vision", 0, dp=encoder_dp),), language)
+    else:
+        grids = layout(encoder_dp, language_dp)
+    vision = grids.encoders[0]
+    encoders = [loader(grids, vision.rank_at(dp=dp), micro=micro) for dp in range(encoder_dp)]
+    languages = [loader(grids, grids.language.rank_at(dp=dp), micro=micro) for dp in range(language_dp)]
+    for _ in range(2):
+        encoded, texts = [rank.next_step() for rank in encoders], [rank.next_step() for rank in languages]
+        for number in range(2):
+            sides = [step[number].encoders["vision"] for step in encoded]
+            lanes = [step[number].text for step in texts]
+            assert [key for side in sides for key in side.keys] == [key for lane in lanes for key in lane.keys]
+            counts = [count for side in sides for count in side.token_counts]
+            assert counts == [count for lane in lanes for count in lane.token_counts["vision"]]
+            for side in sides:
+                assert sum(side.lane_sizes) == len(side.keys)
+                assert len(side.lane_sizes) == max(1, language_dp // encoder_dp)
+                images = len(side.inputs["pixel_values"]) if side.inputs else 0
+                assert images * 4 == sum(side.token_counts)
+            assert all(len(lane.keys) == micro for lane in lanes)
+
+
+def test_ranks_hold_only_their_sides():
+    grids = layout(1, 2)
+    (encoder,), (language,) = (loader(grids, rank, num=1).next_step() for rank in (0, 1))
+    assert encoder.text is None
+    assert list(encoder.encoders) == ["vision"]
+    assert language.text is not None
+    assert language.encoders == {}
+    (both,) = loader(layout(2, 2, "colocated"), 0, num=1).next_step()
+    assert both.text is not None
+    assert both.encoders["vision"].keys == both.text.keys
+
+
+def test_a_rank_opens_only_its_lanes_and_builds_only_its_images():
+    source = Recording()
+    loader(layout(4, 2), 1, source, micro=3, num=2).next_step()
+    assert [(lane.module, lane.index, lane.count) for lane in source.lanes] == [("vision", 0, 2)]
+    assert source.built == [2, 4, 8, 10]
+    source = Recording()
+    loader(layout(4, 2), 4, source, micro=3, num=2).next_step()
+    assert [(lane.module, lane.index, lane.count) for lane in source.lanes] == [("language", 0, 2)]
+    assert source.built == []
+    source = Recording()
+    loader(layout(1, 2), 0, source).next_step()
+    assert [(lane.module, lane.index) for lane in source.lanes] == [("vision", 0), ("vision", 1)]
+
+
+def test_pixels_are_read_on_the_first_encoder_stage_only():
+    source, grids = Recording(), layout(encoder_pp=2, language_pp=2)
+    (first,), (last,) = (loader(grids, rank, source, num=1).next_step() for rank in (0, 1))
+    assert source.built == [0, 1]
+    first, last = first.encoders["vision"], last.encoders["vision"]
+    assert first.inputs["pixel_values"].shape == (1, 1, 8, 8)
+    assert last.inputs == {}
+    assert (last.keys, last.token_counts, last.lane_sizes) == (first.keys, first.token_counts, first.lane_sizes)
+    assert all(loader(grids, rank, source, num=1).next_step()[0].text is not None for rank in (2, 3))
+
+
+def test_an_encoder_rank_without_a_sample_has_an_empty_batch():
+    (batch,) = loader(layout(2, 1), 0, micro=1, num=1).next_step()
+    assert batch.encoders["vision"].keys == ()
+    assert batch.encoders["vision"].lane_sizes == (0,)
+
+
+def test_pixel_dtype():
+    step = loader(layout(), 0, dtype=torch.bfloat16, micro=4).next_step()
+    assert step[0].encoders["vision"].inputs["pixel_values"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_restored_loader_continues_identically(rank, prefetch):
+    grids = layout(2, 1)
+    original = loader(grids, rank, micro=3, prefetch=prefetch)
+    for _ in range(2):
+        original.next_step()
+    state = original.state_dict()
+    assert state["consumed_samples"] == original.consumed_samples == 2 * 3 * 2
+    expected = [original.next_step() for _ in range(2)]
+    fresh = loader(grids, rank, micro=3, prefetch=prefetch)
+    fresh.next_step()
+    fresh.load_state_dict(state)
+    assert fresh.state_dict() == state
+    assert all(same(fresh.next_step(), step) for step in expected)
+    assert fresh.consumed_samples == original.consumed_samples == 4 * 3 * 2
+    original.close()
+    fresh.close()
+
+
+def test_the_state_restores_a_run_with_other_lanes():
+    two_lanes = layout(1, 2)
+    saved = loader(two_lanes, 1, micro=2, num=2)
+    saved.next_step()
+    one_lane = loader(layout(1, 1), 1, micro=2, num=4)
+    expected = [key for _ in range(2) for batch in one_lane.next_step() for key in batch.text.keys][8:]
+    four_lanes = layout(2, 4)
+    found = []
+    for rank in four_lanes.language.ranks:
+        fresh = loader(four_lanes, rank, micro=2, num=1)
+        fresh.load_state_dict(saved.state_dict())
+        found.append([key for batch in fresh.next_step() for key in batch.text.keys])
+    assert list(chain.from_iterable(zip(*found, strict=True))) == expected
+    with pytest.raises(ValueError, match="--llm-dp 3"):
+        loader(layout(1, 3), 1).load_state_dict(saved.state_dict())
+
+
+def test_prefetching_changes_nothing_but_when_samples_are_read():
+    source = Recording()
+    plain, ahead = loader(layout(), 0), loader(layout(), 0, prefetch=True)
+    assert all(same(plain.next_step(), ahead.next_step()) for _ in range(3))
+    assert plain.state_dict() == ahead.state_dict()
+    ahead.close()
+    counting = loader(layout(), 0, source, micro=1, num=1, prefetch=True)
+    counting.next_step()
+    assert counting.last_wait_s > 0
+    counting.next_step()  # the second step was read ahead; a third is at most under way
+    assert source.built[:2] == [0, 1]
+    assert len(source.built) <= 3
+    counting.close()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_error_of_the_data_set_keeps_its_type_and_stops_the_loader(prefetch):
+    failing = loader(layout(), 0, Recording(fail_at=5), prefetch=prefetch)
+    first = failing.next_step()
+    state = failing.state_dict()
+    with pytest.raises(OSError, match="disk gone at 5"):
+        failing.next_step()
+    with pytest.raises(RuntimeError, match="failed in an earlier step"):
+        failing.next_step()
+    assert failing.state_dict() == state
+    failing.load_state_dict({"consumed_samples": 0, "streams": {"vision/0": {"consumed": 0, "lanes": 1}}})
+    assert same(failing.next_step(), first)
+    failing.close()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_wrong_sample_is_named(prefetch):
+    short = loader(layout(), 1, prefetch=prefetch, seq_length=4)
+    with pytest.raises(ValueError, match=r"sample mock/train/000000: .* more than --seq-length 4"):
+        short.next_step()
+    short.close()
+
+
+def test_a_data_set_that_ends_is_refused():
+    with pytest.raises(ValueError, match="lane 0: the data set ended inside a microbatch"):
+        loader(layout(), 0, Recording(end_at=3)).next_step()
+
+
+def test_a_configuration_that_the_data_set_refuses_fails_at_set_up():
+    with pytest.raises(ValueError, match="--digits-min 0"):
+        loader(layout(), 0, digits.provider, digits.Config(digits_min=0))
+
+
+def test_close_ends_the_thread_and_may_be_repeated():
+    before = set(threading.enumerate())
+    closing = loader(layout(), 0, prefetch=True)
+    closing.next_step()
+    started = set(threading.enumerate()) - before
+    assert started
+    assert all(thread.daemon for thread in started)
+    closing.close()
+    closing.close()
+    for thread in started:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        closing.next_step()
