@@ -143,9 +143,9 @@ class RunLogger:
         for tracker in self._trackers:
             tracker.log(record.iteration, record.consumed_samples, figures)
         self._pending.append(record)
+        self._console.advance(record.iteration, record.lm_loss)
         if record.iteration % self._log_interval == 0 or record.iteration >= self._total_iterations:
             self._flush_pending()
-        self._console.advance(record.iteration, record.lm_loss)
 
     def log_eval(self, iteration: int, metrics: Mapping[str, float], *, consumed_samples: int | None = None) -> None:
         """Write an evaluation; each figure is tracked as `"<name> validation"`, Megatron's key.

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+PRELUDE = """
+import atexit, sys, threading
+from mimo.observe.errors import fail_fast
+atexit.register(threading.Event().wait)  # stands for a tear-down that hangs
+threading.Thread(target=threading.Event().wait).start()  # not a daemon: a normal exit would wait for it
+print("last words", end="")
+"""
+
+
+def test_value_error_is_one_short_block(start):
+    process = start(PRELUDE + """
+with fail_fast("rank 3") as guard:
+    guard.who = "rank 3 (language grid tp 1)"
+    raise ValueError("--llm-tp 3: does not divide --world-size 4")
+""")
+    out, error = process.communicate()
+    assert process.returncode == 1
+    assert out == "last words"
+    lines = error.splitlines()
+    assert lines[0] == ("error on rank 3 (language grid tp 1): ValueError: --llm-tp 3: does not divide --world-size 4")
+    assert lines[1].startswith("  raised at ")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(("statement", "headline"), [
+    ("1 / 0", "error on rank 0: ZeroDivisionError: division by zero"),
+    ("import json; json.loads('{')", "error on rank 0: json.decoder.JSONDecodeError: Expecting property name"),
+    ("assert False, 'lanes differ'", "error on rank 0: AssertionError: lanes differ"),
+])
+def test_any_other_error_has_its_traceback(start, statement, headline):
+    process = start(PRELUDE + f"""
+with fail_fast("rank 0"):
+    {statement}
+""")
+    _, error = process.communicate()
+    assert process.returncode == 1
+    assert error.startswith(headline)
+    assert "Traceback (most recent call last)" in error
+
+
+def test_interrupt_exits_130(start):
+    process = start(PRELUDE + """
+with fail_fast("rank 0"):
+    raise KeyboardInterrupt
+""")
+    _, error = process.communicate()
+    assert (process.returncode, error) == (130, "interrupted: rank 0\n")
+
+
+@pytest.mark.parametrize(("code", "statement"), [(5, "sys.exit(5)"), (0, "sys.exit(0)"), (0, "pass")])
+def test_ordinary_ends_pass_through(start, code, statement):
+    process = start(f"""
+import sys
+from mimo.observe.errors import fail_fast
+with fail_fast("rank 0"):
+    {statement}
+""")
+    _, error = process.communicate()
+    assert (process.returncode, error) == (code, "")
+
+
+def test_a_full_pipe_that_nobody_reads_does_not_keep_the_process(start):
+    process = start("""
+import os
+from mimo.observe import errors
+errors.WRITE_LIMIT_S = 0.2
+with errors.fail_fast("rank 0"):
+    raise ValueError("x" * 1_000_000)
+""")
+    assert process.wait() == 1

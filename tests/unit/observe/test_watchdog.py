@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import math
+
+from mimo.observe.watchdog import Watchdog
+
+WHO = "rank 3 (language grid tp 1 dp 0 pp 0, lane 0)"
+STALL = f"""
+import sys, threading, time
+from pathlib import Path
+from mimo.observe.watchdog import Watchdog
+report = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+watchdog = Watchdog(0.5, {WHO!r}, report_path=report)
+"""
+
+
+def test_stall_exits_17_and_says_where(start, tmp_path):
+    report = tmp_path / "new" / "stall-rank3.txt"
+    process = start(STALL + """
+def blocked_in_the_bridge():
+    with watchdog.waiting("forward-backward"):
+        with watchdog.waiting("bridge recv_forward", peer="vision rank 0", lane=0, tensor=None):
+            threading.Event().wait()
+
+with watchdog.waiting("an earlier thing"):
+    pass
+watchdog.progress(iteration=7)
+watchdog.progress(microbatch=2)
+blocked_in_the_bridge()
+""", report)
+    _, error = process.communicate()
+    assert process.returncode == 17
+    first = error.splitlines()[0]
+    assert first.startswith(f"stall on {WHO}: no progress for ")
+    assert ", iteration 7, microbatch 2; waiting for bridge recv_forward (peer vision rank 0, lane 0) for " in first
+    assert "; inside forward-backward for " in first
+    assert "earlier" not in first
+    assert "thread MainThread" in error
+    assert "in blocked_in_the_bridge" in error
+    assert report.read_text() == error
+
+
+def test_stall_outside_every_wait(start):
+    process = start(STALL + "time.sleep(600)")
+    _, error = process.communicate()
+    assert process.returncode == 17
+    assert "; in no announced wait" in error.splitlines()[0]
+
+
+def test_report_that_cannot_be_written_still_reaches_stderr(start, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    process = start(STALL + "time.sleep(600)", tmp_path / "file" / "stall-rank3.txt")
+    _, error = process.communicate()
+    assert process.returncode == 17
+    assert error.startswith(f"stall on {WHO}")
+    assert "(no copy in " in error
+
+
+def test_progress_a_longer_limit_and_close_keep_the_process(start):
+    process = start(STALL.replace("0.5", "1.5") + """
+for step in range(10):
+    time.sleep(0.2)
+    watchdog.progress(iteration=step)
+with watchdog.limit(600), watchdog.limit(0.1):
+    time.sleep(2)
+with watchdog.limit(float("inf")):
+    time.sleep(2)
+watchdog.close()
+watchdog.close()
+idle = Watchdog(0, "rank 0")
+time.sleep(2)
+idle.close()
+print("done")
+""")
+    out, error = process.communicate()
+    assert (process.returncode, out, error) == (0, "done\n", "")
+
+
+def test_limit_ends_with_its_block(start):
+    process = start(STALL + """
+with watchdog.limit(600):
+    time.sleep(1)
+print("after", flush=True)
+time.sleep(600)
+""")
+    out, _ = process.communicate()
+    assert (process.returncode, out) == (17, "after\n")
+
+
+def test_a_stuck_interpreter_lock_still_ends_the_process(start):
+    process = start("""
+import ctypes
+from mimo.observe.watchdog import Watchdog
+watchdog = Watchdog(0.5, "rank 0", gil_slack_s=0.5)
+
+def holds_the_lock():
+    ctypes.PyDLL(None).sleep(600)  # PyDLL, unlike CDLL, keeps the lock during the call
+
+holds_the_lock()
+""")
+    _, error = process.communicate()
+    assert process.returncode == 1
+    assert "holds_the_lock" in error
+
+
+def test_state_without_a_thread():
+    watchdog = Watchdog(0, "rank 0")
+    watchdog.progress(iteration=1, microbatch=3)
+    with watchdog.waiting("optimizer step"):
+        assert "iteration 1, microbatch 3; waiting for optimizer step for " in watchdog.describe()
+    assert watchdog.describe().endswith("; in no announced wait")
+    watchdog.progress(iteration=2)
+    assert "microbatch" not in watchdog.describe()
+    watchdog.close()
+
+
+def test_wait_ends_when_its_body_fails():
+    watchdog = Watchdog(0, "rank 0")
+    try:
+        with watchdog.waiting("optimizer step"):
+            raise RuntimeError("lost")
+    except RuntimeError:
+        pass
+    assert watchdog.current_wait is None
+
+
+def test_time_left_is_never_shortened_by_a_phase():
+    watchdog = Watchdog(0, "rank 0")
+    with watchdog.limit(1000.0):
+        assert 900 < watchdog.time_left(10.0) <= 1000
+        with watchdog.limit(5.0):
+            assert 900 < watchdog.time_left(10.0) <= 1000
+        with watchdog.limit(math.inf):
+            assert watchdog.time_left(10.0) == math.inf
+        assert 1900 < watchdog.time_left(2000.0) <= 2000
+    assert watchdog.time_left(10.0) <= 10
