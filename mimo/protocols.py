@@ -120,6 +120,7 @@ class BuildContext:
         params_dtype: dtype of parameters and activations.
         transformer_impl: `transformer_engine` or `local`.
         sequence_parallel: whether the module runs with sequence parallelism.
+        recompute: activation recomputation, `none`, `selective` or `full`.
         pre_process: this rank holds the module's first pipeline stage.
         post_process: this rank holds the module's last pipeline stage.
         seq_length: padded tokens per sample.
@@ -130,6 +131,7 @@ class BuildContext:
     params_dtype: torch.dtype
     transformer_impl: str
     sequence_parallel: bool
+    recompute: str
     pre_process: bool
     post_process: bool
     seq_length: int

@@ -53,7 +53,8 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
     stage = spec.coordinates(grids.rank)["pp"]
     parallel_sequence = config.layout.sequence_parallel and module == LANGUAGE
     return BuildContext(grid=spec, groups=grids.collections[module], params_dtype=params_dtype(config), transformer_impl=impl,
-                        sequence_parallel=parallel_sequence, pre_process=stage == 0, post_process=stage == spec.pp - 1,
+                        sequence_parallel=parallel_sequence,
+                        recompute=config.model.recompute if module == LANGUAGE else "none", pre_process=stage == 0, post_process=stage == spec.pp - 1,
                         seq_length=config.train.seq_length)
 
 

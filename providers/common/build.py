@@ -42,6 +42,14 @@ def transformer_config(context: BuildContext | None, **sizes: object) -> Transfo
         bias_dropout_fusion=fused, apply_rope_fusion=False, masked_softmax_fusion=False, **sizes)  # type: ignore[arg-type]
 
 
+# --recompute to Megatron's fields: every layer's input is kept (full), or the attention core is recomputed (selective).
+RECOMPUTE: dict[str, dict[str, object]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
 def decoder_config(config: DecoderConfig, context: BuildContext | None) -> TransformerConfig:
     """Megatron's configuration of the decoder; `context` is None on ranks that do not build it."""
     moe: dict[str, object] = {}
@@ -64,7 +72,8 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None) -> Trans
         bias_activation_fusion=context is not None and context.transformer_impl == "transformer_engine",
         add_bias_linear=False, add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm,
         hidden_dropout=config.hidden_dropout, attention_dropout=config.attention_dropout,
-        sequence_parallel=context is not None and context.sequence_parallel, **moe)
+        sequence_parallel=context is not None and context.sequence_parallel,
+        **RECOMPUTE["none" if context is None else context.recompute], **moe)
 
 
 def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleSpec:

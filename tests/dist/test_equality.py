@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from tests.support.equality import DENSE, MOE, Outcome, gather_routing, reference, run_layout, run_oracle
-from tests.support.global_state import worst_errors
+from tests.support.equality import DENSE, MOE, Outcome, assert_equal, run_layout, run_oracle
 from tests.support.spawn import WorkerPool
 
-TOLERANCE = 1e-5
 # name -> (ranks, flags)
 LAYOUTS = {
     "homogeneous-dp2": (2, "--layout colocated --encoder-dp 2 --llm-dp 2"),
@@ -27,6 +24,7 @@ LAYOUTS = {
     "overlapped-gradient-reduction": (
         3, "--encoder-dp 2 --micro-batch-size 2 --overlap-grad-reduce --encoder-ddp-overlap --ddp-num-buckets 3"),
     "overlapped-parameter-gather": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"),
+    "recomputed-activations": (3, "--llm-tp 2 --sequence-parallel --recompute full"),
     "unsharded-optimizer": (3, "--llm-dp 2 --no-use-distributed-optimizer"),
 }
 MODELS = {"dense": DENSE, "moe": MOE}
@@ -61,20 +59,3 @@ def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], mod
     oracle = oracles[model]
     outcomes = pool.run(run_layout, (*flags.split(), *MODELS[model]), world_size, world_size=world_size)
     assert_equal(oracle, outcomes)
-
-
-def assert_equal(oracle: Outcome, outcomes: list[Outcome]) -> None:
-    """Losses, norms, routing, every gradient and every parameter of every rank against the oracle."""
-    gradients, parameters = reference(oracle)
-    for outcome in outcomes:
-        np.testing.assert_allclose(outcome.losses, oracle.losses, rtol=TOLERANCE)
-        np.testing.assert_allclose(outcome.grad_norms, oracle.grad_norms, rtol=TOLERANCE)
-    expected, found = gather_routing([oracle]), gather_routing(outcomes)
-    assert found.keys() == expected.keys()
-    for place, choice in expected.items():
-        np.testing.assert_array_equal(found[place], choice, err_msg=f"routing of {place}")
-    for what, whole, by_rank in (("gradient", gradients, [outcome.gradients for outcome in outcomes]),
-                                 ("parameter", parameters, [outcome.parameters for outcome in outcomes])):
-        errors = worst_errors(whole, by_rank)
-        worst = max(errors, key=errors.__getitem__)
-        assert errors[worst] < TOLERANCE, f"{what} {worst}: relative error {errors[worst]:.2e}"
