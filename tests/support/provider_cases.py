@@ -36,6 +36,7 @@ def context_of(grids: Grids, module: str, seq_length: int, dtype: torch.dtype = 
         params_dtype=dtype,
         transformer_impl="local",
         sequence_parallel=module == LANGUAGE and spec.tp > 1,
+        recompute="none",
         pre_process=stage == 0,
         post_process=stage == spec.pp - 1,
         seq_length=seq_length,
