@@ -19,9 +19,11 @@ from tests.support.global_state import (
     read_gradients,
     read_parameters,
     set_parameters,
+    worst_errors,
 )
 
 NUM_STEPS = 3
+TOLERANCE = 1e-5
 BASE = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --transformer-impl local
 --seq-length 64 --global-batch-size 12 --micro-batch-size 1 --train-iters 3 --lr-decay-style constant
 --lr 2e-3 --encoder-lr 1e-3 --projector-lr 4e-3 --weight-decay 0.1 --encoder-weight-decay 0.05 --adam-eps 1e-5 --clip-grad 0.5
@@ -285,3 +287,34 @@ def _torch_adam(config: RunConfig, model: torch.nn.Module) -> torch.optim.Optimi
 def reference(outcome: Outcome) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The oracle's gradients and parameters as whole tensors."""
     return assemble(outcome.gradients), assemble(outcome.parameters)
+
+
+def find_differences(oracle: Outcome, outcomes: list[Outcome]) -> list[str]:
+    """Where ranks differ from the oracle by more than TOLERANCE: losses, norms, routing, every gradient and parameter.
+
+    Each entry starts with `loss`, `grad norm`, `routing`, `gradient NAME` or `parameter NAME`.
+    """
+    found = []
+    for rank, outcome in enumerate(outcomes):
+        for what, ours, theirs in (("loss", outcome.losses, oracle.losses),
+                                   ("grad norm", outcome.grad_norms, oracle.grad_norms)):
+            for step, (value, expected) in enumerate(zip(ours, theirs, strict=True)):
+                if not abs(value - expected) <= TOLERANCE * abs(expected):
+                    found.append(f"{what} of step {step} on rank {rank}: {value} is not {expected}")
+    expected_routing, routing = gather_routing([oracle]), gather_routing(outcomes)
+    assert routing.keys() == expected_routing.keys()
+    found += [f"routing of {place}" for place, choice in expected_routing.items()
+              if not np.array_equal(routing[place], choice)]
+    gradients, parameters = reference(oracle)
+    for what, whole, by_rank in (("gradient", gradients, [outcome.gradients for outcome in outcomes]),
+                                 ("parameter", parameters, [outcome.parameters for outcome in outcomes])):
+        for name, error in worst_errors(whole, by_rank).items():
+            if not error < TOLERANCE:
+                found.append(f"{what} {name}: relative error {error:.2e}")
+    return found
+
+
+def assert_equal(oracle: Outcome, outcomes: list[Outcome]) -> None:
+    """Every rank equals the oracle; see `find_differences`."""
+    found = find_differences(oracle, outcomes)
+    assert not found, "\n".join(found[:8] + [f"... {len(found)} differences"])
