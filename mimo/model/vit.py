@@ -77,8 +77,8 @@ class ViT(MegatronModule):
         """Tokens an image has inside the encoder: patches and the class token."""
         return self.num_patches + self.num_class_tokens
 
-    def set_input_tensor(self, input_tensor: torch.Tensor) -> None:
-        """Set what a later pipeline stage works on: `[seq_length, images, hidden]`."""
+    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
+        """Set what a later pipeline stage works on: `[seq_length, images, hidden]`; None on the first."""
         self.decoder.set_input_tensor(input_tensor)
 
     def forward(self, pixel_values: torch.Tensor | None = None) -> torch.Tensor:
