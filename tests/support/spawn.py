@@ -5,6 +5,7 @@ This module imports no torch at the top: a worker sets its environment before to
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import multiprocessing
@@ -14,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -57,12 +59,12 @@ class WorkerPool:
         world_size = world_size or self.world_size
         if world_size > self.world_size:
             raise ValueError(f"world_size {world_size} is more than the pool's {self.world_size} processes")
-        if not self._workers:
-            self._start()
         task = pickle.dumps((fn, args))
-        port = _free_port()
         finished = False
         try:
+            if not self._workers:
+                self._start()
+            port = _free_port()
             for connection in self._connections[:world_size]:
                 connection.send_bytes(pickle.dumps((world_size, port, timeout_s, task)))
             results = self._collect(world_size, timeout_s)
@@ -82,15 +84,19 @@ class WorkerPool:
         self._kill()
 
     def _start(self) -> None:
+        # Not daemons: checkpoint writers are children of their own. So a pool that nobody closed ends here.
+        atexit.register(self._kill)
         context = multiprocessing.get_context("spawn")
         with _environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1"):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
-                worker = context.Process(target=_serve, args=(rank, there, list(sys.path)), daemon=True)
+                worker = context.Process(target=_serve, args=(rank, there, list(sys.path)))
                 worker.start()
                 there.close()
                 self._workers.append(worker)
                 self._connections.append(here)
+        for rank in range(self.world_size):  # the limit of a call is for its function, not for importing torch
+            self._receive(rank)
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
@@ -122,6 +128,7 @@ class WorkerPool:
         for connection in self._connections:
             connection.close()
         self._workers, self._connections = [], []
+        atexit.unregister(self._kill)
 
 
 @contextlib.contextmanager
@@ -164,12 +171,15 @@ def _load(answer: bytes) -> Any:
 def _serve(rank: int, connection: Connection, path: list[str]) -> None:
     """Worker: run tasks until told to stop or the parent is gone."""
     sys.path[:] = path
+    for quiet in (r"megatron\.", r"torch\.distributed"):  # what is deprecated or optional there is none of ours
+        warnings.filterwarnings("ignore", module=quiet)
     from mimo.platform import get_platform
 
     get_platform("cpu")
     import torch
 
     torch.set_num_threads(1)
+    connection.send_bytes(_dump((True, None)))
     while True:
         try:
             message = connection.recv_bytes()
