@@ -14,7 +14,7 @@ class TrainConfig:
     """Samples of one lane in one microbatch."""
     global_batch_size: int = 8
     """Samples of all lanes in one iteration; a multiple of micro-batch-size times llm-dp."""
-    seq_length: int = 256
+    seq_length: int = 2048
     """Tokens per sample after image expansion and padding."""
     train_iters: int | None = None
     """Length of the run in iterations (exclusive with --train-samples)."""
