@@ -143,9 +143,12 @@ class Bridge(BridgeCommunicator):
             self._exchange("send_backward", (self._gradient(grad_tensor, rows), rows), None)
 
     def recv_backward(self) -> torch.Tensor | None:
-        """Receive the gradient of the oldest sent output `[rows, hidden]`; None where nothing of the encoder trains."""
+        """Receive the gradient of the oldest sent output `[rows, hidden]`; zeros where nothing of the encoder trains.
+
+        Stages of a frozen encoder still hand gradients back to each other: the wheel's pipeline cannot leave it out.
+        """
         rows = self._next_backward()
-        return self._exchange("recv_backward", None, rows) if self.needs_grad else None
+        return self._exchange("recv_backward", None, rows) if self.needs_grad else self._gradient(None, rows)
 
     def send_forward_recv_backward(self, tensor_to_send: torch.Tensor,
                                    grad_shape: tuple[int, ...] | None = None) -> torch.Tensor | None:

@@ -60,9 +60,9 @@ def skip_the_last_update_of_a_shard(rank: int, patch: pytest.MonkeyPatch, parts:
     from tests.support.steps import inner_optimizers
 
     if rank == SECOND_LANE:
-        for optimizer in inner_optimizers(parts.optimizer.module_infos["language"].optimizer):
-            adam_step, steps = optimizer.optimizer.step, itertools.count(1)
-            patch.setattr(optimizer.optimizer, "step", lambda: adam_step() if next(steps) < NUM_STEPS else None)
+        (optimizer,) = inner_optimizers(parts.optimizer.module_infos["language"].optimizer)
+        adam_step, steps = optimizer.optimizer.step, itertools.count(1)
+        patch.setattr(optimizer.optimizer, "step", lambda: adam_step() if next(steps) < NUM_STEPS else None)
 
 
 def drop_the_last_parameter_gather(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_lane_counted_twice_is_found(pool: WorkerPool, oracle: Outcome) -> Non
 def test_encoder_gradients_divided_by_dp_are_found(pool: WorkerPool, oracle: Outcome) -> None:
     kinds = find_kinds(oracle, pool.run(run_with_fault, FAN_IN, divide_encoder_gradients_by_dp))
     assert {("gradient", "vision"), ("grad norm", "0"), ("parameter", "vision")} <= kinds
-    assert not {("loss", "0"), ("gradient", "language")} & kinds, "the first step's loss and language gradients are right"
+    assert not {("loss", "0"), ("gradient", "language")} & kinds, "the first step's"
 
 
 @pytest.mark.parametrize("fault", [skip_the_last_update_of_a_shard, drop_the_last_parameter_gather])
