@@ -34,13 +34,14 @@ def pool() -> Iterator[WorkerPool]:
 # Hugging Face as the oracle
 
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 8, "layer_norm_eps": 0.03}
 SIGLIP = CLIP | {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh"}
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0,
+        "rms_norm_eps": 0.05}
 MOE_TEXT = TEXT | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
 HF_CASES: dict[str, dict[str, Any]] = {
-    "clip-llama": {"vision_config": CLIP, "text_config": TEXT | {"model_type": "llama", "rms_norm_eps": 1e-4}},
+    "clip-llama": {"vision_config": CLIP, "text_config": TEXT | {"model_type": "llama"}},
     "clip-last-layer-qwen2-tied": {
         "vision_config": CLIP, "vision_feature_layer": -1,
         "text_config": TEXT | {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 500.0}},
