@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from mimo.config.validate import validate
 from tests.support import equality
+from tests.support.global_state import set_parameters
 
 
 @contextlib.contextmanager
@@ -34,3 +36,60 @@ def trainer_changed_by(change: Callable[[pytest.MonkeyPatch, Any], None]) -> Ite
 def inner_optimizers(module_optimizer: Any) -> list[Any]:
     """The wheel's optimizers of one module: one, or one each for dense and expert parameters."""
     return list(vars(module_optimizer).get("chained_optimizers", [module_optimizer]))
+
+
+@contextlib.contextmanager
+def trainer_of(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tuple[Any, Any]]:
+    """A trainer as in `run_layout`, and its loader, for tests that take their own steps."""
+    config = equality.parse_config(*flags)
+    layout = validate(config, world_size)
+    parts = equality.make_trainer(config, layout)
+    loader = equality.make_loader(config, layout, rank)
+    try:
+        yield parts, loader
+    finally:
+        loader.close()
+        parts.watchdog.close()
+        parts.grids.destroy()
+
+
+def run_loop(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str,
+             change: Callable[[Any], None] = lambda parts: None) -> list[Any]:
+    """Run the whole training loop on this rank.
+
+    Args:
+        rank: this process.
+        flags: added to the tests' small model.
+        world_size: number of processes.
+        run_dir: where the logging rank writes.
+        change: applied to the trainer once it is built.
+
+    Returns:
+        The `StepRecord` of every iteration, as this rank sees it.
+    """
+    from mimo.grid.groups import Grids
+    from mimo.platform import current_platform
+    from mimo.registry import dataset_provider, model_provider
+    from mimo.training import loop
+
+    config = equality.parse_config(*flags, "--run-dir", run_dir)
+    records = []
+    with pytest.MonkeyPatch.context() as patch, Grids(validate(config, world_size), "gloo") as grids:
+        setup_trainer, make_record = loop.setup_trainer, loop.TrainingLoop._record
+
+        def set_up(*args: Any) -> Any:
+            parts = setup_trainer(*args)
+            set_parameters(parts.built.model)
+            parts.optimizer.reload_model_params()
+            change(parts)
+            return parts
+
+        def keep_record(self: Any, *args: Any) -> Any:
+            records.append(make_record(self, *args))
+            return records[-1]
+
+        patch.setattr(loop, "setup_trainer", set_up)
+        patch.setattr(loop.TrainingLoop, "_record", keep_record)
+        loop.TrainingLoop(config, grids, current_platform(), model_provider(config.model.model_provider),
+                          dataset_provider(config.data.dataset_provider)).run()
+    return records
