@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from mimo.platform.base import Platform
@@ -12,7 +10,6 @@ from mimo.platform.cuda import CudaPlatform
 
 __all__ = ["Platform", "current_platform", "get_platform"]
 
-logger = logging.getLogger(__name__)
 _installed: Platform | None = None
 
 

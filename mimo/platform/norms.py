@@ -62,7 +62,7 @@ class _Norm(torch.nn.Module, abc.ABC):
         if self.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -112,7 +112,9 @@ class RMSNorm(_Norm):
 class Norm:
     """Builds the norm that `config.normalization` names; use it where a Megatron spec wants a norm class."""
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **extras: Any) -> _Norm:
+    def __new__(  # type: ignore[misc]  # builds another class's instance, as Megatron's own norm factories do
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **extras: Any
+    ) -> _Norm:
         """The module of that kind. Raises ValueError for another kind."""
         kinds = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
         if config.normalization not in kinds:

@@ -1,16 +1,6 @@
 """Megatron's own decoder, DDP, optimizer and checkpoint code on gloo: MoE on two tensor-parallel ranks."""
 
-import contextlib
-
 import pytest
-
-from tests.support.spawn import WorkerPool
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with contextlib.closing(WorkerPool(2)) as pool:
-        yield pool
 
 
 def build(collection, dtype, **changes):

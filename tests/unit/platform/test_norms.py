@@ -1,16 +1,6 @@
 """LayerNorm and RMSNorm against their formulas, inside Megatron and under sequence parallelism."""
 
-import contextlib
-
 import pytest
-
-from tests.support.spawn import WorkerPool
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with contextlib.closing(WorkerPool(2)) as pool:
-        yield pool
 
 
 def transformer_config(normalization, dtype, **changes):

@@ -1,19 +1,10 @@
 """Choosing, installing and seeding the platform; each test in a process of its own or in a pool's."""
 
-import contextlib
 import os
 import subprocess
 import sys
 
 import pytest
-
-from tests.support.spawn import WorkerPool
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with contextlib.closing(WorkerPool(2)) as pool:
-        yield pool
 
 
 def run_python(code, **environment):
@@ -35,7 +26,8 @@ def test_installed_twice_is_one_object_and_one_log_line():
         "import torch\n"
         "from mimo.platform import current_platform, get_platform\n"
         "first = get_platform('cpu'); zeros = torch.zeros\n"
-        "import megatron.core\n"
+        "import megatron.core, sys\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
         "assert get_platform() is get_platform('cpu') is current_platform() is first\n"
         "assert torch.zeros is zeros\n"
         "try: get_platform('cuda')\n"
@@ -80,11 +72,11 @@ def compiled_fusions(rank):
         return 2 * x
 
     out = bias_swiglu_impl(torch.ones(2, 1, 4), None)
-    return jit_fuser(double) is double, out.shape, "torch._dynamo" in sys.modules, os.environ["TORCHDYNAMO_DISABLE"]
+    return jit_fuser(double) is double, tuple(out.shape), os.environ["TORCHDYNAMO_DISABLE"]
 
 
 def test_megatron_fusions_are_not_compiled(pool):
-    assert pool.run(compiled_fusions) == [(True, (2, 1, 2), False, "1")] * 2
+    assert pool.run(compiled_fusions) == [(True, (2, 1, 2), "1")] * 2
 
 
 def answers(rank):
