@@ -67,12 +67,19 @@ class TrainingLoop:
             if self.last_evaluation is not None and not stopped:
                 figures = {"held-out loss": self.last_evaluation.loss, "exact match": self.last_evaluation.exact_match}
             logger.summary(figures, stopped=stopped)
+            self._release()
         finally:
             if loader is not None:
                 loader.close()
             logger.close()
             stop.close()
             self.watchdog.close()
+
+    def _release(self) -> None:
+        """Destroy the groups of the bridges, in one order on every rank."""
+        self.parts.built.model.destroy()
+        if self.parts.communicator is not None:
+            self.parts.communicator.destroy()
 
     def _open(self, split: str, *, prefetch: bool) -> StepLoader:
         train = self.config.train

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from dataclasses import replace
 
 from mimo.config.run import RunConfig
@@ -28,10 +30,19 @@ def run(config: RunConfig) -> int:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29517")
     layout = validate(config, world_size)
+    _show_log(rank)
     platform = get_platform(config.train.device)
     config = replace(config, train=replace(config.train, device=platform.name))
     with fail_fast(f"rank {rank}"):
         return _train(config, layout, platform, rank, world_size)
+
+
+def _show_log(rank: int) -> None:
+    """Show this package's log on the first rank; the wheel's says nothing that a run's reader needs."""
+    log = logging.getLogger("mimo")
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    log.addHandler(logging.StreamHandler(sys.stdout))
+    log.propagate = False
 
 
 def _train(config: RunConfig, layout: Layout, platform: Platform, rank: int, world_size: int) -> int:

@@ -1,0 +1,54 @@
+"""The quickstart: a short run leaves everything a user looks for; a whole run reads the held-out scans."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.launch import ROOT, losses, records, torchrun
+
+CONFIG = ROOT / "scripts" / "configs" / "quickstart.toml"
+
+
+def test_a_short_quickstart_leaves_metrics_and_tensorboard(tmp_path: Path) -> None:
+    done = torchrun(4, "--config", str(CONFIG), "--train-iters", "4", "--lr-warmup-iters", "0", "--eval-interval", "2",
+                    "--log-interval", "1", "--run-dir", str(tmp_path / "run"), "--tensorboard-dir", str(tmp_path / "tb"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "CPU emulation is on" in done.stdout
+    assert len(re.findall(r"^iteration +\d+/ +4 \|", done.stdout, re.M)) == 4
+    assert re.search(r"^exact match: [01]\.\d{4}$", done.stdout, re.M), "the last figure of the run"
+    assert len(re.findall(r"^ +digits/valid/\d+: read", done.stdout, re.M)) == 20, "greedily decoded samples"
+    steps = [record for record in records(tmp_path / "run") if "lm loss" in record]
+    assert [record["iteration"] for record in steps] == [1, 2, 3, 4]
+    for record in steps:
+        assert {"tokens-per-s-per-gpu", "data-wait-s", "bridge-wait-s", "peak-memory-bytes/vision",
+                "peak-memory-bytes/language", "grad-norm", "learning-rate"} <= record.keys()
+        assert record["image-tokens"] > 0 and record["bridge-wait-s"] > 0
+    board = EventAccumulator(str(tmp_path / "tb")).Reload()
+    for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale", "batch-size", "iteration-time"):
+        assert [event.step for event in board.Scalars(key)] == [1, 2, 3, 4], key
+        assert [event.step for event in board.Scalars(f"{key} vs samples")] == [128, 256, 384, 512], key
+
+
+def test_seeds_repeat_and_matter(tmp_path: Path) -> None:
+    found = []
+    for name, seed in (("first", "1"), ("again", "1"), ("other", "2")):
+        flags = ("--train-iters", "2", "--eval-iters", "0", "--eval-interval", "0", "--lr-warmup-iters", "0", "--seed", seed)
+        done = torchrun(2, "--config", str(CONFIG), "--encoder-dp", "1", "--llm-tp", "1", *flags,
+                        "--run-dir", str(tmp_path / name))
+        assert done.returncode == 0, done.stdout[-3000:]
+        found.append(losses(tmp_path / name))
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_reads_held_out_scans(tmp_path: Path) -> None:
+    done = torchrun(4, "--config", str(CONFIG), "--run-dir", str(tmp_path), timeout_s=880)
+    assert done.returncode == 0, done.stdout[-3000:]
+    match = re.search(r"^exact match: ([01]\.\d+)$", done.stdout, re.M)
+    assert match is not None and float(match[1]) >= 0.90, done.stdout[-2000:]

@@ -1,0 +1,31 @@
+"""Start `train_hetero.py` the way a person does, and read what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(num_processes: int, *flags: str, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry script under torchrun; output and errors in one text."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
+               str(ROOT / "train_hetero.py"), *flags]
+    settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.run(command, cwd=ROOT, env=os.environ | settings | environment, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=timeout_s, check=False)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training loss of each iteration."""
+    return [record["lm loss"] for record in records(run_dir) if "lm loss" in record]
