@@ -70,6 +70,9 @@ def complete_registration(wrapped: DistributedDataParallel) -> None:
     if not wrapped.ddp_config.overlap_grad_reduce:
         return
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+        if group.grad_reduce_handle is not None:
+            # Under way already. Later pipeline stages start it after their backward passes, without any count.
+            continue
         for bucket in group.buckets:
             for parameter in bucket.params_list:
                 if parameter not in group.per_param_grad_ready_counts:

@@ -133,7 +133,8 @@ def test_bug_8_gradients_are_accumulated_and_reduced_in_fp32(pool: WorkerPool) -
     exact = float(2 * (np.float64(LARGE) + NUM_SMALL * np.float64(SMALL)))
     for found in pool.run(accumulate_small_gradients, flags, 2, world_size=2):
         assert found == ("torch.float32", exact, exact)
-    for dtype, _, largest in pool.run(accumulate_small_gradients, (*flags, "--no-grad-reduce-in-fp32"), 2, world_size=2):
+    coarse = (*flags, "--no-grad-reduce-in-fp32")
+    for dtype, _, largest in pool.run(accumulate_small_gradients, coarse, 2, world_size=2):
         assert dtype == "torch.bfloat16" and largest != exact, "these gradients tell the two apart"
 
 
@@ -241,8 +242,8 @@ def record_moe_losses(rank: int, flags: tuple[str, ...], world_size: int, run_di
 def compute_moe_losses(rank: int, run_dir: str) -> tuple[list[dict[str, float]], list[float]]:
     """On one process: what is recorded, and each layer's loss of the first step by its formula, in fp64.
 
-    For a sequence of T tokens, E experts and k choices a token: E * sum_e (n_e / (k T)) * mean_t p_te, where n_e counts the
-    tokens sent to expert e and p are the router's probabilities (Switch Transformer, equations 4 to 6).
+    For a sequence of T tokens, E experts and k choices a token: E * sum_e (n_e / (k T)) * mean_t p_te, where n_e counts
+    the tokens sent to expert e and p are the router's probabilities (Switch Transformer, equations 4 to 6).
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
