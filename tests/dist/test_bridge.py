@@ -12,7 +12,7 @@ import torch
 from tests.support.equality import Outcome, assert_equal, run_layout, run_oracle
 from tests.support.spawn import WorkerPool
 
-COLOCATED = ("--layout", "colocated")
+ONE_PROCESS = ("--layout", "colocated")
 # name -> (ranks, flags)
 LAYOUTS = {
     "encoder-dp1-llm-dp2": (3, "--llm-dp 2"),
@@ -22,7 +22,8 @@ LAYOUTS = {
     "colocated-fan-out": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
 }
 EVALUATED = {
-    **LAYOUTS,
+    **{name: layout for name, layout in LAYOUTS.items() if name != "encoder-dp1-llm-dp2"},
+    "two-samples-of-two-lanes": (3, "--llm-dp 2 --micro-batch-size 2"),
     "encoder-dp2-llm-dp1": (3, "--encoder-dp 2 --micro-batch-size 3"),
     "encoder-pp2-llm-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
     "overlapped-parameter-gather": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather"),
@@ -84,7 +85,7 @@ def evaluate_plainly(rank: int) -> tuple[float, float, int]:
     from tests.support.steps import trainer_of
 
     loss, tokens, matched, samples = 0.0, 0, 0, 0
-    with trainer_of(rank, (*SHORT, *COLOCATED), 1) as (parts, loader), torch.no_grad():
+    with trainer_of(rank, (*SHORT, *ONE_PROCESS), 1) as (parts, loader), torch.no_grad():
         model = parts.built.model
         for batch in [batch for _ in range(3) for batch in loader.next_step()]:
             if samples == NUM_EVALUATED:
@@ -103,7 +104,7 @@ def evaluate_plainly(rank: int) -> tuple[float, float, int]:
 
 @pytest.fixture(scope="module")
 def one_process(pool: WorkerPool) -> list[tuple[float, ...]]:
-    figures = pool.run(evaluate_and_train, COLOCATED, 1, world_size=1)[0]
+    figures = pool.run(evaluate_and_train, ONE_PROCESS, 1, world_size=1)[0]
     assert figures[0] == pytest.approx(pool.run(evaluate_plainly, world_size=1)[0], rel=1e-6)
     assert 0 < figures[0][1] < 1 and figures[0][2] == NUM_EVALUATED
     oracle = pool.run(run_oracle, SHORT, world_size=1)[0]
