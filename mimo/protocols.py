@@ -50,7 +50,7 @@ class Sample:
 
     Attributes:
         key: name of the sample, unique in its data set; error messages show it.
-        tokens: int64 `[T]`; each image is ONE placeholder, the model's image token id, expanded later.
+        tokens: int64 `[T]`; each image is ONE placeholder, expanded later: the id of the encoder module that takes it.
         target_mask: bool `[T]`; True where the token itself is a training target (an answer token).
         image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
         images: float32 `[C, height, width]` each; None on language lanes, which never read pixels.
@@ -178,8 +178,11 @@ class ModelProvider(Protocol):
         """Placeholder token id of each encoder module."""
         ...
 
-    def num_image_tokens(self, config: Any, height: int, width: int) -> int:
-        """Language tokens that one image of this size (pixels) becomes. Raises ValueError for a size it cannot take."""
+    def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
+        """Language tokens that encoder `module` makes of one image of this size (pixels).
+
+        Raises ValueError for a size it cannot take.
+        """
         ...
 
     def hidden_size(self, config: Any) -> int:

@@ -92,8 +92,8 @@ class LlavaProvider:
         """Placeholder of the encoder's tokens."""
         return {VISION: resolve(config).image_token_id}
 
-    def num_image_tokens(self, config: Config, height: int, width: int) -> int:
-        """Language tokens of an image of `height` by `width` pixels.
+    def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
+        """Language tokens that encoder `module` makes of an image of `height` by `width` pixels.
 
         Raises:
             ValueError: the encoder takes another size.

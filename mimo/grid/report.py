@@ -110,12 +110,14 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     if not layout.encoders:
         return lines
     side = provider.token_spec(config.model_family).image_size or ANY_IMAGE_SIZE
-    tokens = provider.num_image_tokens(config.model_family, side, side)
     hidden, dtype, dtype_bytes = _element(config, provider)
-    lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
-    lines.append(f"bridge: {_bytes(lane)} per lane and microbatch, {_bytes(lane * layout.num_lanes)} over all lanes, "
-                 "forward and again backward")
-    lines.append(f"  (one {side}x{side} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
+    for encoder in layout.encoders:
+        tokens = provider.num_image_tokens(config.model_family, encoder.name, side, side)
+        lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
+        whose = "bridge" if len(layout.encoders) == 1 else f"bridge of {encoder.name}"
+        lines.append(f"{whose}: {_bytes(lane)} per lane and microbatch, {_bytes(lane * layout.num_lanes)} over all "
+                     "lanes, forward and again backward")
+        lines.append(f"  (one {side}x{side} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
     return lines
 
 

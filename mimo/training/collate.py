@@ -14,15 +14,42 @@ import torch
 from mimo.batch import EncoderBatch, TextBatch
 from mimo.protocols import Sample
 
-TokenCounter = Callable[[int, int], int]
+# (encoder module, height, width in pixels) -> language tokens.
+TokenCounter = Callable[[str, int, int], int]
 
 
-def image_token_counts(sample: Sample, num_image_tokens: TokenCounter) -> list[int]:
-    """Language tokens of each image of a sample. Raises ValueError for a size that the encoder cannot take."""
+def image_owners(sample: Sample, modules: dict[str, int]) -> list[str]:
+    """The encoder module of each image of a sample: the one whose placeholder stands for it.
+
+    Raises:
+        ValueError: placeholders and images do not match, a placeholder is a target, or there is no encoder.
+    """
+    if not modules:
+        if sample.image_sizes:
+            raise ValueError(
+                f"sample {sample.key}: has {len(sample.image_sizes)} images, but the layout has no encoder "
+                "(--llm-only): the data set must be text only"
+            )
+        return []
+    ids = list(modules.values())
+    is_image = np.isin(sample.tokens, ids)
+    named = f"token id {ids[0]}" if len(ids) == 1 else f"token ids {ids}"
+    if is_image.sum() != len(sample.image_sizes):
+        raise ValueError(
+            f"sample {sample.key}: {is_image.sum()} image placeholders ({named}) but {len(sample.image_sizes)} images"
+        )
+    if (is_image & sample.target_mask).any():
+        raise ValueError(f"sample {sample.key}: an image placeholder ({named}) is marked as a target")
+    module_of = {token: module for module, token in modules.items()}
+    return [module_of[token] for token in sample.tokens[is_image].tolist()]
+
+
+def image_token_counts(sample: Sample, owners: Sequence[str], num_image_tokens: TokenCounter) -> list[int]:
+    """Language tokens of each image of a sample. Raises ValueError for a size that its encoder cannot take."""
     counts = []
-    for position, (height, width) in enumerate(sample.image_sizes):
+    for position, (module, (height, width)) in enumerate(zip(owners, sample.image_sizes, strict=True)):
         try:
-            counts.append(num_image_tokens(height, width))
+            counts.append(num_image_tokens(module, height, width))
         except ValueError as error:
             raise ValueError(f"sample {sample.key}: image {position} of {height}x{width} pixels: {error}") from error
     return counts
@@ -44,35 +71,23 @@ def check_tokens(sample: Sample, vocab_size: int) -> None:
 
 def expand_images(
     sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter
-) -> tuple[np.ndarray, np.ndarray, int]:
+) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     """Repeat each image placeholder once per token of its image.
 
     Returns:
-        Tokens int64 `[n]`, target mask bool `[n]`, and how many of the tokens are image tokens.
+        Tokens int64 `[n]`, target mask bool `[n]`, and how many of the tokens are image tokens of each module.
 
     Raises:
-        ValueError: placeholders and images do not match, or a placeholder is a target.
+        ValueError: as `image_owners` and `image_token_counts`.
     """
-    if not modules:
-        if sample.image_sizes:
-            raise ValueError(
-                f"sample {sample.key}: has {len(sample.image_sizes)} images, but the layout has no encoder "
-                "(--llm-only): the data set must be text only"
-            )
-        return sample.tokens.astype(np.int64), sample.target_mask, 0
-    placeholder = next(iter(modules.values()))
-    is_image = sample.tokens == placeholder
-    if is_image.sum() != len(sample.image_sizes):
-        raise ValueError(
-            f"sample {sample.key}: {is_image.sum()} image placeholders (token id {placeholder}) "
-            f"but {len(sample.image_sizes)} images"
-        )
-    if (is_image & sample.target_mask).any():
-        raise ValueError(f"sample {sample.key}: an image placeholder (token id {placeholder}) is marked as a target")
-    counts = image_token_counts(sample, num_image_tokens)
+    owners = image_owners(sample, modules)
+    counts = image_token_counts(sample, owners, num_image_tokens)
     repeats = np.ones(len(sample.tokens), np.int64)
-    repeats[is_image] = counts
-    return np.repeat(sample.tokens.astype(np.int64), repeats), np.repeat(sample.target_mask, repeats), sum(counts)
+    repeats[np.isin(sample.tokens, list(modules.values()))] = counts
+    totals = dict.fromkeys(modules, 0)
+    for module, count in zip(owners, counts, strict=True):
+        totals[module] += count
+    return np.repeat(sample.tokens.astype(np.int64), repeats), np.repeat(sample.target_mask, repeats), totals
 
 
 def collate_text(
@@ -88,8 +103,8 @@ def collate_text(
 
     Args:
         samples: the lane's samples, in order.
-        modules: encoder names and their placeholder ids; at most one, which owns all images; empty without an encoder.
-        num_image_tokens: tokens of an image of (height, width) pixels.
+        modules: encoder names and their placeholder ids; empty without an encoder.
+        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
         seq_length: tokens per sample after expansion and padding.
         vocab_size: ids are below it.
         pad_token_id: fills `input_ids` and `labels` after a sample's end, where the loss mask is 0.
@@ -97,31 +112,31 @@ def collate_text(
     Raises:
         ValueError: naming the sample, for anything wrong with it.
     """
-    if len(modules) > 1:
-        raise ValueError(f"encoders {', '.join(modules)}: the images of a sample can belong to one encoder only")
     if pad_token_id in modules.values():
         raise ValueError(f"--image-token-id {pad_token_id}: is the padding token, which would count as images")
     input_ids = np.full((len(samples), seq_length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
-    image_tokens, num_tokens = [], 0
+    image_tokens: dict[str, list[int]] = {module: [] for module in modules}
+    num_tokens = 0
     for row, sample in enumerate(samples):
         check_tokens(sample, vocab_size)
-        tokens, targets, num_from_images = expand_images(sample, modules, num_image_tokens)
+        tokens, targets, from_images = expand_images(sample, modules, num_image_tokens)
         length = len(tokens)
         if length > seq_length:
             raise ValueError(
-                f"sample {sample.key}: {length} tokens, {num_from_images} of them from images, are "
+                f"sample {sample.key}: {length} tokens, {sum(from_images.values())} of them from images, are "
                 f"{length - seq_length} more than --seq-length {seq_length}"
             )
         input_ids[row, :length] = tokens
         labels[row, : max(length - 1, 0)] = tokens[1:]
         loss_mask[row, : max(length - 1, 0)] = targets[1:]
-        image_tokens.append(num_from_images)
+        for module, count in from_images.items():
+            image_tokens[module].append(count)
         num_tokens += length
     return TextBatch(
         keys=tuple(sample.key for sample in samples),
-        token_counts={module: tuple(image_tokens) for module in modules},
+        token_counts={module: tuple(counts) for module, counts in image_tokens.items()},
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
@@ -164,6 +179,8 @@ def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
 def collate_encoder(
     samples: Sequence[Sample],
     *,
+    module: str,
+    modules: dict[str, int],
     num_image_tokens: TokenCounter,
     num_channels: int,
     lane_sizes: Sequence[int],
@@ -174,7 +191,9 @@ def collate_encoder(
 
     Args:
         samples: samples of all lanes served, by lane, then in lane order.
-        num_image_tokens: tokens of an image of (height, width) pixels.
+        module: the encoder.
+        modules: names and placeholder ids of all encoders.
+        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
         num_channels: channels the encoder takes.
         lane_sizes: samples of each lane; sums to `len(samples)`.
         dtype: dtype of `pixel_values`.
@@ -184,9 +203,18 @@ def collate_encoder(
         ValueError: naming the sample, for a missing image or one that differs from what its sample declares.
     """
     assert sum(lane_sizes) == len(samples), (lane_sizes, len(samples))
-    counts = tuple(sum(image_token_counts(sample, num_image_tokens)) for sample in samples)
-    readable = samples if pixels else ()
-    owned = [(sample.key, image) for sample in readable for image in checked_images(sample, num_channels)]
+    owners = [image_owners(sample, modules) for sample in samples]
+    counts = [image_token_counts(sample, names, num_image_tokens) for sample, names in zip(samples, owners, strict=True)]
+    token_counts = tuple(
+        sum(count for count, name in zip(numbers, names, strict=True) if name == module)
+        for numbers, names in zip(counts, owners, strict=True)
+    )
+    owned = [
+        (sample.key, image)
+        for sample, names in zip(samples if pixels else (), owners if pixels else (), strict=True)
+        for image, name in zip(checked_images(sample, num_channels), names, strict=True)
+        if name == module
+    ]
     for key, image in owned:
         if image.shape != owned[0][1].shape:
             raise ValueError(
@@ -196,7 +224,7 @@ def collate_encoder(
     inputs = {"pixel_values": torch.from_numpy(np.stack([image for _, image in owned])).to(dtype)} if owned else {}
     return EncoderBatch(
         keys=tuple(sample.key for sample in samples),
-        token_counts=counts,
+        token_counts=token_counts,
         lane_sizes=tuple(lane_sizes),
         inputs=inputs,
     )

@@ -77,17 +77,22 @@ class StepLoader:
         self._num_microbatches = num_microbatches
         self._tokens = model_provider.token_spec(model_config)
         placeholders = model_provider.special_token_ids(model_config)
+        modules = {grid.name: placeholders[grid.name] for grid in layout.encoders}
         num_image_tokens = partial(model_provider.num_image_tokens, model_config)
         self._collate_text = partial(
             collate_text,
-            modules={grid.name: placeholders[grid.name] for grid in layout.encoders},
+            modules=modules,
             num_image_tokens=num_image_tokens,
             seq_length=seq_length,
             vocab_size=self._tokens.vocab_size,
             pad_token_id=pad_token_id,
         )
         self._collate_encoder = partial(
-            collate_encoder, num_image_tokens=num_image_tokens, num_channels=self._tokens.num_channels, dtype=dtype
+            collate_encoder,
+            modules=modules,
+            num_image_tokens=num_image_tokens,
+            num_channels=self._tokens.num_channels,
+            dtype=dtype,
         )
         self._readers: dict[str, list[Reader]] = {}
         self._with_pixels: dict[str, bool] = {}
@@ -142,6 +147,7 @@ class StepLoader:
         by_lane = [self._read(reader) for reader in self._readers[module]]
         return self._collate_encoder(
             [sample for samples in by_lane for sample in samples],
+            module=module,
             lane_sizes=[len(samples) for samples in by_lane],
             pixels=self._with_pixels[module],
         )

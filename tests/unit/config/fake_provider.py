@@ -49,7 +49,7 @@ class FakeModel:
     def token_spec(self, config: FakeModelConfig) -> TokenSpec:
         return TokenSpec(vocab_size=16, image_token_id=15, image_size=8, num_channels=1)
 
-    def num_image_tokens(self, config: FakeModelConfig, height: int, width: int) -> int:
+    def num_image_tokens(self, config: FakeModelConfig, module: str, height: int, width: int) -> int:
         return height // config.patch_sizes[0] * (width // config.patch_sizes[1])
 
     def hidden_size(self, config: FakeModelConfig) -> int:

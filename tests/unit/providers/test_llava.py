@@ -45,13 +45,13 @@ def test_importing_the_providers_imports_no_torch() -> None:
 def test_defaults_fit_and_are_llava_1_5_7b() -> None:
     provider = model_provider("llava")
     provider.validate(llava.Config(), layout({"tp": 8}, {"tp": 4}), 2048)
-    assert provider.num_image_tokens(llava.Config(), 336, 336) == 576
+    assert provider.num_image_tokens(llava.Config(), "vision", 336, 336) == 576
     sizes = llava.from_hf({"model_type": "llava", "text_config": {
         "model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}})
     assert (sizes.num_query_groups, sizes.kv_channels) == (32, 128)
     assert dataclasses.replace(sizes, num_query_groups=0, kv_channels=0) == llava.Config()
     model_provider("mock").validate(SMALL, layout(), 64)
-    assert model_provider("mock").num_image_tokens(SMALL, 32, 32) == 16
+    assert model_provider("mock").num_image_tokens(SMALL, "vision", 32, 32) == 16
 
 
 # Hugging Face configurations
@@ -196,7 +196,7 @@ def test_text_only_layout_ignores_the_encoder() -> None:
 
 def test_an_image_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="16 x 32 pixels .* --vision-image-size 32"):
-        model_provider("mock").num_image_tokens(SMALL, 16, 32)
+        model_provider("mock").num_image_tokens(SMALL, "vision", 16, 32)
 
 
 @given(st.integers(1, 400), st.integers(1, 40), st.booleans())

@@ -12,7 +12,7 @@ from mimo.training.collate import collate_encoder, collate_text
 IMAGE, PAD = 3, 0
 
 
-def num_image_tokens(height: int, width: int) -> int:
+def num_image_tokens(module: str, height: int, width: int) -> int:
     """Four-pixel patches."""
     if height % 4 or width % 4:
         raise ValueError(f"--vision-patch-size 4 does not divide {height}x{width}")
@@ -40,6 +40,8 @@ def text(*samples, modules=None, seq_length=10, pad_token_id=PAD):
 def encoder(*samples, lane_sizes=None, dtype=torch.float32, pixels=True):
     return collate_encoder(
         samples,
+        module="vision",
+        modules={"vision": IMAGE},
         num_image_tokens=num_image_tokens,
         num_channels=1,
         lane_sizes=lane_sizes or [len(samples)],
@@ -117,7 +119,6 @@ def test_wrong_text_is_refused_by_sample(broken, message):
     ("arguments", "message"),
     [
         ({"modules": {}}, r"set/1: has 1 images, but the layout has no encoder \(--llm-only\)"),
-        ({"modules": {"vision": 3, "audio": 4}}, "encoders vision, audio: .* one encoder only"),
         ({"pad_token_id": IMAGE}, "--image-token-id 3: is the padding token"),
     ],
 )
@@ -127,8 +128,8 @@ def test_wrong_modules_are_refused(arguments, message):
 
 
 def test_images_are_stacked_in_order():
-    first = sample(tokens=(IMAGE, IMAGE, 2), sizes=((8, 8), (8, 8)))
-    batch = encoder(first, sample("set/2", sizes=()), sample("set/3"), lane_sizes=[1, 2])
+    first = sample(tokens=(IMAGE, IMAGE, 2), targets=1, sizes=((8, 8), (8, 8)))
+    batch = encoder(first, sample("set/2", tokens=(1, 2), targets=1, sizes=()), sample("set/3"), lane_sizes=[1, 2])
     assert batch.keys == ("set/1", "set/2", "set/3")
     assert batch.token_counts == (8, 0, 4)
     assert batch.lane_sizes == (1, 2)
@@ -138,8 +139,23 @@ def test_images_are_stacked_in_order():
     assert encoder(first, dtype=torch.bfloat16).inputs["pixel_values"].dtype == torch.bfloat16
 
 
+def test_each_image_belongs_to_the_encoder_of_its_placeholder():
+    modules = {"vision": IMAGE, "thermal": 4}
+    mixed = sample(tokens=(4, IMAGE, 4, 2), targets=1, sizes=((8, 8), (8, 4), (8, 8)))
+    batch = text(mixed, modules=modules, seq_length=12)
+    assert batch.token_counts == {"vision": (2,), "thermal": (8,)}
+    assert batch.input_ids.tolist() == [[4] * 4 + [IMAGE] * 2 + [4] * 4 + [2, 0]]
+    assert batch.placeholders["vision"].tolist() == [4, 5]
+    for module, counts, positions in (("vision", (2,), [1]), ("thermal", (8,), [0, 2])):
+        side = collate_encoder([mixed], module=module, modules=modules, num_image_tokens=num_image_tokens, num_channels=1,
+                               lane_sizes=[1], dtype=torch.float32)
+        assert side.token_counts == counts
+        assert side.inputs["pixel_values"][:, 0, 0, 0].tolist() == positions
+
+
 def test_zero_images_give_no_inputs():
-    batch = encoder(sample(sizes=()), sample("set/2", sizes=()))
+    text_only = {"tokens": (1, 5, 2), "targets": 1, "sizes": ()}
+    batch = encoder(sample(**text_only), sample("set/2", **text_only))
     assert batch.inputs == {}
     assert batch.token_counts == (0, 0)
 
@@ -158,7 +174,7 @@ NAN = np.full((1, 8, 8), np.nan, np.float32)
     [
         (sample(images=None), "set/1: declares 1 images but holds 0"),
         (sample(images=[]), "set/1: declares 1 images but holds 0"),
-        (sample(image_sizes=[]), "set/1: declares 0 images but holds 1"),
+        (sample(image_sizes=[]), "set/1: 1 image placeholders .* but 0 images"),
         (sample(images=[np.zeros((1, 8, 12), np.float32)]), r"set/1: image 0 is float32 \[1, 8, 12\], .* \[1, 8, 8\]"),
         (sample(images=[np.zeros((3, 8, 8), np.float32)]), r"set/1: image 0 is float32 \[3, 8, 8\], .* \[1, 8, 8\]"),
         (sample(images=[np.zeros((1, 8, 8), np.uint8)]), r"set/1: image 0 is uint8"),

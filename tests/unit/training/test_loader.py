@@ -26,7 +26,7 @@ class Model:
     def special_token_ids(self, config):
         return {"vision": TOKENS.image_token_id}
 
-    def num_image_tokens(self, config, height, width):
+    def num_image_tokens(self, config, module, height, width):
         return height // 4 * (width // 4)
 
 
