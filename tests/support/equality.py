@@ -91,7 +91,7 @@ def make_trainer(config: RunConfig, layout: Layout) -> Any:
     from mimo.registry import model_provider
     from mimo.training.setup import setup_trainer
 
-    grids = Grids(layout, "gloo")
+    grids = Grids(layout, current_platform().backend)
     watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe())
     parts = setup_trainer(config, model_provider(config.model.model_provider), grids, current_platform(), watchdog)
     set_parameters(parts.built.model)
@@ -104,7 +104,7 @@ def watch_routing(model: torch.nn.Module, found: list[tuple[int, np.ndarray]]) -
     from megatron.core.transformer.moe.router import TopKRouter
 
     def record(router: Any, inputs: Any, outputs: Any) -> None:
-        found.append((router.layer_number, outputs[1].detach().bool().numpy().copy()))
+        found.append((router.layer_number, outputs[1].detach().bool().cpu().numpy().copy()))
 
     return [part.register_forward_hook(record) for part in model.modules() if isinstance(part, TopKRouter)]
 
@@ -206,6 +206,7 @@ def run_oracle(rank: int, flags: tuple[str, ...], frozen: tuple[str, ...] = ()) 
     loader = make_loader(config, layout, 0)
     outcome = Outcome(batch_facts={"text_only": 0, "with_images": 0, "different_targets": 0})
     optimizer = _torch_adam(config, model)
+    device = parts.platform.device
     routing: list[tuple[int, np.ndarray]] = []
     for step in range(NUM_STEPS):
         microbatches = loader.next_step()
@@ -216,7 +217,8 @@ def run_oracle(rank: int, flags: tuple[str, ...], frozen: tuple[str, ...] = ()) 
                 bridge.begin_step(
                     [[sum(batch.encoders["vision"].token_counts)]], [[sum(batch.text.token_counts["vision"])]]
                 )
-            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
+            batch = batch.to(device)
             loss = (model(batch) * batch.text.loss_mask).sum()
             loss.backward()
             loss_sum += loss.item()

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 
 @dataclass
@@ -74,7 +74,7 @@ def read_parameters(model: Any) -> list[Piece]:
             _canonical(entry.key),
             tuple(entry.global_shape),
             tuple(entry.global_offset),
-            entry.data.detach().float().numpy().reshape(_local_shape(entry)).copy(),
+            entry.data.detach().float().cpu().numpy().reshape(_local_shape(entry)).copy(),
         )
         for entry in _sharded_tensors(model)
     ]
