@@ -14,7 +14,7 @@ class DdpConfig:
     overlap_param_gather: bool = False
     """Gather the language model's updated parameters during the next forward pass; needs --overlap-grad-reduce."""
     encoder_ddp_overlap: bool = False
-    """Apply the overlap flags to the encoders too."""
+    """Reduce the encoders' gradients with overlap too; their parameters are always gathered without."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in float32."""
     ddp_num_buckets: int | None = None

@@ -15,13 +15,13 @@ class OptimConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay; other parts keep the ratio min_lr / lr."""
     encoder_lr: float | None = None
-    """Peak learning rate of the encoders."""
+    """Peak learning rate of the encoders; left out: --lr."""
     projector_lr: float | None = None
-    """Peak learning rate of the projectors."""
+    """Peak learning rate of the projectors; left out: that of the encoders."""
     weight_decay: float = 0.01
     """Decoupled weight decay (not on biases and one-dimensional parameters)."""
     encoder_weight_decay: float | None = None
-    """Weight decay of encoders and projectors."""
+    """Weight decay of encoders and projectors; left out: --weight-decay."""
     adam_beta1: float = 0.9
     """Adam beta1."""
     adam_beta2: float = 0.95

@@ -56,12 +56,20 @@ def train_iterations(config: RunConfig) -> int:
 
 
 def run_world_size(config: RunConfig, environment: Mapping[str, str]) -> int:
-    """Ranks of the run: torchrun's; for a dry run --world-size, or else as many as the grids need."""
+    """Ranks of the run: torchrun's; for a dry run --world-size, or else as many as the grids need.
+
+    Raises:
+        ValueError: a process of its own for grids that need several, or as `build_layout`.
+    """
     if config.train.dry_run and config.train.world_size is not None:
         return config.train.world_size
     if "WORLD_SIZE" in environment:
         return int(environment["WORLD_SIZE"])
-    return required_world_size(config.layout, _encoders(config)) if config.train.dry_run else 1
+    needed = required_world_size(config.layout, _encoders(config))
+    _refuse(needed > 1 and not config.train.dry_run,
+            f"the grids need {needed} ranks and this is one process: start it with torchrun --nproc-per-node {needed} "
+            "(over several hosts: so many in all), or see the plan with --dry-run")
+    return needed
 
 
 def _encoders(config: RunConfig) -> tuple[str, ...]:

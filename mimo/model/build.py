@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from mimo.model.mimo_model import HeteroModel
 from mimo.observe.watchdog import Watchdog
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
+
+logger = logging.getLogger(__name__)
 
 # Added to the run's seed: each module draws from its own stream, wherever it is placed.
 ENCODER_SEED_OFFSET = 10_000
@@ -64,6 +67,8 @@ def build_model(config: RunConfig, provider: ModelProvider, grids: Grids, platfo
     impl = config.model.transformer_impl
     if impl == "auto":
         impl = "transformer_engine" if platform.has_transformer_engine() else "local"
+    logger.info("layers: %s (--transformer-impl %s), parameters in %s", impl, config.model.transformer_impl,
+                "bfloat16" if config.model.bf16 else "float32")
     model = HeteroModel(_mimo_config(config, provider, grids, impl), grids, watchdog,
                         lambda name: _seed(config.train.seed, grids, name, platform))
     freeze(model, config.model.frozen)

@@ -105,7 +105,7 @@ class TrainingLoop:
             record = self._record(result, loader.last_wait_s, time.perf_counter() - begin)
             logger.log_step(record)
             if result.stop_requested:
-                return "SIGTERM"
+                return stop.name or "SIGTERM"
             if interval and self.iteration % interval == 0 and self.iteration < self.total_iterations:
                 self._evaluate(logger)
         return None

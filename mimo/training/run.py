@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from dataclasses import replace
 
 from mimo.config.run import RunConfig
@@ -31,6 +32,7 @@ def run(config: RunConfig) -> int:
         os.environ.setdefault("MASTER_PORT", "29517")
     layout = validate(config, world_size)
     _show_log(rank)
+    _quieten_wheel()
     platform = get_platform(config.train.device)
     config = replace(config, train=replace(config.train, device=platform.name))
     with fail_fast(f"rank {rank}"):
@@ -43,6 +45,24 @@ def _show_log(rank: int) -> None:
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.propagate = False
+
+
+def _quieten_wheel() -> None:
+    """Hide what the wheel says about its own internals, and torch about the wheel, at every start on every rank.
+
+    Nobody who runs a trainer can act on it. `python -W default` and PYTHONWARNINGS=default bring it back.
+    """
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if sys.warnoptions:
+        return
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.")
+    # Compiling a source file names its path instead of its module.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
+    # Said at the place of the subclass.
+    warnings.filterwarnings("ignore", category=UserWarning, message=r"\w+ is experimental and still under active")
+    # The wheel's calls, which torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
 
 
 def _train(config: RunConfig, layout: Layout, platform: Platform, rank: int, world_size: int) -> int:

@@ -143,7 +143,9 @@ def test_microbatches_and_iterations():
 def test_the_world_size_is_torchruns_and_a_dry_run_takes_what_it_needs():
     config = parse([*FAKE, "--llm-tp", "4", "--encoder-dp", "2"])
     assert run_world_size(config, {"WORLD_SIZE": "5"}) == 5
-    assert run_world_size(config, {}) == 1
+    with pytest.raises(ValueError, match="6 ranks and this is one process.*torchrun --nproc-per-node 6"):
+        run_world_size(config, {})
+    assert run_world_size(parse([*FAKE, "--llm-only"]), {}) == 1
     dry = parse([*FAKE, "--llm-tp", "4", "--encoder-dp", "2", "--dry-run"])
     assert run_world_size(dry, {}) == 6
     assert run_world_size(parse([*FAKE, "--dry-run", "--world-size", "264"]), {"WORLD_SIZE": "5"}) == 264

@@ -1,0 +1,59 @@
+"""A data set of one's own: lines of {"image": "a.npy", "question": "...", "answer": "..."}, bytes as tokens."""
+
+import json
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+
+from data.lanes import IndexedStream
+from mimo.protocols import LANGUAGE, Sample
+
+END, FIRST_BYTE = 1, 2  # 0 pads
+
+
+@dataclass(frozen=True)
+class Config:
+    """Data set: questions about images."""
+
+    qa_folder: str = "qa"
+    """Folder with train.jsonl, valid.jsonl and their images, float32 [channels, height, width] saved by numpy."""
+
+
+@cache
+def lines(folder, split):
+    return [json.loads(line) for line in (Path(folder) / f"{split}.jsonl").read_text().splitlines()]
+
+
+def build(config, tokens, lane, index):
+    """The sample at a global index: a function of (seed, index), so the global batch is the same for every layout."""
+    records = lines(config.qa_folder, lane.split)
+    epoch, place = divmod(index, len(records))
+    if lane.split == "train":
+        place = np.random.default_rng([lane.seed, epoch]).permutation(len(records))[place]
+    record = records[place]
+    question, answer = ([FIRST_BYTE + byte for byte in record[name].encode()] for name in ("question", "answer"))
+    words = [tokens.image_token_id, *question, *answer, END]
+    targets = np.arange(len(words)) > len(question)  # the loss is on the answer
+    sample = Sample(f"{lane.split}/{place}", np.array(words), targets, image_sizes=[(tokens.image_size,) * 2])
+    if lane.module != LANGUAGE:  # language ranks read no pixels
+        sample.images = [np.load(Path(config.qa_folder) / record["image"])]
+    return sample
+
+
+class OwnData:
+    Config = Config
+
+    def stream(self, config, tokens, lane):
+        return IndexedStream(lane, partial(build, config, tokens, lane))
+
+    def num_samples(self, config, split):  # None: without end
+        return len(lines(config.qa_folder, split)) if split == "valid" else None
+
+    def decode(self, config, tokens):
+        text = bytes(token - FIRST_BYTE for token in tokens if FIRST_BYTE <= token < FIRST_BYTE + 256)
+        return text.decode("utf-8", "replace")
+
+
+provider = OwnData()
