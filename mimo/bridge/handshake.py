@@ -13,10 +13,10 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from mimo.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, lane_shares, lane_sources
 from mimo.protocols import LANGUAGE
-from mimo.batch import Microbatch
 
 # Per microbatch: (key, token count) of each sample.
 Manifest = list[list[tuple[str, int]]]

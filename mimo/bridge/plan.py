@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.grid.spec import GridSpec, Layout, lane_shares, lane_sources
 from mimo.protocols import LANGUAGE
-from mimo.batch import EncoderBatch, Microbatch, TextBatch
 
 # rows[microbatch][peer]: rows of encoder output, in the order in which peers are concatenated.
 Rows = list[list[int]]

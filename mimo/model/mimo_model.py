@@ -15,11 +15,11 @@ from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
+from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.bridge.colocated import ColocatedBridge
 from mimo.grid.groups import Grids
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
-from mimo.batch import EncoderBatch, Microbatch, TextBatch
 
 
 class HeteroModel(MimoModel):
