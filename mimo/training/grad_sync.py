@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from mimo.observe.watchdog import Watchdog
 class GradSync:
     """What the schedule calls after the last backward pass of a step.
 
-    The wheel's `finalize_model_grads` runs once for each module, in the module's groups, and does not normalise: the divisor
-    is the number of target tokens of the *global* batch, which only the world knows (`scale`).
+    The wheel's `finalize_model_grads` runs once for each module, in the module's groups, and does not normalise: the
+    divisor is the number of target tokens of the *global* batch, which only the world knows (`scale`).
 
     Args:
         built: this rank's modules.
@@ -27,45 +29,87 @@ class GradSync:
 
     def __init__(self, built: BuiltModel, grids: Grids, watchdog: Watchdog) -> None:
         self.built, self.grids, self.watchdog = built, grids, watchdog
+        for encoder in grids.layout.encoders:
+            if encoder.name in built.wrapped:
+                start_in_order(built.wrapped[encoder.name])
 
-    def finalize(self, model: list[Any], num_tokens: torch.Tensor | None = None, *, pg_collection: Any = None,
-                 force_all_reduce: bool = False) -> None:
+    def finalize(
+        self,
+        model: list[Any],
+        num_tokens: torch.Tensor | None = None,
+        *,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> None:
         """Reduce every module's gradients. The signature is the wheel's `finalize_model_grads_func`; `model`,
         `num_tokens` and `pg_collection` describe one module there and are not used."""
         for name, wrapped in self.built.wrapped.items():
             complete_registration(wrapped)
             with self.watchdog.waiting("gradient reduction", module=name):
-                finalize_model_grads([wrapped], None, pg_collection=self.grids.collections[name],
-                                     force_all_reduce=force_all_reduce)
+                finalize_model_grads(
+                    [wrapped], None, pg_collection=self.grids.collections[name], force_all_reduce=force_all_reduce
+                )
 
     def scale(self, num_tokens: torch.Tensor, participants: dict[str, torch.Tensor] | None = None) -> None:
         """Divide every gradient by the global number of target tokens.
 
         Args:
             num_tokens: scalar on the device; below 1 counts as 1.
-            participants: encoder -> scalar count of its data-parallel ranks that saw an image this step; given only with
-                `--correct-encoder-grad-for-partial-participation`, which multiplies by dp / participants.
+            participants: encoder -> scalar count of its data-parallel ranks that saw an image this step; given only
+                with `--correct-encoder-grad-for-partial-participation`, which multiplies by dp / participants.
         """
         factor = 1.0 / num_tokens.clamp(min=1)
         for name, wrapped in self.built.wrapped.items():
-            correction = 1.0
+            own_factor = factor
             if participants is not None and name in participants:
-                correction = participation_correction(participants[name], self.grids.layout.grids[name].dp)
-            wrapped.scale_gradients((factor * correction).float())
+                own_factor = factor * participation_correction(participants[name], self.grids.layout.grids[name].dp)
+            wrapped.scale_gradients(own_factor.float())
 
 
 def participation_correction(participants: torch.Tensor, dp: int) -> torch.Tensor:
     """`dp / participants` where 0 < participants < dp, else 1 (scalar tensor, no host synchronisation)."""
-    return torch.where((participants > 0) & (participants < dp), dp / participants.clamp(min=1), torch.ones_like(participants))
+    return torch.where(
+        (participants > 0) & (participants < dp), dp / participants.clamp(min=1), torch.ones_like(participants)
+    )
+
+
+def start_in_order(wrapped: DistributedDataParallel) -> None:
+    """Start the overlapped reductions of a module's bucket groups in list order, on every rank.
+
+    The wheel starts a group when its last gradient is there, in the order of the backward pass. A rank whose last
+    microbatch is text-only runs no backward pass and so cannot know that order; its peers' collectives would meet
+    others of its own.
+    """
+    if not wrapped.ddp_config.overlap_grad_reduce:
+        return
+    for groups in (wrapped.bucket_groups, wrapped.expert_parallel_bucket_groups):
+        start = _OrderedStart([group.start_grad_sync for group in groups])
+        for index, group in enumerate(groups):
+            group.start_grad_sync = partial(start, index)
+
+
+class _OrderedStart:
+    """Holds a start back until all earlier ones were made; begins anew after the last."""
+
+    def __init__(self, starts: list[Callable[[bool], None]]) -> None:
+        self._starts = starts
+        self._held: dict[int, bool] = {}
+        self._next = 0
+
+    def __call__(self, index: int, force_all_reduce: bool = False) -> None:
+        self._held[index] = force_all_reduce
+        while self._next in self._held:
+            self._starts[self._next](self._held.pop(self._next))
+            self._next = (self._next + 1) % len(self._starts)
 
 
 def complete_registration(wrapped: DistributedDataParallel) -> None:
     """With overlapped reduction, count parameters that got no gradient in the last microbatch as ready.
 
-    The wheel starts a bucket's reduction when all its parameters have had a gradient in the last microbatch. An encoder whose
-    last microbatch is text-only has none: it would fail (or, in the first step, record that no gradient is ever to be
-    expected) while its data-parallel peers wait in the collective. Its buckets are complete as they are, and buckets are
-    started in list order, the order in which the peers' backward passes finish them.
+    The wheel starts a bucket's reduction when all its parameters have had a gradient in the last microbatch. An encoder
+    whose last microbatch is text-only has none: it would fail (or, in the first step, record that no gradient is ever
+    to be expected) while its data-parallel peers wait in the collective. Its buckets are complete as they are;
+    `start_in_order` makes the peers start theirs in the same order.
     """
     if not wrapped.ddp_config.overlap_grad_reduce:
         return

@@ -55,7 +55,10 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     language = grids.layout.language
     split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
     shape = (config.train.seq_length // split, config.train.micro_batch_size, hidden)
-    return PipelineCommunicator(grids, get_model_config(built.model), bridges, shape)
+    model_config = get_model_config(built.model)
+    # Ranks without the language model hold its configuration for its sizes alone.
+    model_config.pipeline_dtype = params_dtype(config)
+    return PipelineCommunicator(grids, model_config, bridges, shape)
 
 
 def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync) -> None:

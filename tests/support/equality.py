@@ -104,7 +104,8 @@ def watch_routing(model: torch.nn.Module, found: list[tuple[int, np.ndarray]]) -
     from megatron.core.transformer.moe.router import TopKRouter
 
     def record(router: Any, inputs: Any, outputs: Any) -> None:
-        found.append((router.layer_number, outputs[1].detach().bool().cpu().numpy().copy()))
+        if torch.is_grad_enabled():  # a forward pass that will be recomputed has no graph
+            found.append((router.layer_number, outputs[1].detach().bool().cpu().numpy().copy()))
 
     return [part.register_forward_hook(record) for part in model.modules() if isinstance(part, TopKRouter)]
 

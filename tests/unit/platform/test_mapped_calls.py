@@ -219,6 +219,18 @@ def check_all_to_all():
     assert received.tolist() == [0, 1, 2]
 
 
+def check_uneven_rows():
+    import torch
+    import torch.distributed as dist
+
+    part, parts = torch.arange(6.0).view(3, 2), [torch.zeros(3, 2)]
+    dist.all_gather(parts, part)
+    assert torch.equal(parts[0], part)
+    received = torch.zeros(3, 2)
+    dist.reduce_scatter(received, [part])
+    assert torch.equal(received, part)
+
+
 def check_compile():
     import torch
 
@@ -239,6 +251,8 @@ CHECKS = {
     "torch.compile": check_compile,
     "torch.compiler.disable": check_compile,
     "torch.distributed.all_to_all_single": check_all_to_all,
+    "torch.distributed.all_gather": check_uneven_rows,
+    "torch.distributed.reduce_scatter": check_uneven_rows,
     **dict.fromkeys(
         [
             "torch.distributed.init_process_group",

@@ -189,6 +189,24 @@ def test_all_to_all_with_split_sizes_as_tensors(pool):
     assert pool.run(exchange, True) == [("gloo", [0, 10, 11]), ("gloo", [1, 2, 12])]
 
 
+def exchange_uneven_rows(rank):
+    import torch
+    import torch.distributed as dist
+
+    rows = [1, 3]
+    parts = [torch.zeros(count, 2) for count in rows]
+    dist.all_gather(parts, torch.full((rows[rank], 2), 10.0 + rank))
+    mine = torch.zeros(rows[rank], 2)
+    dist.reduce_scatter(mine, [part * (rank + 1) for part in parts])
+    return [part.tolist() for part in parts], mine.tolist()
+
+
+def test_gather_and_reduce_scatter_of_uneven_rows(pool):
+    for rank, (parts, mine) in enumerate(pool.run(exchange_uneven_rows)):
+        assert parts == [[[10, 10]], [[11, 11]] * 3]
+        assert mine == [[[30, 30]], [[33, 33]] * 3][rank]
+
+
 def recompute(rank):
     import torch
     from megatron.core import tensor_parallel
