@@ -53,6 +53,8 @@ def _quieten_wheel() -> None:
     Nobody who runs a trainer can act on it. `python -W default` and PYTHONWARNINGS=default bring it back.
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    # Without a GPU it warns that there is none: the wheel's import of kernels that are never built here.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if sys.warnoptions:
         return
     for category in (UserWarning, FutureWarning, DeprecationWarning):
