@@ -23,7 +23,9 @@ def resolve(name: str, flag: str, known: dict[str, str]) -> Any:
     target = known.get(name, name)
     module_name, _, attribute = target.partition(":")
     if not attribute:
-        raise ValueError(f"{flag} {name}: unknown; built in are {', '.join(sorted(known))}, others are named pkg.module:attr")
+        raise ValueError(
+            f"{flag} {name}: unknown; built in are {', '.join(sorted(known))}, others are named pkg.module:attr"
+        )
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:

@@ -22,8 +22,8 @@ from mimo.protocols import LANGUAGE
 class ColocatedBridge(ColocatedBridgeCommunicator):
     """Transforms encoder output from the encoder's replicas to the language model's lanes, and gradients back.
 
-    Fan-in gathers the sibling encoder replicas' rows in forward and takes this replica's rows in backward; fan-out is the
-    reverse. The wheel's rank mapping and groups are used as they are.
+    Fan-in gathers the sibling encoder replicas' rows in forward and takes this replica's rows in backward; fan-out is
+    the reverse. The wheel's rank mapping and groups are used as they are.
 
     Args:
         grids: process groups.
@@ -32,8 +32,13 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     """
 
     def __init__(self, grids: Grids, module: str, watchdog: Watchdog) -> None:
-        super().__init__(grids.grids[module], grids.grids[LANGUAGE], src_module_name=module, dest_module_name=LANGUAGE,
-                         dim_mapping={"b": 0, "h": 1})
+        super().__init__(
+            grids.grids[module],
+            grids.grids[LANGUAGE],
+            src_module_name=module,
+            dest_module_name=LANGUAGE,
+            dim_mapping={"b": 0, "h": 1},
+        )
         self.module, self.watchdog = module, watchdog
         self._source_rows: Rows = []
         self._destination_rows: Rows = []
@@ -53,8 +58,10 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         to_lanes, from_sources = self._source_rows[self._index], self._destination_rows[self._index]
         self._index += 1
         if tensor.shape[0] != sum(to_lanes):
-            raise ValueError(f"bridge {self.module} -> language, microbatch {self._index - 1}: encoder output has "
-                             f"{tensor.shape[0]} rows, but the samples' token counts ask for {sum(to_lanes)}")
+            raise ValueError(
+                f"bridge {self.module} -> language, microbatch {self._index - 1}: encoder output has "
+                f"{tensor.shape[0]} rows, but the samples' token counts ask for {sum(to_lanes)}"
+            )
         if self.direction is BridgeDirection.EQUAL:
             return tensor
         return _Communicate.apply(tensor, self, to_lanes, from_sources)
@@ -82,8 +89,9 @@ class _Communicate(torch.autograd.Function):
     """Fan-in: gather forward, take own rows backward. Fan-out: the reverse."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, bridge: ColocatedBridge, to_lanes: list[int],
-                from_sources: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, bridge: ColocatedBridge, to_lanes: list[int], from_sources: list[int]
+    ) -> torch.Tensor:
         ctx.bridge, ctx.to_lanes, ctx.from_sources = bridge, to_lanes, from_sources
         if bridge.is_fan_in():
             return bridge.gather(tensor, from_sources, "forward gather")

@@ -1,8 +1,8 @@
 """The bridge between an encoder grid and the language grid on different ranks.
 
-Same six operations as the wheel's `BridgeCommunicator`, so the wheel's 1F1B schedule drives it. Lifted here: shapes come
-from the step's plan instead of the device, all peers' payloads travel in one batch of P2P operations, uneven row counts
-work in both directions (fan-out and fan-in), a side without rows moves nothing, and nothing is summed for a log.
+Same six operations as the wheel's `BridgeCommunicator`, so the wheel's 1F1B schedule drives it. Lifted here: shapes
+come from the step's plan instead of the device, all peers' payloads travel in one batch of P2P operations, uneven row
+counts work in both directions (fan-out and fan-in), a side without rows moves nothing, and nothing is summed for a log.
 """
 
 from __future__ import annotations
@@ -34,8 +34,19 @@ class Bridge(BridgeCommunicator):
         watchdog: told about every wait.
     """
 
-    def __init__(self, grids: Grids, module: str, *, micro_batch_size: int, hidden_size: int, dtype: torch.dtype,
-                 needs_grad: bool, device: torch.device, backend: str, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        grids: Grids,
+        module: str,
+        *,
+        micro_batch_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        needs_grad: bool,
+        device: torch.device,
+        backend: str,
+        watchdog: Watchdog,
+    ) -> None:
         # The wheel's constructor is replaced, not extended: it makes NCCL groups by name and refuses uneven fan-in.
         self.grids, self.module, self.device, self.watchdog = grids, module, device, watchdog
         self.src_grid, self.dest_grid = grids.grids[module], grids.grids[LANGUAGE]
@@ -56,12 +67,15 @@ class Bridge(BridgeCommunicator):
         if self.current_rank in encoder.ranks:
             self.replica_group = grids.collections[module].tp
             self.leader = encoder.rank_at(dp=encoder.coordinates(self.current_rank)["dp"], pp=-1)
-            self.peers = [language.rank_at(dp=lane) for lane in lanes_of(encoder, layout, self.current_rank, micro_batch_size)]
+            self.peers = [
+                language.rank_at(dp=lane) for lane in lanes_of(encoder, layout, self.current_rank, micro_batch_size)
+            ]
         elif self.current_rank in language.ranks:
             self.replica_group = grids.collections[LANGUAGE].tp_cp
             self.leader = language.rank_at(dp=language.coordinates(self.current_rank)["dp"])
-            self.peers = [encoder.rank_at(dp=dp, pp=-1)
-                          for dp in sources_of(encoder, layout, self.current_rank, micro_batch_size)]
+            self.peers = [
+                encoder.rank_at(dp=dp, pp=-1) for dp in sources_of(encoder, layout, self.current_rank, micro_batch_size)
+            ]
         self.timer = DeviceTimer()
         self._rows: Rows = []
         self._forward_index = self._backward_index = 0
@@ -84,33 +98,46 @@ class Bridge(BridgeCommunicator):
         self._backward_index += 1
         return self._rows[self._backward_index - 1]
 
-    def _exchange(self, what: str, sends: tuple[torch.Tensor, list[int]] | None,
-                  receives: list[int] | None) -> torch.Tensor | None:
+    def _exchange(
+        self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
+    ) -> torch.Tensor | None:
         """One batch of P2P with all peers: send the pieces of a tensor, receive and concatenate theirs."""
         with self.timer.measure():
             return self._transfer(what, sends, receives)
 
-    def _transfer(self, what: str, sends: tuple[torch.Tensor, list[int]] | None,
-                  receives: list[int] | None) -> torch.Tensor | None:
+    def _transfer(
+        self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
+    ) -> torch.Tensor | None:
         received = None
         if self.is_leader:
             operations = []
             if sends is not None:
                 pieces = sends[0].detach().contiguous().split(sends[1])
-                operations += [dist.P2POp(dist.isend, piece, peer, self.group)
-                               for piece, peer in zip(pieces, self.peers, strict=True) if piece.shape[0]]
+                operations += [
+                    dist.P2POp(dist.isend, piece, peer, self.group)
+                    for piece, peer in zip(pieces, self.peers, strict=True)
+                    if piece.shape[0]
+                ]
             if receives is not None:
                 received = self._allocate(receives)
                 pieces = received.split(receives)
-                operations += [dist.P2POp(dist.irecv, piece, peer, self.group)
-                               for piece, peer in zip(pieces, self.peers, strict=True) if piece.shape[0]]
+                operations += [
+                    dist.P2POp(dist.irecv, piece, peer, self.group)
+                    for piece, peer in zip(pieces, self.peers, strict=True)
+                    if piece.shape[0]
+                ]
             if operations:
                 with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=self.peers):
                     for work in dist.batch_isend_irecv(operations):
                         work.wait()
         elif receives is not None:
             received = self._allocate(receives)
-        if received is not None and received.shape[0] and self.replica_group is not None and self.replica_group.size() > 1:
+        if (
+            received is not None
+            and received.shape[0]
+            and self.replica_group is not None
+            and self.replica_group.size() > 1
+        ):
             with self.watchdog.waiting(f"bridge {what} broadcast", module=self.module, source=self.leader):
                 dist.broadcast(received, src=self.leader, group=self.replica_group)
         return received
@@ -121,8 +148,10 @@ class Bridge(BridgeCommunicator):
     def _check(self, tensor: torch.Tensor, rows: list[int], microbatch: int, what: str) -> None:
         if tuple(tensor.shape) != (sum(rows), self.hidden_size) or tensor.dtype != self.comm_dtype:
             raise ValueError(
-                f"bridge {self.module} -> language, microbatch {microbatch}: {what} is {tuple(tensor.shape)} {tensor.dtype}, "
-                f"but the samples' token counts ask for ({sum(rows)}, {self.hidden_size}) {self.comm_dtype}")
+                f"bridge {self.module} -> language, microbatch {microbatch}: {what} is {tuple(tensor.shape)} "
+                f"{tensor.dtype}, but the samples' token counts ask for ({sum(rows)}, {self.hidden_size}) "
+                f"{self.comm_dtype}"
+            )
 
     def send_forward(self, tensor_to_send: torch.Tensor) -> None:
         """Send one microbatch's encoder output `[rows, hidden]` to its lanes."""
@@ -150,9 +179,13 @@ class Bridge(BridgeCommunicator):
         rows = self._next_backward()
         return self._exchange("recv_backward", None, rows) if self.needs_grad else self._gradient(None, rows)
 
-    def send_forward_recv_backward(self, tensor_to_send: torch.Tensor,
-                                   grad_shape: tuple[int, ...] | None = None) -> torch.Tensor | None:
-        """`send_forward` and `recv_backward` in one batch. `grad_shape` is the wheel's and unused: the plan knows."""
+    def send_forward_recv_backward(
+        self, tensor_to_send: torch.Tensor, grad_shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor | None:
+        """`send_forward` and `recv_backward` in one batch.
+
+        `grad_shape` is the wheel's and unused: the plan knows.
+        """
         if not self.needs_grad:
             self.send_forward(tensor_to_send)
             return self.recv_backward()
@@ -160,9 +193,13 @@ class Bridge(BridgeCommunicator):
         self._check(tensor_to_send, rows, self._forward_index - 1, "encoder output")
         return self._exchange("send_forward_recv_backward", (tensor_to_send, rows), self._next_backward())
 
-    def send_backward_recv_forward(self, grad_tensor: torch.Tensor | None,
-                                   forward_shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """`send_backward` and `recv_forward` in one batch. `forward_shape` is the wheel's and unused: the plan knows."""
+    def send_backward_recv_forward(
+        self, grad_tensor: torch.Tensor | None, forward_shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """`send_backward` and `recv_forward` in one batch.
+
+        `forward_shape` is the wheel's and unused: the plan knows.
+        """
         if not self.needs_grad:
             self.send_backward(grad_tensor)
             return self.recv_forward()

@@ -28,13 +28,19 @@ class FixedShapeP2P(P2PCommunicator):
         shape: `[sequence / (cp * tp under sequence parallelism), micro batch, hidden]`.
     """
 
-    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig,
-                 shape: tuple[int, int, int]) -> None:
+    def __init__(
+        self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig, shape: tuple[int, int, int]
+    ) -> None:
         super().__init__(pp_group, config)
         self.shape = list(shape)
 
-    def _communicate_shapes(self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None,
-                            recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
+    def _communicate_shapes(
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int], list[int]]:
         for tensor in (tensor_send_next, tensor_send_prev):
             assert tensor is None or list(tensor.shape) == self.shape, f"{tuple(tensor.shape)} is not {self.shape}"
         return self.shape, self.shape
@@ -50,16 +56,23 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         language_shape: shape of the language model's hidden states between stages.
     """
 
-    def __init__(self, grids: Grids, config: ModelParallelConfig, bridges: Sequence[Bridge],
-                 language_shape: tuple[int, int, int]) -> None:
+    def __init__(
+        self, grids: Grids, config: ModelParallelConfig, bridges: Sequence[Bridge], language_shape: tuple[int, int, int]
+    ) -> None:
         self.bridges = list(bridges)
         topology: dict[str, list[str]] = {encoder.name: [LANGUAGE] for encoder in grids.layout.encoders}
-        super().__init__(grids.grids, topology | {LANGUAGE: []}, config, dim_mapping={"s": 0, "b": 1, "h": 2},
-                         module_output_ndim={encoder.name: 2 for encoder in grids.layout.encoders})
+        super().__init__(
+            grids.grids,
+            topology | {LANGUAGE: []},
+            config,
+            dim_mapping={"s": 0, "b": 1, "h": 2},
+            module_output_ndim={encoder.name: 2 for encoder in grids.layout.encoders},
+        )
         self.grids = grids
         if LANGUAGE in self.rank_module_map:
             self.rank_module_map[LANGUAGE].p2p_communicator = FixedShapeP2P(
-                grids.collections[LANGUAGE].pp, config, language_shape)
+                grids.collections[LANGUAGE].pp, config, language_shape
+            )
 
     def _build_bridge_comms(self) -> None:
         self.bridge_comms = self.bridges
@@ -68,9 +81,9 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
     def is_pp_first_stage(self) -> bool:
         """Whether this rank holds the first stage of a module of its own.
 
-        The wheel means the first stage of the whole chain, and its schedule starts overlapped gradient reduction in the last
-        microbatch only there; so language ranks never overlapped. Every module's first stage has no later work to hide
-        its reduction behind, hence each starts early. The schedule uses this property for nothing else here.
+        The wheel means the first stage of the whole chain, and its schedule starts overlapped gradient reduction in the
+        last microbatch only there; so language ranks never overlapped. Every module's first stage has no later work to
+        hide its reduction behind, hence each starts early. The schedule uses this property for nothing else here.
         """
         return any(info.pp_rank == 0 for info in self.rank_module_map.values())
 

@@ -47,10 +47,15 @@ def make_grid(spec: GridSpec, backend: str) -> HyperCommGrid:
         spec: sizes and first rank.
         backend: `nccl` or `gloo`.
     """
-    grid = HyperCommGrid([spec.tp, spec.cp, spec.dp, spec.pp], ["tp", "cp", "dp", "pp"], rank_offset=spec.offset,
-                         backend=backend)
-    grid.register_view(EXPERT_VIEW, [spec.expt_tp, spec.ep, spec.expt_dp, spec.pp], ["expt_tp", "ep", "expt_dp", "pp"],
-                       shared_dims=["pp"])
+    grid = HyperCommGrid(
+        [spec.tp, spec.cp, spec.dp, spec.pp], ["tp", "cp", "dp", "pp"], rank_offset=spec.offset, backend=backend
+    )
+    grid.register_view(
+        EXPERT_VIEW,
+        [spec.expt_tp, spec.ep, spec.expt_dp, spec.pp],
+        ["expt_tp", "ep", "expt_dp", "pp"],
+        shared_dims=["pp"],
+    )
     return grid
 
 
@@ -84,7 +89,7 @@ class Grids:
         except BaseException:
             self.destroy()
             raise
-        # The wheel's tensor-parallel layers take scratch memory from this buffer; nothing else of parallel_state is set.
+        # Scratch memory of the wheel's tensor-parallel layers; nothing else of parallel_state is set.
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # an earlier run of this process left one
             parallel_state._set_global_memory_buffer()
 
@@ -94,7 +99,9 @@ class Grids:
         for field, dims in EXPERT_GROUPS.items():
             groups[field] = grid.create_pg(dims, view=EXPERT_VIEW)
         # Encoders have no word embeddings; the wheel would look for them on ranks that have these groups.
-        embedding = self._create_embedding_groups(spec, backend) if name == LANGUAGE else {"embd": None, "pos_embd": None}
+        embedding: dict[str, dist.ProcessGroup | None] = {"embd": None, "pos_embd": None}
+        if name == LANGUAGE:
+            embedding = self._create_embedding_groups(spec, backend)
         if self.rank not in spec.ranks:
             return
         self.collections[name] = ProcessGroupCollection(**groups, **embedding)
@@ -129,7 +136,8 @@ class Grids:
             return self.collections[LANGUAGE]
         has_language = LANGUAGE in self.collections
         return MultiModuleProcessGroupCollection(
-            module_pgs=self.collections, language_model_module_name=LANGUAGE if has_language else None)
+            module_pgs=self.collections, language_model_module_name=LANGUAGE if has_language else None
+        )
 
     def describe(self) -> str:
         """This rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
@@ -156,5 +164,7 @@ class Grids:
     def __enter__(self) -> Grids:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.destroy()

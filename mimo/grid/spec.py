@@ -50,7 +50,9 @@ class GridSpec:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of a global rank: `tp`, `cp`, `dp`, `pp`. Raises ValueError for a rank outside the grid."""
         if rank not in self.ranks:
-            raise ValueError(f"rank {rank} is not in grid {self.name!r} (ranks {self.ranks.start}-{self.ranks.stop - 1})")
+            raise ValueError(
+                f"rank {rank} is not in grid {self.name!r} (ranks {self.ranks.start}-{self.ranks.stop - 1})"
+            )
         local, position = rank - self.offset, {}
         for axis in ("tp", "cp", "dp", "pp"):
             size = getattr(self, axis)
@@ -127,9 +129,15 @@ def lane_shares(encoder_dp: int, language_dp: int, micro_batch_size: int, dp_ran
     return (LaneShare(lane, start, stop),)
 
 
-def lane_sources(encoder_dp: int, language_dp: int, micro_batch_size: int, lane: int) -> tuple[tuple[int, LaneShare], ...]:
+def lane_sources(
+    encoder_dp: int, language_dp: int, micro_batch_size: int, lane: int
+) -> tuple[tuple[int, LaneShare], ...]:
     """Encoder data-parallel ranks that feed a lane, with the part each feeds, in sample order."""
     sources = range(encoder_dp)
-    found = [(dp, share) for dp in sources for share in lane_shares(encoder_dp, language_dp, micro_batch_size, dp)
-             if share.lane == lane]
+    found = [
+        (dp, share)
+        for dp in sources
+        for share in lane_shares(encoder_dp, language_dp, micro_batch_size, dp)
+        if share.lane == lane
+    ]
     return tuple(sorted(found, key=lambda item: item[1].start))

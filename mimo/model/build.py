@@ -55,22 +55,38 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
     spec = grids.layout.grids[module]
     stage = spec.coordinates(grids.rank)["pp"]
     parallel_sequence = config.layout.sequence_parallel and module == LANGUAGE
-    return BuildContext(grid=spec, groups=grids.collections[module], params_dtype=params_dtype(config), transformer_impl=impl,
-                        sequence_parallel=parallel_sequence,
-                        recompute=config.model.recompute if module == LANGUAGE else "none", pre_process=stage == 0, post_process=stage == spec.pp - 1,
-                        seq_length=config.train.seq_length)
+    return BuildContext(
+        grid=spec,
+        groups=grids.collections[module],
+        params_dtype=params_dtype(config),
+        transformer_impl=impl,
+        sequence_parallel=parallel_sequence,
+        recompute=config.model.recompute if module == LANGUAGE else "none",
+        pre_process=stage == 0,
+        post_process=stage == spec.pp - 1,
+        seq_length=config.train.seq_length,
+    )
 
 
-def build_model(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform,
-                watchdog: Watchdog) -> BuiltModel:
+def build_model(
+    config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog
+) -> BuiltModel:
     """Build, freeze, cast and wrap the modules of this rank. Collective over each module's ranks."""
     impl = config.model.transformer_impl
     if impl == "auto":
         impl = "transformer_engine" if platform.has_transformer_engine() else "local"
-    logger.info("layers: %s (--transformer-impl %s), parameters in %s", impl, config.model.transformer_impl,
-                "bfloat16" if config.model.bf16 else "float32")
-    model = HeteroModel(_mimo_config(config, provider, grids, impl), grids, watchdog,
-                        lambda name: _seed(config.train.seed, grids, name, platform))
+    logger.info(
+        "layers: %s (--transformer-impl %s), parameters in %s",
+        impl,
+        config.model.transformer_impl,
+        "bfloat16" if config.model.bf16 else "float32",
+    )
+    model = HeteroModel(
+        _mimo_config(config, provider, grids, impl),
+        grids,
+        watchdog,
+        lambda name: _seed(config.train.seed, grids, name, platform),
+    )
     freeze(model, config.model.frozen)
     model.to(platform.device)
     cast_parameters(model, params_dtype(config))
@@ -95,10 +111,12 @@ def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl:
         if name in grids.modules:
             encoder_specs[name] = provider.encoder_spec(family, name, build_context(config, grids, name, impl))
     context = build_context(config, grids, LANGUAGE, impl) if LANGUAGE in grids.modules else None
-    return MimoModelConfig(language_model_spec=provider.language_spec(family, context),
-                           modality_submodules_spec=encoder_specs,
-                           special_token_ids=provider.special_token_ids(family) if encoder_specs else {},
-                           module_to_grid_map=dict(grids.grids))
+    return MimoModelConfig(
+        language_model_spec=provider.language_spec(family, context),
+        modality_submodules_spec=encoder_specs,
+        special_token_ids=provider.special_token_ids(family) if encoder_specs else {},
+        module_to_grid_map=dict(grids.grids),
+    )
 
 
 def _seed(seed: int, grids: Grids, module: str, platform: Platform) -> None:
@@ -107,8 +125,12 @@ def _seed(seed: int, grids: Grids, module: str, platform: Platform) -> None:
     names = list(grids.layout.grids)
     offset = LANGUAGE_SEED_OFFSET if module == LANGUAGE else ENCODER_SEED_OFFSET * (1 + 10 * names.index(module))
     # Stages hold different layers; the factor is Megatron's.
-    platform.seed(seed + offset + 100 * place["pp"], tp_rank=place["tp"], ep_rank=groups.ep.rank(),
-                  expt_tp_rank=groups.expt_tp.rank())
+    platform.seed(
+        seed + offset + 100 * place["pp"],
+        tp_rank=place["tp"],
+        ep_rank=groups.ep.rank(),
+        expt_tp_rank=groups.expt_tp.rank(),
+    )
 
 
 def named_modules_of(model: HeteroModel) -> Iterable[tuple[str, Any]]:

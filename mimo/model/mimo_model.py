@@ -32,8 +32,9 @@ class HeteroModel(MimoModel):
         seed_module: called with a module's name before its parameters are made.
     """
 
-    def __init__(self, mimo_config: MimoModelConfig, grids: Grids, watchdog: Watchdog,
-                 seed_module: Callable[[str], None]) -> None:
+    def __init__(
+        self, mimo_config: MimoModelConfig, grids: Grids, watchdog: Watchdog, seed_module: Callable[[str], None]
+    ) -> None:
         # The wheel's constructor calls the overridden methods below, which need these.
         self.grids, self.watchdog, self.seed_module = grids, watchdog, seed_module
         groups = grids.collections.get(LANGUAGE)
@@ -73,8 +74,10 @@ class HeteroModel(MimoModel):
         received, self.input_tensors = self.input_tensors, None
         received = received or {}
         if self.grids.colocated and self.grids.layout.encoders:
-            rows = {name: self.colocated_comms[name, LANGUAGE].communicate(self._encode(name, side, None))
-                    for name, side in batch.encoders.items()}
+            rows = {
+                name: self.colocated_comms[name, LANGUAGE].communicate(self._encode(name, side, None))
+                for name, side in batch.encoders.items()
+            }
             return self._language(batch, rows, with_labels)
         if self.role.has_modality_modules:
             return {name: self._encode(name, side, received.get(name)) for name, side in batch.encoders.items()}
@@ -86,12 +89,15 @@ class HeteroModel(MimoModel):
         inner = unwrap_model(submodule)
         output = submodule(encoder_inputs=side.inputs or None, hidden_states=hidden)
         if inner.is_last_stage and output.shape[0] != sum(side.token_counts):
-            raise ValueError(f"{name} made {output.shape[0]} tokens for samples {', '.join(side.keys)}, whose images ask "
-                             f"for {list(side.token_counts)}")
+            raise ValueError(
+                f"{name} made {output.shape[0]} tokens for samples {', '.join(side.keys)}, whose images ask "
+                f"for {list(side.token_counts)}"
+            )
         return output
 
-    def _language(self, batch: Microbatch, received: Mapping[str, torch.Tensor], with_labels: bool
-                  ) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _language(
+        self, batch: Microbatch, received: Mapping[str, torch.Tensor], with_labels: bool
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         text = batch.text
         assert text is not None, "language ranks hold text"
         embeddings = None
@@ -100,8 +106,13 @@ class HeteroModel(MimoModel):
         embeddings, labels, _, _ = self._shard_language_inputs(embeddings, text.labels, text.loss_mask)
         if embeddings is None:
             unwrap_model(self.language_model).set_input_tensor(received[LANGUAGE])
-        output = self.language_model(input_ids=None, position_ids=text.position_ids, attention_mask=None,
-                                     decoder_input=embeddings, labels=labels if with_labels else None)
+        output = self.language_model(
+            input_ids=None,
+            position_ids=text.position_ids,
+            attention_mask=None,
+            decoder_input=embeddings,
+            labels=labels if with_labels else None,
+        )
         return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
 
     def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -112,9 +123,11 @@ class HeteroModel(MimoModel):
         for name, encoded in rows.items():
             positions = text.placeholders[name]
             if positions.numel() != encoded.shape[0]:
-                raise ValueError(f"samples {', '.join(text.keys)} have {positions.numel()} {name} placeholders, but the "
-                                 f"encoder sent {encoded.shape[0]} tokens")
-            # No rows are copied too: the colocated bridge's backward is collective, so it must be in every rank's graph.
+                raise ValueError(
+                    f"samples {', '.join(text.keys)} have {positions.numel()} {name} placeholders, but the "
+                    f"encoder sent {encoded.shape[0]} tokens"
+                )
+            # No rows are copied too: the colocated bridge's backward is collective, so every rank's graph must have it.
             flat = merged.reshape(length * samples, hidden).index_copy(0, positions, encoded.to(merged.dtype))
             merged = flat.view(length, samples, hidden)
         return merged

@@ -13,8 +13,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 class HeteroOptimizer(MimoOptimizer):
     """The wheel's `MimoOptimizer` with one agreement before the step instead of two, and non-finite gradients skipped.
 
-    The wheel asks the world twice (found inf, then norms) and lets a NaN norm through: the maximum of a NaN over ranks is
-    undefined, so ranks could disagree. Here norms and the flag travel together and a NaN becomes the flag.
+    The wheel asks the world twice (found inf, then norms) and lets a NaN norm through: the maximum of a NaN over ranks
+    is undefined, so ranks could disagree. Here norms and the flag travel together and a NaN becomes the flag.
     """
 
     @torch.no_grad()

@@ -204,7 +204,9 @@ def collate_encoder(
     """
     assert sum(lane_sizes) == len(samples), (lane_sizes, len(samples))
     owners = [image_owners(sample, modules) for sample in samples]
-    counts = [image_token_counts(sample, names, num_image_tokens) for sample, names in zip(samples, owners, strict=True)]
+    counts = [
+        image_token_counts(sample, names, num_image_tokens) for sample, names in zip(samples, owners, strict=True)
+    ]
     token_counts = tuple(
         sum(count for count, name in zip(numbers, names, strict=True) if name == module)
         for numbers, names in zip(counts, owners, strict=True)

@@ -37,22 +37,30 @@ class TrainingLoop:
         dataset: the data set.
     """
 
-    def __init__(self, config: RunConfig, grids: Grids, platform: Platform, provider: ModelProvider,
-                 dataset: DataProvider) -> None:
+    def __init__(
+        self, config: RunConfig, grids: Grids, platform: Platform, provider: ModelProvider, dataset: DataProvider
+    ) -> None:
         self.config, self.grids, self.platform, self.provider, self.dataset = config, grids, platform, provider, dataset
         self.total_iterations = train_iterations(config)
         language = grids.layout.language
         # The rank whose loss is complete first, as in Megatron: last stage, first lane.
         self.is_logging_rank = grids.rank == language.rank_at(pp=-1)
-        self.watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe(),
-                                 report_path=Path(config.observe.run_dir) / f"stall-rank{grids.rank}.txt")
+        self.watchdog = Watchdog(
+            config.train.watchdog_timeout_s,
+            grids.describe(),
+            report_path=Path(config.observe.run_dir) / f"stall-rank{grids.rank}.txt",
+        )
         self.iteration = self.consumed_samples = self.skipped_iterations = 0
         self.last_evaluation: Evaluation | None = None
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
-        logger = RunLogger(self.config.observe, active=self.is_logging_rank, total_iterations=self.total_iterations,
-                           config_toml=to_toml(self.config))
+        logger = RunLogger(
+            self.config.observe,
+            active=self.is_logging_rank,
+            total_iterations=self.total_iterations,
+            config_toml=to_toml(self.config),
+        )
         stop = StopSignal(self.watchdog)
         loader = None
         try:
@@ -83,10 +91,20 @@ class TrainingLoop:
 
     def _open(self, split: str, *, prefetch: bool) -> StepLoader:
         train = self.config.train
-        return StepLoader(self.grids.layout, self.grids.rank, model_provider=self.provider,
-                          model_config=self.config.model_family, data_provider=self.dataset, data_config=self.config.dataset,
-                          micro_batch_size=train.micro_batch_size, num_microbatches=num_microbatches(self.config),
-                          seq_length=train.seq_length, seed=train.seed, split=split, prefetch=prefetch)
+        return StepLoader(
+            self.grids.layout,
+            self.grids.rank,
+            model_provider=self.provider,
+            model_config=self.config.model_family,
+            data_provider=self.dataset,
+            data_config=self.config.dataset,
+            micro_batch_size=train.micro_batch_size,
+            num_microbatches=num_microbatches(self.config),
+            seq_length=train.seq_length,
+            seed=train.seed,
+            split=split,
+            prefetch=prefetch,
+        )
 
     def _train(self, loader: StepLoader, logger: RunLogger, stop: StopSignal) -> str | None:
         """Run iterations; returns why it stopped early, or None."""
@@ -122,22 +140,37 @@ class TrainingLoop:
         agreed = torch.tensor(maxima, dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
         data_wait_s, bridge_wait_s, *peaks = agreed.tolist()
-        rates = current_learning_rates(self.config, self.parts.scheduler, self.provider.encoders(self.config.model_family))
+        rates = current_learning_rates(
+            self.config, self.parts.scheduler, self.provider.encoders(self.config.model_family)
+        )
         return StepRecord(
-            iteration=self.iteration, consumed_samples=self.consumed_samples, lm_loss=result.loss, grad_norm=result.grad_norm,
-            learning_rate=next(iter(rates.values())), module_learning_rates=rates,
-            batch_size=self.config.train.global_batch_size, iteration_time_s=seconds, success=result.success,
-            skipped_iterations=self.skipped_iterations, num_zeros=result.num_zeros,
+            iteration=self.iteration,
+            consumed_samples=self.consumed_samples,
+            lm_loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=next(iter(rates.values())),
+            module_learning_rates=rates,
+            batch_size=self.config.train.global_batch_size,
+            iteration_time_s=seconds,
+            success=result.success,
+            skipped_iterations=self.skipped_iterations,
+            num_zeros=result.num_zeros,
             tokens_per_s_per_gpu=(result.text_tokens + result.image_tokens) / seconds / self.grids.layout.world_size,
-            image_tokens=result.image_tokens, text_tokens=result.text_tokens, data_wait_s=data_wait_s,
-            bridge_wait_s=bridge_wait_s, peak_memory_bytes={name: int(peak) for name, peak in zip(names, peaks, strict=True)},
-            moe_losses=self._moe_losses())
+            image_tokens=result.image_tokens,
+            text_tokens=result.text_tokens,
+            data_wait_s=data_wait_s,
+            bridge_wait_s=bridge_wait_s,
+            peak_memory_bytes={name: int(peak) for name, peak in zip(names, peaks, strict=True)},
+            moe_losses=self._moe_losses(),
+        )
 
     def _prepare_moe(self) -> None:
         self.num_moe_layers = 0
         model = self.parts.built.model
         if LANGUAGE in self.grids.modules:
-            self.num_moe_layers = count_moe_layers(model.language_model, self.grids.collections[LANGUAGE], self.platform.device)
+            self.num_moe_layers = count_moe_layers(
+                model.language_model, self.grids.collections[LANGUAGE], self.platform.device
+            )
 
     def _moe_losses(self) -> dict[str, float]:
         if not self.num_moe_layers:
@@ -145,9 +178,14 @@ class TrainingLoop:
         model_config = self.parts.built.model.config
         kinds = model_config.moe_router_load_balancing_type
         names = tuple(TRACKED[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in TRACKED)
-        return moe_losses(self.grids.collections[LANGUAGE], num_layers=model_config.num_layers,
-                          num_moe_layers=self.num_moe_layers, num_microbatches=num_microbatches(self.config), names=names,
-                          per_layer=self.config.observe.moe_per_layer_logging)
+        return moe_losses(
+            self.grids.collections[LANGUAGE],
+            num_layers=model_config.num_layers,
+            num_moe_layers=self.num_moe_layers,
+            num_microbatches=num_microbatches(self.config),
+            names=names,
+            per_layer=self.config.observe.moe_per_layer_logging,
+        )
 
     def _evaluate(self, logger: RunLogger) -> None:
         train = self.config.train
@@ -158,8 +196,9 @@ class TrainingLoop:
         loader.close()
         num_samples = self.dataset.num_samples(self.config.dataset, "valid")
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
-        logger.log_eval(self.iteration, {"lm loss": result.loss, "exact match": result.exact_match,
-                                         "samples": result.num_samples})
+        logger.log_eval(
+            self.iteration, {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
+        )
 
     def _finish(self, logger: RunLogger) -> None:
         """The last evaluation and, on the logging rank, a few decoded samples."""

@@ -1,7 +1,7 @@
 """MoE auxiliary losses of a step, averaged over MoE layers, microbatches and lanes.
 
-The wheel's router records each layer's loss in a tracker; the wheel's report of it falls back to `parallel_state` for the
-data-parallel group and averages with an operation gloo does not have, so the reduction is here.
+The wheel's router records each layer's loss in a tracker; the wheel's report of it falls back to `parallel_state` for
+the data-parallel group and averages with an operation gloo does not have, so the reduction is here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 # The wheel's names of the losses that routers record, by --moe-router-load-balancing-type.
-TRACKED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
-           "global_aux_loss": "global_load_balancing_loss"}
+TRACKED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
 
 
 def count_moe_layers(language_model: torch.nn.Module, groups: ProcessGroupCollection, device: torch.device) -> int:
@@ -24,8 +27,15 @@ def count_moe_layers(language_model: torch.nn.Module, groups: ProcessGroupCollec
     return int(count.item())
 
 
-def moe_losses(groups: ProcessGroupCollection, *, num_layers: int, num_moe_layers: int, num_microbatches: int,
-               names: tuple[str, ...], per_layer: bool) -> dict[str, float]:
+def moe_losses(
+    groups: ProcessGroupCollection,
+    *,
+    num_layers: int,
+    num_moe_layers: int,
+    num_microbatches: int,
+    names: tuple[str, ...],
+    per_layer: bool,
+) -> dict[str, float]:
     """Read and clear the recorded losses. Collective over the language grid's pp and dp groups.
 
     Args:

@@ -14,8 +14,23 @@ CONFIG = ROOT / "scripts" / "configs" / "quickstart.toml"
 
 
 def test_a_short_quickstart_leaves_metrics_and_tensorboard(tmp_path: Path) -> None:
-    done = torchrun(4, "--config", str(CONFIG), "--train-iters", "4", "--lr-warmup-iters", "0", "--eval-interval", "2",
-                    "--log-interval", "1", "--run-dir", str(tmp_path / "run"), "--tensorboard-dir", str(tmp_path / "tb"))
+    done = torchrun(
+        4,
+        "--config",
+        str(CONFIG),
+        "--train-iters",
+        "4",
+        "--lr-warmup-iters",
+        "0",
+        "--eval-interval",
+        "2",
+        "--log-interval",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--tensorboard-dir",
+        str(tmp_path / "tb"),
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "CPU emulation is on" in done.stdout
     assert len(re.findall(r"^iteration +\d+/ +4 \|", done.stdout, re.M)) == 4
@@ -24,8 +39,15 @@ def test_a_short_quickstart_leaves_metrics_and_tensorboard(tmp_path: Path) -> No
     steps = [record for record in records(tmp_path / "run") if "lm loss" in record]
     assert [record["iteration"] for record in steps] == [1, 2, 3, 4]
     for record in steps:
-        assert {"tokens-per-s-per-gpu", "data-wait-s", "bridge-wait-s", "peak-memory-bytes/vision",
-                "peak-memory-bytes/language", "grad-norm", "learning-rate"} <= record.keys()
+        assert {
+            "tokens-per-s-per-gpu",
+            "data-wait-s",
+            "bridge-wait-s",
+            "peak-memory-bytes/vision",
+            "peak-memory-bytes/language",
+            "grad-norm",
+            "learning-rate",
+        } <= record.keys()
         assert record["image-tokens"] > 0 and record["bridge-wait-s"] > 0
     board = EventAccumulator(str(tmp_path / "tb")).Reload()
     for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale", "batch-size", "iteration-time"):
@@ -36,9 +58,21 @@ def test_a_short_quickstart_leaves_metrics_and_tensorboard(tmp_path: Path) -> No
 def test_seeds_repeat_and_matter(tmp_path: Path) -> None:
     found = []
     for name, seed in (("first", "1"), ("again", "1"), ("other", "2")):
-        flags = ("--train-iters", "2", "--eval-iters", "0", "--eval-interval", "0", "--lr-warmup-iters", "0", "--seed", seed)
-        done = torchrun(2, "--config", str(CONFIG), "--encoder-dp", "1", "--llm-tp", "1", *flags,
-                        "--run-dir", str(tmp_path / name))
+        flags = (
+            "--train-iters",
+            "2",
+            "--eval-iters",
+            "0",
+            "--eval-interval",
+            "0",
+            "--lr-warmup-iters",
+            "0",
+            "--seed",
+            seed,
+        )
+        done = torchrun(
+            2, "--config", str(CONFIG), "--encoder-dp", "1", "--llm-tp", "1", *flags, "--run-dir", str(tmp_path / name)
+        )
         assert done.returncode == 0, done.stdout[-3000:]
         found.append(losses(tmp_path / name))
     assert found[0] == found[1]

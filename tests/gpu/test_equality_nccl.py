@@ -17,7 +17,10 @@ pytestmark = pytest.mark.gpu
 LAYOUTS = {
     "homogeneous-dp2": (2, "--layout colocated --encoder-dp 2 --llm-dp 2"),
     "encoder-dp1-llm-dp1": (2, ""),
-    "colocated-encoder-dp2-llm-tp2": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
+    "colocated-encoder-dp2-llm-tp2": (
+        2,
+        "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel",
+    ),
     "colocated-encoder-tp2-llm-dp2": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
     "encoder-dp1-llm-dp2": (3, "--llm-dp 2"),
     "encoder-dp2-llm-dp1-uneven-samples": (3, "--encoder-dp 2 --micro-batch-size 3"),
@@ -30,8 +33,18 @@ LAYOUTS = {
 
 def launch(folder: Path, num_processes: int, what: str, *flags: str) -> list[Outcome]:
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
-               str(ROOT / "tests/gpu/equality_worker.py"), str(folder), what, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_processes),
+        str(ROOT / "tests/gpu/equality_worker.py"),
+        str(folder),
+        what,
+        *flags,
+    ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -48,6 +61,9 @@ def test_equal_to_one_gpu(tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
     if model == "dense" and "--llm-ep" in flags:
         pytest.skip("a dense model has no experts to split")
     saved = tmp_path_factory.getbasetemp() / f"oracle-{model}"
-    oracle = (torch.load(saved / "0.pt", weights_only=False) if (saved / "0.pt").exists()
-              else launch(saved, 1, "oracle", *extra)[0])
+    oracle = (
+        torch.load(saved / "0.pt", weights_only=False)
+        if (saved / "0.pt").exists()
+        else launch(saved, 1, "oracle", *extra)[0]
+    )
     assert_equal(oracle, launch(tmp_path / "layout", num_processes, "layout", *flags.split(), *extra))

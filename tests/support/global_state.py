@@ -107,8 +107,8 @@ def assemble(pieces: list[Piece]) -> dict[str, np.ndarray]:
 def worst_errors(reference: dict[str, np.ndarray], by_rank: list[list[Piece]]) -> dict[str, float]:
     """Largest relative error of each tensor over all replicas of all its slices, in norm of the whole tensor.
 
-    Every rank's copy counts: a replica that differs from the others is an error too. Fails unless the ranks together cover
-    exactly the reference's tensors.
+    Every rank's copy counts: a replica that differs from the others is an error too. Fails unless the ranks together
+    cover exactly the reference's tensors.
     """
     covered = {key: np.zeros(value.shape, bool) for key, value in reference.items()}
     errors: dict[str, float] = dict.fromkeys(reference, 0.0)

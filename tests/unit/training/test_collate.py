@@ -147,8 +147,15 @@ def test_each_image_belongs_to_the_encoder_of_its_placeholder():
     assert batch.input_ids.tolist() == [[4] * 4 + [IMAGE] * 2 + [4] * 4 + [2, 0]]
     assert batch.placeholders["vision"].tolist() == [4, 5]
     for module, counts, positions in (("vision", (2,), [1]), ("thermal", (8,), [0, 2])):
-        side = collate_encoder([mixed], module=module, modules=modules, num_image_tokens=num_image_tokens, num_channels=1,
-                               lane_sizes=[1], dtype=torch.float32)
+        side = collate_encoder(
+            [mixed],
+            module=module,
+            modules=modules,
+            num_image_tokens=num_image_tokens,
+            num_channels=1,
+            lane_sizes=[1],
+            dtype=torch.float32,
+        )
         assert side.token_counts == counts
         assert side.inputs["pixel_values"][:, 0, 0, 0].tolist() == positions
 
