@@ -84,12 +84,20 @@ class SampleStream(Protocol):
     """An endless stream of samples that can be saved and restored at a sample boundary."""
 
     def __next__(self) -> Sample: ...
+
     def __iter__(self) -> Iterator[Sample]: ...
+
     def skip(self, count: int) -> None:
         """Pass over `count` samples without building their images: another encoder rank serves them."""
         ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the stream, of plain objects."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the position that `state_dict` returned."""
+        ...
 
 
 class DataProvider(Protocol):
@@ -172,7 +180,9 @@ class ModelProvider(Protocol):
         """Raise ValueError, naming flags and values, for sizes that the layout cannot hold."""
         ...
 
-    def token_spec(self, config: Any) -> TokenSpec: ...
+    def token_spec(self, config: Any) -> TokenSpec:
+        """What a data set must know of this model."""
+        ...
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
         """Placeholder token id of each encoder module."""

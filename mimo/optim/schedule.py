@@ -7,6 +7,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mimo.config.run import RunConfig
 from mimo.optim.build import peak_learning_rates
+from mimo.protocols import LANGUAGE
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -21,19 +22,36 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
         warmup = flags.lr_warmup_iters * batch
         wsd = flags.lr_wsd_decay_iters * batch if flags.lr_wsd_decay_iters is not None else None
     return OptimizerParamScheduler(
-        optimizer, init_lr=flags.lr_warmup_init, max_lr=config.optim.lr, min_lr=config.optim.min_lr, lr_warmup_steps=warmup,
-        lr_decay_steps=decay, lr_decay_style=flags.lr_decay_style, start_wd=config.optim.weight_decay,
-        end_wd=config.optim.weight_decay, wd_incr_steps=decay, wd_incr_style="constant", wsd_decay_steps=wsd,
-        lr_wsd_decay_style=flags.lr_wsd_decay_style if flags.lr_decay_style == "WSD" else None)
+        optimizer,
+        init_lr=flags.lr_warmup_init,
+        max_lr=config.optim.lr,
+        min_lr=config.optim.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=config.optim.weight_decay,
+        end_wd=config.optim.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        wsd_decay_steps=wsd,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style if flags.lr_decay_style == "WSD" else None,
+    )
 
 
-def current_learning_rates(config: RunConfig, scheduler: OptimizerParamScheduler,
-                           encoders: tuple[str, ...]) -> dict[str, float]:
-    """Learning rate of `language`, each encoder and `projector` at the scheduler's position; frozen parts are left out."""
+def current_learning_rates(
+    config: RunConfig, scheduler: OptimizerParamScheduler, encoders: tuple[str, ...]
+) -> dict[str, float]:
+    """Learning rate of `language`, each encoder and `projector` at the scheduler's position.
+
+    Frozen parts are left out.
+    """
     ratio = config.optim.min_lr / config.optim.lr
     peaks = peak_learning_rates(config.optim)
-    parts = {"language": peaks["language"]}
+    parts = {LANGUAGE: peaks[LANGUAGE]}
     if encoders and not config.layout.llm_only:
         parts |= {name: peaks["encoder"] for name in encoders} | {"projector": peaks["projector"]}
-    return {part: scheduler.get_lr({"max_lr": peak, "min_lr": peak * ratio}) for part, peak in parts.items()
-            if part not in config.model.frozen}
+    return {
+        part: scheduler.get_lr({"max_lr": peak, "min_lr": peak * ratio})
+        for part, peak in parts.items()
+        if part not in config.model.frozen
+    }

@@ -7,7 +7,7 @@ import datetime
 import importlib.util
 import random
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ class Platform(abc.ABC):
         backend: process-group backend, `nccl` or `gloo`.
     """
 
-    name: str
+    name: Literal["cuda", "cpu"]
     device: torch.device
     backend: str
 

@@ -13,6 +13,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo.batch import Microbatch
 from mimo.model.build import set_training
+from mimo.protocols import LANGUAGE
 from mimo.training.step import TrainerParts, run_schedule
 
 
@@ -53,22 +54,43 @@ def vocabulary_argmax(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     return torch.stack(all_indices).gather(0, winner).squeeze(0)
 
 
-def _score(batch: Microbatch, model: Any, group: dist.ProcessGroup, counted: list[bool],
-           logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[loss sum, target tokens, exactly matched samples, samples]` of one microbatch as the schedule's loss report."""
+def _score(
+    model: Any,
+    group: dist.ProcessGroup | None,
+    counted: Iterator[list[bool]],
+    batch: Microbatch,
+    logits: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`[loss sum, target tokens, exactly matched samples, samples]` of one microbatch as the schedule's loss report.
+
+    `counted` yields, for each microbatch in order, which of its samples count.
+    """
     text = batch.text
-    assert text is not None, "logits are computed where text is"
-    losses = unwrap_model(model.language_model).compute_language_model_loss(text.labels, logits.transpose(0, 1).contiguous())
-    keep = torch.tensor(counted, device=logits.device)
+    assert text is not None and group is not None, "logits are computed where text is, on the language grid"
+    losses = unwrap_model(model.language_model).compute_language_model_loss(
+        text.labels, logits.transpose(0, 1).contiguous()
+    )
+    keep = torch.tensor(next(counted), device=logits.device)
     mask = text.loss_mask * keep[:, None]
     hits = (vocabulary_argmax(logits, group) == text.labels) | (text.loss_mask == 0)
-    report = torch.stack([(losses.float() * mask).sum().double(), mask.sum().double(),
-                          (hits.all(dim=1) & keep).sum().double(), keep.sum().double()])
+    report = torch.stack(
+        [
+            (losses.float() * mask).sum().double(),
+            mask.sum().double(),
+            (hits.all(dim=1) & keep).sum().double(),
+            keep.sum().double(),
+        ]
+    )
     return report[0], report[1].to(torch.int), report
 
 
-def forward_logits(batches: Iterator[Microbatch], model: Any, consume: Callable[[Microbatch, torch.Tensor], Any]) -> Any:
-    """A `forward_step_func` that hands the last stage's logits to `consume`, which returns the schedule's loss triple."""
+def forward_logits(
+    batches: Iterator[Microbatch], model: Any, consume: Callable[[Microbatch, torch.Tensor], Any]
+) -> Any:
+    """A `forward_step_func` that hands the last stage's logits to `consume`.
+
+    `consume` returns the schedule's loss triple.
+    """
     batch = next(batches)
     return model(batch, with_labels=False), partial(consume, batch)
 
@@ -83,7 +105,7 @@ def evaluate(parts: TrainerParts, steps: Sequence[list[Microbatch]], num_samples
     """
     layout, rank = parts.grids.layout, parts.grids.rank
     totals = torch.zeros(4, dtype=torch.float64, device=parts.platform.device)
-    group = parts.grids.collections["language"].tp if parts.is_last_language_stage else None
+    group = parts.grids.collections[LANGUAGE].tp if parts.is_last_language_stage else None
     model = parts.built.model
     set_training(model, False)
     position = layout.language.coordinates(rank)["dp"] if parts.is_last_language_stage else 0
@@ -95,8 +117,7 @@ def evaluate(parts: TrainerParts, steps: Sequence[list[Microbatch]], num_samples
                 indices = [position + layout.num_lanes * sample for sample in samples]
                 plan.append([num_samples is None or index < num_samples for index in indices])
                 position += layout.num_lanes * len(samples)
-            counted = iter(plan)
-            score = partial(forward_logits, consume=lambda batch, logits: _score(batch, model, group, next(counted), logits))  # noqa: B023
+            score = partial(forward_logits, consume=partial(_score, model, group, iter(plan)))
             with parts.watchdog.waiting("evaluation"):
                 reports = run_schedule(parts, microbatches, score, forward_only=True)
             if parts.counts_losses:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mimo.batch import Microbatch, TextBatch
 from mimo.model.build import set_training
+from mimo.protocols import LANGUAGE
 from mimo.training.evaluate import forward_logits, vocabulary_argmax
 from mimo.training.step import TrainerParts, run_schedule
 
@@ -44,8 +45,10 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
     with torch.no_grad():
         for step in range(int(longest.item())):
             texts_now = iter(inputs)
-            current = [replace(batch, text=replace(batch.text, input_ids=next(texts_now))) if batch.text is not None else batch
-                       for batch in microbatches]
+            current = [
+                replace(batch, text=replace(batch.text, input_ids=next(texts_now))) if batch.text is not None else batch
+                for batch in microbatches
+            ]
             tokens = _next_tokens(parts, current)
             for index, (ids, lane) in enumerate(zip(inputs, spans, strict=True)):
                 for sample, (start, stop) in enumerate(lane):
@@ -64,7 +67,7 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
 def _next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torch.Tensor:
     """Argmax at every position, int64 `[microbatches, b, s]` on the host, on every language rank."""
     found: list[torch.Tensor] = []
-    groups = parts.grids.collections.get("language")
+    groups = parts.grids.collections.get(LANGUAGE)
 
     def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert groups is not None, "logits are computed on the language grid"
