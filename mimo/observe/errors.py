@@ -13,6 +13,8 @@ from pathlib import Path
 STDERR_FD = 2
 # Seconds that an exit waits for its output to be taken: a full pipe that nobody reads must not keep the process alive.
 WRITE_LIMIT_S = 5.0
+# What gloo and NCCL say of a rank whose process has ended.
+LOST_RANK_MARKS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
 def _within_limit(action: Callable[[], None]) -> None:
@@ -65,12 +67,26 @@ def _raised_at(error: BaseException) -> str:
     return f"  raised at {'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}\n"
 
 
+class ReportedElsewhereError(RuntimeError):
+    """This rank stops because of an error that another rank can name, and does."""
+
+
+def _is_lost_rank(error: BaseException) -> bool:
+    """Whether the error is the backend's word that another rank's process has ended."""
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in LOST_RANK_MARKS)
+
+
 def format_error(who: str, error: BaseException) -> str:
     """The block that names the rank and the error.
 
+    A rank that stops because of another one says so in one line: the cause must not drown in its consequences.
     A ValueError is something the user can put right, so its message and one line with its place are enough. Anything
     else, subclasses of ValueError that libraries raise included, is followed by its traceback.
     """
+    if isinstance(error, ReportedElsewhereError):
+        return f"{who} stops: {error}\n"
+    if _is_lost_rank(error):
+        return f"{who} stops: another rank has ended; its message, if it left one, says why\n"
     block = f"error on {who}: {''.join(traceback.format_exception_only(error))}"
     if type(error) is ValueError:
         return block + _raised_at(error)

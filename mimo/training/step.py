@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from mimo.bridge.plan import destination_rows, source_rows
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
+from mimo.observe.errors import ReportedElsewhereError
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.optimizer import HeteroOptimizer
 from mimo.platform.base import Platform
@@ -52,7 +53,11 @@ class TrainerParts:
     @property
     def counts_losses(self) -> bool:
         """Whether this rank's losses enter the global sum: one rank of each lane."""
-        place = self.grids.layout.language.coordinates(self.grids.rank) if self.is_last_language_stage else {"tp": 1, "cp": 1}
+        place = (
+            self.grids.layout.language.coordinates(self.grids.rank)
+            if self.is_last_language_stage
+            else {"tp": 1, "cp": 1}
+        )
         return not place["tp"] and not place["cp"]
 
 
@@ -110,12 +115,19 @@ def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> N
     if parts.communicator is not None:
         parts.communicator.begin_step(microbatches)
     for (name, _), bridge in parts.built.model.colocated_comms.items():
-        bridge.begin_step(source_rows(name, microbatches),
-                          destination_rows(name, parts.grids.layout, parts.grids.rank, microbatches))
+        bridge.begin_step(
+            source_rows(name, microbatches), destination_rows(name, parts.grids.layout, parts.grids.rank, microbatches)
+        )
 
 
-def run_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch], step_function: Any, *, forward_only: bool,
-                 force_all_reduce: bool = False) -> list[Any]:
+def run_schedule(
+    parts: TrainerParts,
+    microbatches: Sequence[Microbatch],
+    step_function: Any,
+    *,
+    forward_only: bool,
+    force_all_reduce: bool = False,
+) -> list[Any]:
     """Forward (and backward) of a step's microbatches; returns what the loss function reported, in order."""
     begin_schedule(parts, microbatches)
     collection = parts.grids.schedule_collection()
@@ -123,14 +135,26 @@ def run_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch], step_f
     device = parts.platform.device
     train = parts.config.train
     return schedule(
-        forward_step_func=step_function, data_iterator=(batch.to(device) for batch in microbatches), model=[parts.built.model],
-        num_microbatches=len(microbatches), seq_length=train.seq_length, micro_batch_size=train.micro_batch_size,
-        forward_only=forward_only, p2p_communicator=parts.communicator, pg_collection=collection,
-        force_all_reduce=force_all_reduce)
+        forward_step_func=step_function,
+        data_iterator=(batch.to(device) for batch in microbatches),
+        model=[parts.built.model],
+        num_microbatches=len(microbatches),
+        seq_length=train.seq_length,
+        micro_batch_size=train.micro_batch_size,
+        forward_only=forward_only,
+        p2p_communicator=parts.communicator,
+        pg_collection=collection,
+        force_all_reduce=force_all_reduce,
+    )
 
 
-def train_step(parts: TrainerParts, microbatches: Sequence[Microbatch], *, stop_requested: bool = False,
-               force_all_reduce: bool = False) -> StepResult:
+def train_step(
+    parts: TrainerParts,
+    microbatches: Sequence[Microbatch],
+    *,
+    stop_requested: bool = False,
+    force_all_reduce: bool = False,
+) -> StepResult:
     """Run one iteration. Collective over the world.
 
     Args:
@@ -140,7 +164,9 @@ def train_step(parts: TrainerParts, microbatches: Sequence[Microbatch], *, stop_
         force_all_reduce: leave full gradients on every data-parallel rank instead of its shard.
 
     Raises:
-        ValueError: the loss is not finite (with --check-for-nan-in-loss), before anything is updated.
+        ValueError: the loss is not finite (with --check-for-nan-in-loss), before anything is updated; names the
+            samples.
+        ReportedElsewhereError: as above, on ranks that do not hold those samples' losses.
     """
     start = time.perf_counter()
     for wrapped in parts.built.wrapped.values():
@@ -152,18 +178,31 @@ def train_step(parts: TrainerParts, microbatches: Sequence[Microbatch], *, stop_
     loss_sum, num_tokens, text_tokens, image_tokens, stop, *_ = totals.tolist()
     loss = loss_sum / max(num_tokens, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
-        raise ValueError(_name_bad_loss(parts, microbatches, reports, loss))
+        _refuse_loss(parts, microbatches, reports, loss)
     with parts.watchdog.waiting("optimizer step"):
         success, grad_norm, num_zeros = parts.optimizer.step()
     if success:
         parts.scheduler.step(parts.config.train.global_batch_size)
-    return StepResult(loss, int(num_tokens), int(text_tokens), int(image_tokens), success, grad_norm, num_zeros, stop > 0,
-                      seconds=time.perf_counter() - start)
+    return StepResult(
+        loss,
+        int(num_tokens),
+        int(text_tokens),
+        int(image_tokens),
+        success,
+        grad_norm,
+        num_zeros,
+        stop > 0,
+        seconds=time.perf_counter() - start,
+    )
 
 
-def _sum_over_world(parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor],
-                    stop_requested: bool) -> torch.Tensor:
-    """[loss sum, target tokens, text tokens, image tokens, stop requests, image-seeing ranks of each encoder], float64."""
+def _sum_over_world(
+    parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor], stop_requested: bool
+) -> torch.Tensor:
+    """Totals of the global batch, float64.
+
+    In order: loss sum, target tokens, text tokens, image tokens, stop requests, image-seeing ranks of each encoder.
+    """
     encoders = parts.grids.layout.encoders
     totals = torch.zeros(5 + len(encoders), dtype=torch.float64)
     totals[4] = float(stop_requested)
@@ -192,12 +231,18 @@ def _participants(parts: TrainerParts, totals: torch.Tensor) -> dict[str, torch.
     return {encoder.name: totals[5 + index] for index, encoder in enumerate(parts.grids.layout.encoders)}
 
 
-def _name_bad_loss(parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor], loss: float) -> str:
+def _refuse_loss(
+    parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor], loss: float
+) -> NoReturn:
+    """Raise for a loss that is not finite.
+
+    One rank of each lane that has such losses names the samples; the others only note it.
+    """
     message = f"the loss of the global batch is {loss}; nothing was updated (--no-check-for-nan-in-loss goes on)"
-    if parts.is_last_language_stage:
+    if parts.counts_losses:
         for index, (batch, report) in enumerate(zip(microbatches, reports, strict=True)):
             if not math.isfinite(report[0].item()):
                 assert batch.text is not None, "language ranks hold text"
                 lane = parts.grids.layout.grids[LANGUAGE].coordinates(parts.grids.rank)["dp"]
-                return f"{message}; lane {lane}, microbatch {index}, samples {', '.join(batch.text.keys)}"
-    return message
+                raise ValueError(f"{message}; lane {lane}, microbatch {index}, samples {', '.join(batch.text.keys)}")
+    raise ReportedElsewhereError(f"{message}; the lane that it comes from names the samples")

@@ -12,13 +12,33 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(num_processes: int, *flags: str, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the entry script under torchrun; output and errors in one text."""
+def start_torchrun(num_processes: int, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    """Start the entry script under torchrun; output and errors in one text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
                str(ROOT / "train_hetero.py"), *flags]
-    settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.run(command, cwd=ROOT, env=os.environ | settings | environment, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=timeout_s, check=False)
+    settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | settings | environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a process; TimeoutExpired, and no process left, where it does not come in time."""
+    with process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            # torchrun ends its workers, which a killed one would leave behind.
+            process.terminate()
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def torchrun(num_processes: int, *flags: str, timeout_s: float = 280,
+             **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry script under torchrun to its end."""
+    return finish(start_torchrun(num_processes, *flags, **environment), timeout_s)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ class Config:
     """Data set: questions about images."""
 
     qa_folder: str = "qa"
-    """Folder with train.jsonl, valid.jsonl and their images, float32 [channels, height, width] saved by numpy."""
+    """Folder of train.jsonl, valid.jsonl and the images: float32 [channels, height, width], saved by numpy."""
 
 
 @cache
@@ -26,15 +26,14 @@ def lines(folder, split):
     return [json.loads(line) for line in (Path(folder) / f"{split}.jsonl").read_text().splitlines()]
 
 
-def build(config, tokens, lane, index):
-    """The sample at a global index: a function of (seed, index), so the global batch is the same for every layout."""
+def build(config, tokens, lane, index):  # a function of (seed, index): every layout sees the same global batch
     records = lines(config.qa_folder, lane.split)
     epoch, place = divmod(index, len(records))
     if lane.split == "train":
-        place = np.random.default_rng([lane.seed, epoch]).permutation(len(records))[place]
+        place = int(np.random.default_rng([lane.seed, epoch]).permutation(len(records))[place])
     record = records[place]
     question, answer = ([FIRST_BYTE + byte for byte in record[name].encode()] for name in ("question", "answer"))
-    words = [tokens.image_token_id, *question, *answer, END]
+    words = [tokens.image_token_id, *question, *answer, END]  # one placeholder an image
     targets = np.arange(len(words)) > len(question)  # the loss is on the answer
     sample = Sample(f"{lane.split}/{place}", np.array(words), targets, image_sizes=[(tokens.image_size,) * 2])
     if lane.module != LANGUAGE:  # language ranks read no pixels
@@ -52,8 +51,7 @@ class OwnData:
         return len(lines(config.qa_folder, split)) if split == "valid" else None
 
     def decode(self, config, tokens):
-        text = bytes(token - FIRST_BYTE for token in tokens if FIRST_BYTE <= token < FIRST_BYTE + 256)
-        return text.decode("utf-8", "replace")
+        return bytes(token - FIRST_BYTE for token in tokens if 0 <= token - FIRST_BYTE < 256).decode(errors="replace")
 
 
 provider = OwnData()

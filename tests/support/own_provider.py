@@ -26,7 +26,7 @@ def conv_encoder():
                 torch.nn.Conv2d(sizes.conv_channels, config.hidden_size, 3, padding=1))
 
         def set_input_tensor(self, hidden):
-            assert hidden is None, "one pipeline stage"
+            assert hidden is None, "the encoder has one pipeline stage: --encoder-pp 1"
 
         def forward(self, pixel_values):  # [images, channels, height, width] -> [images, tokens, hidden]
             return self.layers(pixel_values.to(self.config.params_dtype)).flatten(2).transpose(1, 2)
@@ -37,19 +37,12 @@ def conv_encoder():
 class OwnProvider(mock.MockProvider):
     Config = Config
 
-    def validate(self, config, layout, seq_length):
-        super().validate(config, layout, seq_length)
-        for grid in layout.encoders:
-            if grid.pp > 1:
-                raise ValueError(f"--encoder-pp {grid.pp}: the convolutional encoder has one stage")
-
     def parameter_shapes(self, config, module):  # for --dry-run
         if module == LANGUAGE:
             return super().parameter_shapes(config, module)
-        width, patch = config.conv_channels, config.vision_patch_size
-        return [ParameterShape("layers.0.weight", (width, config.vision_num_channels, patch, patch)),
-                ParameterShape("layers.2.weight", (config.hidden_size, width, 3, 3)),
-                ParameterShape("biases", (width + config.hidden_size,))]
+        width, pixels = config.conv_channels, config.vision_num_channels * config.vision_patch_size**2
+        return [ParameterShape("layers.0, with bias", (width, pixels + 1)),
+                ParameterShape("layers.2, with bias", (config.hidden_size, 9 * width + 1))]
 
     def encoder_spec(self, config, module, context):
         from megatron.core.transformer.spec_utils import ModuleSpec
@@ -57,9 +50,9 @@ class OwnProvider(mock.MockProvider):
         from mimo.model.submodule import VisionSubmodule
         from providers.common.build import transformer_config
 
-        megatron = transformer_config(context, num_layers=1, hidden_size=config.hidden_size,
-                                      num_attention_heads=context.grid.tp)
-        encoder = ModuleSpec(module=conv_encoder(), params={"config": megatron, "sizes": config})
+        sizes = transformer_config(context, num_layers=1, hidden_size=config.hidden_size,
+                                   num_attention_heads=context.grid.tp)
+        encoder = ModuleSpec(module=conv_encoder(), params={"config": sizes, "sizes": config})
         return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
                           submodules={"encoders": {"conv": encoder}})
 

@@ -1,0 +1,101 @@
+"""What a user can get wrong, under torchrun: one message that names it, from the rank that met it, and no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import finish, records, start_torchrun, torchrun
+
+TINY = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --seq-length 64 --global-batch-size 4
+--train-iters 3 --watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
+--ffn-hidden-size 64 --vocab-size 96 --image-token-id 95 --vision-num-layers 1 --vision-hidden-size 32
+--vision-num-attention-heads 4 --vision-ffn-hidden-size 64 --vision-image-size 16 --vision-patch-size 8""".split()
+# Ranks of the layout that TINY describes.
+VISION, LANGUAGE = "rank 0 (vision grid", "rank 1 (language grid"
+ENDS_WITHIN_S = 200
+
+
+def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines that report an error, whoever writes them; torchrun's own account of its workers is not one."""
+    return [line for line in done.stdout.splitlines() if line.startswith(("error", "stall", "interrupted"))]
+
+
+# Refused before any process group exists
+
+@pytest.mark.parametrize(("flags", "named"), [
+    ("--model-provider nowhere:family", "--model-provider nowhere:family"),
+    ("--dataset-provider unknown", "--dataset-provider unknown"),
+    ("--llm-tp 2", "the world has 2"),
+    ("--encoder-tp 3 --layout colocated --llm-tp 2", "--encoder-tp 3"),
+    ("--llm-tp 3 --layout colocated --encoder-tp 3", "--llm-tp 3"),
+])
+def test_flags_that_cannot_work(flags: str, named: str, tmp_path: Path) -> None:
+    done = torchrun(2, *TINY, *flags.split(), "--run-dir", str(tmp_path), timeout_s=ENDS_WITHIN_S)
+    assert done.returncode != 0
+    (message,) = errors_of(done)
+    assert named in message
+    assert not list(tmp_path.iterdir())
+
+
+# Met while training
+
+SECOND_BATCH = "mock/train/000006"
+SAMPLES = {
+    "missing_image": (VISION, f"sample {SECOND_BATCH}: declares 2 images but holds 1"),
+    "fewer_images_encoded": (LANGUAGE, f"sample '{SECOND_BATCH}' (lane 0, microbatch 2): its text has 8 image tokens, "
+                                       "but vision rank 0 makes 4 of its images"),
+    "overflow": (LANGUAGE, f"the loss of the global batch is nan; .*microbatch 2, samples {SECOND_BATCH}"),
+    "missing_size": (LANGUAGE, f"sample {SECOND_BATCH}: 2 image placeholders (token id 95) but 1 images"),
+    "cropped_image": (VISION, f"sample {SECOND_BATCH}: image 1 is float32 [3, 15, 16], declared float32 [3, 16, 16]"),
+    "another_sample_encoded": (LANGUAGE, f"reads sample '{SECOND_BATCH}', but vision rank 0 encodes sample "
+                                         f"'{SECOND_BATCH}-other'"),
+}
+FAST = ("missing_image", "fewer_images_encoded", "overflow")
+
+
+@pytest.mark.parametrize("fault", [
+    pytest.param(fault, marks=() if fault in FAST else pytest.mark.slow) for fault in SAMPLES
+])
+def test_a_bad_sample(fault: str, tmp_path: Path) -> None:
+    rank, message = SAMPLES[fault]
+    done = torchrun(2, *TINY, "--dataset-provider", f"tests.support.bad_data:{fault}", "--run-dir", str(tmp_path),
+                    timeout_s=ENDS_WITHIN_S)
+    assert done.returncode != 0
+    (found,) = errors_of(done)
+    assert found.startswith(f"error on {rank}") and "ValueError" in found
+    assert re.search(message if ".*" in message else re.escape(message), found)
+    assert [record["iteration"] for record in records(tmp_path)] == [1], "the step before was taken, none after"
+    other, = {VISION, LANGUAGE} - {rank}
+    assert len(re.findall(rf"^{re.escape(other)}.* stops: ", done.stdout, re.M)) <= 1
+
+
+# Told to stop
+
+def find_worker(launcher: int, rank: int) -> int:
+    """Process id of a rank under a torchrun process."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise LookupError(f"process {launcher} has no worker of rank {rank}")
+
+
+def test_sigterm_to_one_worker_ends_the_run_in_order(tmp_path: Path) -> None:
+    process = start_torchrun(2, *TINY, "--train-iters", "100000", "--run-dir", str(tmp_path))
+    metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + ENDS_WITHIN_S
+    while process.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.2)
+    if process.poll() is None:
+        os.kill(find_worker(process.pid, 1), signal.SIGTERM)
+    done = finish(process, ENDS_WITHIN_S)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert errors_of(done) == []
+    (iteration,) = re.findall(r"^stopped by SIGTERM after iteration (\d+)/100000 \|", done.stdout, re.M)
+    assert json.loads(metrics.read_text().splitlines()[-1])["iteration"] == int(iteration)

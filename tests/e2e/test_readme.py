@@ -1,0 +1,182 @@
+"""README.md and docs/: the code runs, the commands are accepted, the output is what is printed, the flags exist."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mimo import registry
+from mimo.config.cli import FileConfig, parse
+from mimo.config.run import RunConfig
+from mimo.config.toml_file import flag_name, typed_fields
+from mimo.config.validate import run_world_size, validate
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = ROOT / "tests" / "support"
+# Flags of other programs in the pages -> a file that shows that they exist; None: not of this repository.
+OTHER_FLAGS = {
+    "--steps": "scripts/quickstart.sh",
+    "--slow": "scripts/test.sh",
+    "--upgrade-package": "scripts/compile_requirements.sh",
+    "--nproc-per-node": None,
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """Commands of the shell blocks, continued lines joined, comments dropped."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [command for line in lines if (command := line.split("#")[0].strip())]
+
+
+def training_commands() -> list[tuple[int | None, list[str]]]:
+    """Processes (None without torchrun) and flags of every command that starts the trainer."""
+    found = []
+    for page in PAGES:
+        for command in commands(page):
+            launcher, entry, flags = command.partition("train_hetero.py")
+            if entry:
+                processes = re.search(r"--nproc-per-node (\d+)", launcher)
+                found.append((int(processes[1]) if processes else None, shlex.split(flags)))
+    return found
+
+
+def example_commands() -> list[tuple[int | None, list[str]]]:
+    return [found for found in training_commands() if any(flag.startswith("own_") for flag in found[1])]
+
+
+def test_the_readme_shows_the_examples_as_they_are() -> None:
+    shown = blocks(ROOT / "README.md", "python")
+    assert shown == [(EXAMPLES / name).read_text() for name in ("own_provider.py", "own_data.py")]
+
+
+@pytest.mark.parametrize(("processes", "flags"), training_commands(), ids=lambda value: "")
+def test_every_command_is_accepted(processes: int | None, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    if "--print-config" in flags:
+        with pytest.raises(SystemExit) as ended:
+            parse(flags)
+        assert ended.value.code == 0
+        return
+    config = parse(flags)
+    validate(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
+
+
+def test_every_flag_exists() -> None:
+    configs = [FileConfig, *(type(section) for section in vars(RunConfig()).values() if section is not None)]
+    configs += [
+        registry.model_provider(name).Config for name in ("llava", "mock", "tests.support.own_provider:provider")
+    ]
+    configs += [
+        registry.dataset_provider(name).Config for name in ("digits", "mock", "tests.support.own_data:provider")
+    ]
+    types = {name: kind for config in configs for name, kind in typed_fields(config).items()}
+    known = {flag_name(name) for name in types} | {
+        flag_name(f"no_{name}") for name, kind in types.items() if kind is bool
+    }
+    known |= {"--help", *OTHER_FLAGS}
+    for page in PAGES:
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text()))
+        assert named <= known, f"{page.name}: {sorted(named - known)}"
+    for flag, script in OTHER_FLAGS.items():
+        assert script is None or flag in (ROOT / script).read_text(), f"{script} has no {flag}"
+
+
+def test_links_lead_somewhere() -> None:
+    missing = [
+        f"{page.name}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    named = [
+        f"{page.name}: {path}"
+        for page in PAGES
+        for path in re.findall(r"`((?:tests|scripts|mimo|docs)/[\w./-]+)`", page.read_text())
+        if not (ROOT / path).exists()
+    ]
+    assert missing + named == []
+
+
+def shown_outputs() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "console"):
+            command, _, output = block.removeprefix("$ ").partition("\n")
+            found.append((command, output))
+    return found
+
+
+@pytest.mark.parametrize(("command", "output"), shown_outputs(), ids=lambda value: "")
+def test_outputs_are_what_is_printed(command: str, output: str) -> None:
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=kept, text=True, capture_output=True, timeout=120, check=False
+    )
+    assert done.stdout + done.stderr == output
+
+
+@pytest.mark.parametrize(("processes", "flags"), example_commands(), ids=["own_provider", "own_data"])
+def test_the_examples_train(processes: int, flags: list[str], tmp_path: Path) -> None:
+    for name, code in zip(("own_provider.py", "own_data.py"), blocks(ROOT / "README.md", "python"), strict=True):
+        (tmp_path / name).write_text(code)
+    (tmp_path / "qa").mkdir()
+    rng = np.random.default_rng(0)
+    for split, num_samples in (("train", 5), ("valid", 3)):
+        samples = [
+            {"image": f"{split}{i}.npy", "question": "how many?", "answer": str(10**i)} for i in range(num_samples)
+        ]
+        (tmp_path / "qa" / f"{split}.jsonl").write_text("\n".join(json.dumps(sample) for sample in samples))
+        for sample in samples:
+            np.save(tmp_path / "qa" / sample["image"], rng.standard_normal((3, 32, 32), dtype=np.float32))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        str(ROOT / "train_hetero.py"),
+        *flags,
+        "--device",
+        "cpu",
+        "--run-dir",
+        "run",
+    ]
+    settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | settings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "Warning" not in done.stdout
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "lm loss" in record]
+    assert len(steps) == 2
+    assert all(math.isfinite(step["lm loss"]) and step["grad-norm"] > 0 and step["image-tokens"] > 0 for step in steps)
+    if "--eval-iters" in flags:
+        assert records[-1]["samples validation"] == 3
+        assert re.search(r"valid/0: read '.*', is '1'", done.stdout)

@@ -1,0 +1,115 @@
+"""Learning-rate schedules against their formulas, by iterations and by samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tests.support.spawn import WorkerPool
+
+LR, MIN_LR, BATCH, LENGTH, WARMUP, WSD = 1.0, 0.1, 8, 20, 4, 6
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(1)
+    yield pool
+    pool.close()
+
+
+def rates_of(rank: int, flags: tuple[str, ...]) -> dict[str, list[float]]:
+    """Learning rate that each of LENGTH iterations uses: of a parameter group, and as the log reports it."""
+    from types import SimpleNamespace
+
+    from mimo.config.cli import parse
+    from mimo.optim.schedule import build_scheduler, current_learning_rates
+
+    config = parse(
+        [
+            "--model-provider",
+            "mock",
+            "--lr",
+            str(LR),
+            "--min-lr",
+            str(MIN_LR),
+            "--global-batch-size",
+            str(BATCH),
+            "--encoder-lr",
+            "0.5",
+            *flags,
+        ]
+    )
+    optimizer = SimpleNamespace(param_groups=[{"max_lr": LR, "min_lr": MIN_LR}])
+    scheduler = build_scheduler(config, optimizer)
+    found: dict[str, list[float]] = {"group": [], "language": [], "vision": [], "projector": []}
+    for _ in range(LENGTH):
+        found["group"].append(optimizer.param_groups[0]["lr"])
+        for part, rate in current_learning_rates(config, scheduler, ("vision",)).items():
+            found[part].append(rate)
+        scheduler.step(BATCH)
+    return found
+
+
+def decayed(shape: Callable[[float], float]) -> list[float]:
+    """Warm-up, then `shape` of the share of the decay that has passed."""
+    return [
+        LR * step / WARMUP if step <= WARMUP else MIN_LR + (LR - MIN_LR) * shape((step - WARMUP) / (LENGTH - WARMUP))
+        for step in range(LENGTH)
+    ]
+
+
+def wsd(shape: Callable[[float], float]) -> list[float]:
+    """Warm-up, a plateau, then `shape` over the last WSD iterations."""
+    start = LENGTH - WSD
+    return [
+        LR * step / WARMUP
+        if step <= WARMUP
+        else LR
+        if step <= start
+        else MIN_LR + (LR - MIN_LR) * shape((step - start) / WSD)
+        for step in range(LENGTH)
+    ]
+
+
+STYLES: dict[str, list[float]] = {
+    "linear": decayed(lambda share: 1 - share),
+    "cosine": decayed(lambda share: (1 + math.cos(math.pi * share)) / 2),
+    "inverse-square-root": [
+        LR * step / WARMUP if step <= WARMUP else max(MIN_LR, LR * (WARMUP / step) ** 0.5) for step in range(LENGTH)
+    ],
+    "constant": [LR * step / WARMUP if step <= WARMUP else LR for step in range(LENGTH)],
+    "WSD linear": wsd(lambda share: 1 - share),
+    "WSD cosine": wsd(lambda share: (1 + math.cos(math.pi * share)) / 2),
+    "WSD exponential": wsd(lambda share: 2 * 0.5**share - 1),
+    "WSD minus_sqrt": wsd(lambda share: 1 - share**0.5),
+}
+
+
+def flags_of(style: str, unit: str) -> tuple[str, ...]:
+    """Flags of a style, in iterations or in samples."""
+    scale = BATCH if unit == "samples" else 1
+    name, _, shape = style.partition(" ")
+    flags = [
+        "--lr-decay-style",
+        name,
+        f"--train-{unit}",
+        str(LENGTH * scale),
+        f"--lr-warmup-{unit}",
+        str(WARMUP * scale),
+    ]
+    if shape:
+        flags += [f"--lr-wsd-decay-{unit}", str(WSD * scale), "--lr-wsd-decay-style", shape]
+    return tuple(flags)
+
+
+@pytest.mark.parametrize("unit", ["iters", "samples"])
+@pytest.mark.parametrize("style", STYLES)
+def test_schedule_follows_its_formula(pool: WorkerPool, style: str, unit: str) -> None:
+    (found,) = pool.run(rates_of, flags_of(style, unit))
+    np.testing.assert_allclose(found["group"], STYLES[style], rtol=1e-12, atol=1e-12)
+    assert found["language"] == found["group"], "the log says what the optimizer uses"
+    np.testing.assert_allclose(found["vision"], 0.5 * np.array(STYLES[style]), rtol=1e-12, atol=1e-12)
+    assert found["projector"] == found["vision"], "projectors follow the encoder unless told otherwise"
