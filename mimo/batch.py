@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
+
+
+def map_tensors[T](value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """`value` with `change` applied to every tensor in it, through dataclasses and dictionaries.
+
+    By structure, not by a list of names: a field that was forgotten would stay on the host, which some attention
+    kernels answer with a hang.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {key: map_tensors(entry, change) for key, entry in value.items()}  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: map_tensors(vars(value)[field.name], change) for field in fields(value)})
+    return value
 
 
 @dataclass
@@ -33,10 +49,7 @@ class TextBatch:
 
     def to(self, device: torch.device) -> TextBatch:
         """The same batch with its tensors on `device` (asynchronous from pinned memory)."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True)
-                 for name in ("input_ids", "labels", "loss_mask", "position_ids")}
-        placeholders = {name: positions.to(device, non_blocking=True) for name, positions in self.placeholders.items()}
-        return replace(self, **moved, placeholders=placeholders)
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass
@@ -58,7 +71,7 @@ class EncoderBatch:
 
     def to(self, device: torch.device) -> EncoderBatch:
         """The same batch with its tensors on `device` (asynchronous from pinned memory)."""
-        return replace(self, inputs={name: value.to(device, non_blocking=True) for name, value in self.inputs.items()})
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass
@@ -70,5 +83,8 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch with its tensors on `device` (asynchronous from pinned memory)."""
-        text = self.text.to(device) if self.text is not None else None
-        return Microbatch(text, {name: side.to(device) for name, side in self.encoders.items()})
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Microbatch:
+        """The same microbatch with its tensors in page-locked memory."""
+        return map_tensors(self, torch.Tensor.pin_memory)

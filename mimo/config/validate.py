@@ -179,6 +179,9 @@ def _check_ddp(config: RunConfig) -> None:
     _refuse_below(ddp, {"ddp_num_buckets": 1, "ddp_bucket_size": 1})
     _refuse(ddp.ddp_num_buckets is not None and ddp.ddp_bucket_size is not None,
             f"--ddp-num-buckets {ddp.ddp_num_buckets} and --ddp-bucket-size {ddp.ddp_bucket_size}: set one of them")
+    for field in ("ddp_num_buckets", "ddp_bucket_size"):
+        _refuse(vars(ddp)[field] is not None and not ddp.overlap_grad_reduce,
+                f"{_flag(field)} {vars(ddp)[field]} needs --overlap-grad-reduce: without it there is one bucket")
     if ddp.overlap_param_gather:
         _refuse(not ddp.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
         _refuse(not config.optim.use_distributed_optimizer,

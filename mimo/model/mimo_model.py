@@ -47,9 +47,13 @@ class HeteroModel(MimoModel):
         if not self.grids.layout.encoders and self.grids.layout.language.pp > 1:
             # One grid counts as colocated for the wheel, which then ignores its pipeline.
             self.role = RankRole._from_grid_map(self.mimo_config.module_to_grid_map)
-        for name in self.role.modality_module_names[:1]:
+        for name in self.role.modality_module_names:
+            # Seeded one by one: what an encoder draws must not depend on which others share its rank.
             self.seed_module(name)
-        super()._initialize_submodules()
+            spec, stage = self.mimo_config.modality_submodules_spec[name], self.role.modules[name]
+            self.modality_submodules[name] = spec.module.from_spec(
+                spec, is_first_stage=stage.is_first_stage, is_last_stage=stage.is_last_stage
+            )
 
     def _initialize_language_model(self) -> None:
         if self.role.has_language_module:

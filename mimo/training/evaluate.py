@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ class Evaluation:
     Attributes:
         loss: mean over its target tokens.
         exact_match: share of samples whose every target token is the argmax under teacher forcing.
-        num_samples: samples counted.
+        num_samples: samples counted, those with a target.
     """
 
     loss: float
@@ -72,6 +72,8 @@ def _score(
     )
     keep = torch.tensor(next(counted), device=logits.device)
     mask = text.loss_mask * keep[:, None]
+    # A sample without a target has nothing to match.
+    keep = keep & (text.loss_mask > 0).any(dim=1)
     hits = (vocabulary_argmax(logits, group) == text.labels) | (text.loss_mask == 0)
     report = torch.stack(
         [
@@ -95,12 +97,12 @@ def forward_logits(
     return model(batch, with_labels=False), partial(consume, batch)
 
 
-def evaluate(parts: TrainerParts, steps: Sequence[list[Microbatch]], num_samples: int | None) -> Evaluation:
+def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples: int | None) -> Evaluation:
     """Evaluate on global batches. Collective over the world.
 
     Args:
         parts: this rank's trainer.
-        steps: this rank's side of each global batch, from the start of the split.
+        steps: this rank's side of each global batch, from the start of the split; taken one by one.
         num_samples: size of the split; samples that wrap around its end are not counted. None: no end.
     """
     layout, rank = parts.grids.layout, parts.grids.rank

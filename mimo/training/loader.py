@@ -44,6 +44,7 @@ class StepLoader:
         split: `train` or `valid`.
         pad_token_id: fills the end of short samples.
         dtype: dtype of pixel values.
+        pin_memory: give tensors in page-locked memory, from which copies to a GPU do not block the host.
         prefetch: prepare the next iteration in a background thread while the current one is used.
 
     Attributes:
@@ -71,6 +72,7 @@ class StepLoader:
         pad_token_id: int = 0,
         dtype: torch.dtype = torch.float32,
         prefetch: bool = True,
+        pin_memory: bool = False,
     ) -> None:
         self._layout = layout
         self._micro_batch_size = micro_batch_size
@@ -106,6 +108,7 @@ class StepLoader:
                 lane = Lane(side, share.lane, self._lanes, seed, split)
                 stream = data_provider.stream(data_config, self._tokens, lane)
                 self._readers[module].append(Reader(share, stream))
+        self._pin_memory = pin_memory
         self.consumed_samples = 0
         self.last_wait_s = 0.0
         self._state = self._stream_states()
@@ -161,6 +164,8 @@ class StepLoader:
             )
             for _ in range(self._num_microbatches)
         ]
+        if self._pin_memory:
+            microbatches = [batch.pin_memory() for batch in microbatches]
         return microbatches, self._stream_states()
 
     def next_step(self) -> list[Microbatch]:

@@ -104,6 +104,7 @@ class TrainingLoop:
             seed=train.seed,
             split=split,
             prefetch=prefetch,
+            pin_memory=self.platform.name == "cuda",
         )
 
     def _train(self, loader: StepLoader, logger: RunLogger, stop: StopSignal) -> str | None:
@@ -191,11 +192,11 @@ class TrainingLoop:
         train = self.config.train
         if not train.eval_iters:
             return
-        loader = self._open("valid", prefetch=False)
-        steps = [loader.next_step() for _ in range(train.eval_iters)]
-        loader.close()
+        loader = self._open("valid", prefetch=True)
         num_samples = self.dataset.num_samples(self.config.dataset, "valid")
+        steps = (loader.next_step() for _ in range(train.eval_iters))
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
+        loader.close()
         logger.log_eval(
             self.iteration, {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
         )
