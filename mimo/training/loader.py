@@ -78,8 +78,8 @@ class StepLoader:
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._tokens = model_provider.token_spec(model_config)
-        placeholders = model_provider.special_token_ids(model_config)
-        modules = {grid.name: placeholders[grid.name] for grid in layout.encoders}
+        ids = model_provider.special_token_ids(model_config)
+        modules = {grid.name: ids[grid.name] for grid in layout.encoders}
         num_image_tokens = partial(model_provider.num_image_tokens, model_config)
         self._collate_text = partial(
             collate_text,
@@ -106,8 +106,7 @@ class StepLoader:
             self._readers[module] = []
             for share in self._shares(module, position["dp"]):
                 lane = Lane(side, share.lane, self._lanes, seed, split)
-                stream = data_provider.stream(data_config, self._tokens, lane)
-                self._readers[module].append(Reader(share, stream))
+                self._readers[module].append(Reader(share, data_provider.stream(data_config, self._tokens, lane)))
         self._pin_memory = pin_memory
         self.consumed_samples = 0
         self.last_wait_s = 0.0
