@@ -64,7 +64,8 @@ def test_the_readme_shows_the_examples_as_they_are() -> None:
     assert shown == [(EXAMPLES / name).read_text() for name in ("own_provider.py", "own_data.py")]
 
 
-@pytest.mark.parametrize(("processes", "flags"), training_commands(), ids=lambda value: "")
+@pytest.mark.parametrize(("processes", "flags"), training_commands(),
+                         ids=[str(place) for place in range(len(training_commands()))])
 def test_every_command_is_accepted(processes: int | None, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -122,7 +123,7 @@ def shown_outputs() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("command", "output"), shown_outputs(), ids=lambda value: "")
+@pytest.mark.parametrize(("command", "output"), shown_outputs(), ids=["refused", "plan"])
 def test_outputs_are_what_is_printed(command: str, output: str) -> None:
     python, *arguments = shlex.split(command)
     assert python == "python"
