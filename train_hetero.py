@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.validate import run_world_size, validate
 from mimo.grid.report import dry_run_report
+
+# Seconds that the ranks which say nothing leave to the one that speaks, far apart as they may have started.
+SILENCE_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         return run(config)
     except ValueError as error:
         if speaks:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun ends all ranks as soon as one exits: the one that speaks has to be the first.
+            time.sleep(SILENCE_S)
         return 2
 
 

@@ -31,13 +31,6 @@ EVALUATED = {
 TEXT_ONLY = ("--mock-text-only-fraction", "1.0")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
-
-
 # Steps in which no lane has an image
 
 @pytest.fixture(scope="module")
@@ -238,18 +231,20 @@ def record_reductions(rank: int, flags: tuple[str, ...], world_size: int) -> tup
             starts[-1].append(place[-1])
         return start(group, *args, **kwargs)
 
-    with trainer_of(rank, flags, world_size) as (parts, loader), pytest.MonkeyPatch.context() as patch:
-        model_config = parts.built.model.config
-        assert model_config.grad_sync_func is not None
-        backward = "backward_step_multimodule"
-        patch.setattr(schedules, backward, inside("backward", getattr(schedules, backward)))
-        patch.setattr(model_config, "finalize_model_grads_func", inside("finalize", parts.grad_sync.finalize))
+    with pytest.MonkeyPatch.context() as patch:
+        # Before the trainer is built, which keeps hold of the encoder's.
         patch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", record_start)
-        for _ in range(2):
-            starts.append([])
-            train_step(parts, loader.next_step())
-        groups = sum(len(wrapped.bucket_groups) for wrapped in parts.built.wrapped.values())
-        return parts.communicator.is_pp_first_stage, groups, starts
+        with trainer_of(rank, flags, world_size) as (parts, loader):
+            model_config = parts.built.model.config
+            assert model_config.grad_sync_func is not None
+            backward = "backward_step_multimodule"
+            patch.setattr(schedules, backward, inside("backward", getattr(schedules, backward)))
+            patch.setattr(model_config, "finalize_model_grads_func", inside("finalize", parts.grad_sync.finalize))
+            for _ in range(2):
+                starts.append([])
+                train_step(parts, loader.next_step())
+            groups = sum(len(wrapped.bucket_groups) for wrapped in parts.built.wrapped.values())
+            return parts.communicator.is_pp_first_stage, groups, starts
 
 
 @pytest.mark.parametrize(("flags", "places"), [

@@ -19,13 +19,6 @@ FIRST_LANE, SECOND_LANE = 1, 2
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(3)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def oracle(pool: WorkerPool) -> Outcome:
     return pool.run(run_oracle, (), world_size=1)[0]
 
@@ -122,12 +115,12 @@ def find_kinds(oracle: Outcome, outcomes: list[Outcome]) -> set[tuple[str, str]]
 
 
 def test_a_lane_counted_twice_is_found(pool: WorkerPool, oracle: Outcome) -> None:
-    kinds = find_kinds(oracle, pool.run(run_with_fault, FAN_OUT, count_a_lane_twice))
+    kinds = find_kinds(oracle, pool.run(run_with_fault, FAN_OUT, count_a_lane_twice, world_size=3))
     assert {("loss", "0"), ("gradient", "vision"), ("gradient", "language")} <= kinds
 
 
 def test_encoder_gradients_divided_by_dp_are_found(pool: WorkerPool, oracle: Outcome) -> None:
-    kinds = find_kinds(oracle, pool.run(run_with_fault, FAN_IN, divide_encoder_gradients_by_dp))
+    kinds = find_kinds(oracle, pool.run(run_with_fault, FAN_IN, divide_encoder_gradients_by_dp, world_size=3))
     assert {("gradient", "vision"), ("grad norm", "0"), ("parameter", "vision")} <= kinds
     assert not {("loss", "0"), ("gradient", "language")} & kinds, "the first step's"
 
@@ -135,9 +128,9 @@ def test_encoder_gradients_divided_by_dp_are_found(pool: WorkerPool, oracle: Out
 @pytest.mark.parametrize("fault", [skip_the_last_update_of_a_shard, drop_the_last_parameter_gather])
 def test_a_stale_shard_is_found(pool: WorkerPool, oracle: Outcome, fault: Any) -> None:
     """Losses and gradients cannot show it: it is the last step's."""
-    assert find_kinds(oracle, pool.run(run_with_fault, FAN_OUT, fault)) == {("parameter", "language")}
+    assert find_kinds(oracle, pool.run(run_with_fault, FAN_OUT, fault, world_size=3)) == {("parameter", "language")}
 
 
 def test_rows_of_two_lanes_swapped_are_found(pool: WorkerPool, oracle: Outcome) -> None:
-    kinds = find_kinds(oracle, pool.run(run_with_fault, FAN_OUT, swap_rows_of_lanes))
+    kinds = find_kinds(oracle, pool.run(run_with_fault, FAN_OUT, swap_rows_of_lanes, world_size=3))
     assert {("loss", "0"), ("gradient", "vision"), ("gradient", "language")} <= kinds

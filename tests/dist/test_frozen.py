@@ -37,13 +37,6 @@ class FrozenOutcome:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def oracles(pool: WorkerPool) -> dict[str, Outcome]:
     return {freeze: pool.run(run_oracle, ("--freeze", freeze), world_size=1)[0] for freeze in FREEZE}
 

@@ -21,13 +21,6 @@ SOME_LANES = ("--dataset-provider", "tests.support.shaped_data:some_lanes")
 TEXT_ONLY_LAST = ("--dataset-provider", "tests.support.shaped_data:text_only_last")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
-
-
 # 6: parameter groups of one module showed up in the others
 
 def list_parameter_groups(rank: int, flags: tuple[str, ...], world_size: int) -> dict[str, list[str]]:

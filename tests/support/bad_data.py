@@ -15,6 +15,8 @@ from mimo.protocols import LANGUAGE, Lane, Sample, TokenSpec
 
 # The sample that is wrong, in the second global batch of 4. All samples have images.
 BAD_INDEX = 6
+# --image-token-id of the tests.
+IMAGE_TOKEN_ID = 95
 
 
 class BadProvider(MockProvider):
@@ -52,8 +54,12 @@ def _crop_image(sample: Sample, encoder_side: bool) -> None:
 
 
 def _encode_fewer_images(sample: Sample, encoder_side: bool) -> None:
+    """A sample that is complete on either side, and not the same."""
     if encoder_side:
         _drop_size(sample, encoder_side)
+        placeholder = np.flatnonzero(sample.tokens == IMAGE_TOKEN_ID)[-1]
+        sample.tokens = np.delete(sample.tokens, placeholder)
+        sample.target_mask = np.delete(sample.target_mask, placeholder)
 
 
 def _encode_another_sample(sample: Sample, encoder_side: bool) -> None:
