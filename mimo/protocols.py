@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mimo.grid.spec import GridSpec, Layout
+    from mimo.weights.rules import WeightMap
 
 LANGUAGE = "language"
 
@@ -214,4 +215,16 @@ class ModelProvider(Protocol):
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
         """Megatron spec of a `ModalitySubmodules` class whose forward gives `[tokens, hidden_size]`."""
+        ...
+
+    def weight_map(self, config: Any, module: str) -> WeightMap:
+        """Which Hugging Face tensors the module's parameters are: a rule for every parameter and saved buffer.
+
+        Import, export and refit read it. Imports torch.
+        """
+        ...
+
+    def hf_config(self, config: Any) -> dict[str, Any]:
+        """The model as a Hugging Face config.json: `architectures`, `model_type` and everything that is not at its
+        class's default. A provider without a Hugging Face counterpart raises ValueError, saying so."""
         ...
