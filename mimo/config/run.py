@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mimo.config.checkpoint import CheckpointConfig
 from mimo.config.data import DataConfig
 from mimo.config.ddp import DdpConfig
 from mimo.config.layout import LayoutConfig
@@ -30,6 +31,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     model_family: Any = None
     dataset: Any = None

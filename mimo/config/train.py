@@ -30,6 +30,8 @@ class TrainConfig:
     """Seed of parameters, dropout and sample order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: CUDA where there is one. cpu runs the same Megatron code under emulation, over gloo."""
+    deterministic_mode: bool = False
+    """Only kernels and reductions that give the same bits every time (slower); a resumed run then repeats exactly."""
     check_for_nan_in_loss: bool = True
     """Stop with an error when the loss is not finite."""
     watchdog_timeout_s: float = 600.0

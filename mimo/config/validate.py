@@ -37,6 +37,7 @@ def validate(config: RunConfig, world_size: int) -> Layout:
     _check_optim(config.optim)
     _check_schedule(config)
     _check_ddp(config)
+    _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
     return layout
 
@@ -188,6 +189,22 @@ def _check_ddp(config: RunConfig) -> None:
                 "--overlap-param-gather needs --use-distributed-optimizer, it is --no-use-distributed-optimizer")
     _refuse(ddp.encoder_ddp_overlap and not ddp.overlap_grad_reduce,
             "--encoder-ddp-overlap needs --overlap-grad-reduce")
+
+
+def _check_checkpoint(config: RunConfig) -> None:
+    flags = config.checkpoint
+    _refuse_below(flags, {"save_interval": 1, "keep_last": 1, "ckpt_step": 0})
+    for field in ("save_interval", "keep_last"):
+        _refuse(vars(flags)[field] is not None and flags.save is None,
+                f"{_flag(field)} {vars(flags)[field]} needs --save, the folder of the checkpoints")
+    _refuse(flags.async_save and flags.save is None, "--async-save needs --save, the folder of the checkpoints")
+    _refuse(flags.ckpt_step is not None and flags.load is None, f"--ckpt-step {flags.ckpt_step} needs --load")
+    _refuse(flags.finetune and flags.load is None,
+            "--finetune takes the weights of the checkpoint that --load names, and there is none")
+    minutes = flags.exit_duration_in_mins
+    _refuse(minutes is not None and not minutes > 0, f"--exit-duration-in-mins {minutes} is not above 0")
+    _refuse(bool(flags.load_hf) and bool(flags.load_vision_from and flags.load_language_from),
+            "--load-hf with both --load-vision-from and --load-language-from leaves nothing for it to give")
 
 
 def _flag(field: str) -> str:

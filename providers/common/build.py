@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.grid.spec import GridSpec
+from mimo.model.language import LanguageModel
 from mimo.model.layer_specs import decoder_layer_spec, mlp_linears, norm_builder, vit_layer_spec
 from mimo.model.projector import Projector
 from mimo.model.submodule import VisionSubmodule
@@ -50,48 +51,75 @@ RECOMPUTE: dict[str, dict[str, object]] = {
 }
 
 
-def decoder_config(config: DecoderConfig, context: BuildContext | None) -> TransformerConfig:
-    """Megatron's configuration of the decoder; `context` is None on ranks that do not build it."""
-    moe: dict[str, object] = {}
+def decoder_config(config: DecoderConfig, context: BuildContext | None, **sizes: object) -> TransformerConfig:
+    """Megatron's configuration of the decoder.
+
+    Args:
+        config: its sizes.
+        context: None on ranks that do not build it.
+        sizes: fields of a particular family, over the ones that all families share.
+    """
+    fused = context is not None and context.transformer_impl == "transformer_engine"
+    shared: dict[str, object] = {
+        "num_layers": config.num_layers, "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads, "num_query_groups": config.query_groups,
+        "ffn_hidden_size": config.ffn_hidden_size, "kv_channels": config.head_dim, "normalization": "RMSNorm",
+        "layernorm_epsilon": config.norm_epsilon, "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True, "bias_activation_fusion": fused, "add_bias_linear": False,
+        "add_qkv_bias": config.add_qkv_bias, "qk_layernorm": config.qk_layernorm,
+        "hidden_dropout": config.hidden_dropout, "attention_dropout": config.attention_dropout,
+        "sequence_parallel": context is not None and context.sequence_parallel}
+    shared |= RECOMPUTE["none" if context is None else context.recompute]
     if config.num_experts:
-        grouped = context is not None and context.transformer_impl == "transformer_engine"
-        moe = {
-            "num_moe_experts": config.num_experts, "moe_router_topk": config.moe_router_topk,
-            "moe_ffn_hidden_size": config.moe_ffn_hidden_size, "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
-            "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
-            "moe_router_pre_softmax": config.moe_router_pre_softmax, "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": grouped,
-        }
-        if context is not None:
-            moe |= {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp}
-    return transformer_config(
-        context, num_layers=config.num_layers, hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads, num_query_groups=config.query_groups,
-        ffn_hidden_size=config.ffn_hidden_size, kv_channels=config.head_dim, normalization="RMSNorm",
-        layernorm_epsilon=config.norm_epsilon, activation_func=torch.nn.functional.silu, gated_linear_unit=True,
-        bias_activation_fusion=context is not None and context.transformer_impl == "transformer_engine",
-        add_bias_linear=False, add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm,
-        hidden_dropout=config.hidden_dropout, attention_dropout=config.attention_dropout,
-        sequence_parallel=context is not None and context.sequence_parallel,
-        **RECOMPUTE["none" if context is None else context.recompute], **moe)
+        shared |= _moe_fields(config, context) | {"moe_grouped_gemm": fused}
+    return transformer_config(context, **(shared | sizes))
+
+
+def _moe_fields(config: DecoderConfig, context: BuildContext | None) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "num_moe_experts": config.num_experts, "moe_router_topk": config.moe_router_topk,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size, "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
+        "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
+        "moe_router_pre_softmax": config.moe_router_pre_softmax, "moe_router_dtype": "fp32"}
+    if context is not None:
+        fields |= {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp}
+    return fields
 
 
 def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleSpec:
-    """Spec of the decoder as the wheel's GPTModel.
+    """Spec of the decoder of the Llama, Qwen and Mixtral families.
 
     Raises:
         ValueError: experts on a tensor-parallel grid without sequence parallelism.
     """
     megatron_config = decoder_config(config, context)
+    layers = None if context is None else decoder_layer_spec(megatron_config, context.transformer_impl)
+    return language_model_spec(config, context, megatron_config, layers)
+
+
+def language_model_spec(config: DecoderConfig, context: BuildContext | None, megatron_config: TransformerConfig,
+                        layers: TransformerBlockSubmodules | None) -> ModuleSpec:
+    """Spec of a `LanguageModel`.
+
+    Args:
+        config: vocabulary, positions and tying.
+        context: None on ranks that only read `params["config"]`.
+        megatron_config: sizes of the layers.
+        layers: this stage's layers; None where `context` is.
+
+    Raises:
+        ValueError: experts on a tensor-parallel grid without sequence parallelism.
+    """
     if context is None:
-        return ModuleSpec(module=GPTModel, params={"config": megatron_config})
+        return ModuleSpec(module=LanguageModel, params={"config": megatron_config})
     tp = context.grid.tp
     if config.num_experts and tp > 1 and not context.sequence_parallel:
         raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {tp} needs --sequence-parallel")
-    return ModuleSpec(module=GPTModel, params={
+    return ModuleSpec(module=LanguageModel, params={
         "config": megatron_config,
-        "transformer_layer_spec": decoder_layer_spec(megatron_config, context.transformer_impl),
-        "vocab_size": config.vocab_size,
+        "transformer_layer_spec": layers,
+        "vocab_size": config.padded_vocab_size(tp),
+        "true_vocab_size": config.vocab_size,
         "max_sequence_length": context.seq_length,
         "pre_process": context.pre_process,
         "post_process": context.post_process,
@@ -99,6 +127,8 @@ def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleS
         "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
         "position_embedding_type": "rope",
         "rotary_base": config.rotary_base,
+        "rope_scaling": config.use_rope_scaling,
+        "rope_scaling_factor": config.rope_scaling_factor,
         # The merged sequence is scattered, not the text tokens alone: MimoModel does it.
         "scatter_embedding_sequence_parallel": False,
         "pg_collection": context.groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,11 +28,18 @@ class DecoderConfig:
     kv_channels: int = 0
     """Channels of a head; 0: hidden size divided by heads."""
     vocab_size: int = 32064
-    """Rows of the embedding, padding included; a multiple of --llm-tp."""
+    """Number of tokens."""
+    make_vocab_size_divisible_by: int = 128
+    """Embedding and output have as many rows as tokens, rounded up to a multiple of this (and of --llm-tp). Where
+    --llm-tp divides it, checkpoints of all layouts have the same rows."""
     max_position_embeddings: int = 4096
     """Longest sequence; --seq-length must not exceed it."""
     rotary_base: float = 10000.0
     """Base of the rotary position frequencies."""
+    use_rope_scaling: bool = False
+    """Llama 3's scaling of the rotary frequencies, for training at 8192 positions."""
+    rope_scaling_factor: float = 8.0
+    """Divisor of the lowest rotary frequencies; used with --use-rope-scaling."""
     norm_epsilon: float = 1e-5
     """Epsilon of the RMSNorms."""
     qk_layernorm: bool = False
@@ -73,11 +81,19 @@ class DecoderConfig:
         """Rows of the fused query, key and value weight."""
         return self.head_dim * (self.num_attention_heads + 2 * self.query_groups)
 
+    def padded_vocab_size(self, llm_tp: int = 1) -> int:
+        """Rows of embedding and output: the tokens and the padding after them."""
+        unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
+        return -(-self.vocab_size // unit) * unit
+
 
 def check_decoder(config: DecoderConfig, problems: Problems) -> None:
     """Note what is wrong with the decoder's sizes on any layout."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "make_vocab_size_divisible_by",
+                 "max_position_embeddings"):
         problems.positive(name, getattr(config, name))
+    if config.use_rope_scaling and config.rope_scaling_factor < 1:
+        problems.add(f"--rope-scaling-factor {config.rope_scaling_factor} must be at least 1")
     problems.positive("moe_ffn_hidden_size" if config.num_experts else "ffn_hidden_size",
                       config.moe_ffn_hidden_size if config.num_experts else config.ffn_hidden_size)
     if problems.found:
@@ -107,7 +123,6 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
     groups = config.query_groups
     if groups % grid.tp and grid.tp % groups:
         problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
-    problems.divides("vocab_size", config.vocab_size, "llm_tp", grid.tp, multiples=True)
     problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
     if seq_length > config.max_position_embeddings:
         problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
@@ -121,10 +136,10 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
 
 
 def decoder_shapes(config: DecoderConfig) -> list[ParameterShape]:
-    """Every parameter of the decoder. Tied embeddings are counted once."""
-    layers, hidden = config.num_layers, config.hidden_size
+    """Every parameter of the decoder; the vocabulary with its padding rows. Tied embeddings are counted once."""
+    layers, hidden, rows = config.num_layers, config.hidden_size, config.padded_vocab_size()
     shapes = [
-        ParameterShape("embedding.word_embeddings.weight", (config.vocab_size, hidden), 1, "tp", "first"),
+        ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp", "first"),
         ParameterShape("input_layernorm.weight", (hidden,), layers),
         ParameterShape("self_attention.linear_qkv.weight", (config.qkv_size, hidden), layers, "tp"),
         ParameterShape("self_attention.linear_proj.weight", (hidden, config.num_attention_heads * config.head_dim),
@@ -150,5 +165,5 @@ def decoder_shapes(config: DecoderConfig) -> list[ParameterShape]:
             ParameterShape("mlp.linear_fc2.weight", (hidden, config.ffn_hidden_size), layers, "tp"),
         ]
     if config.untie_embeddings_and_output_weights:
-        shapes.append(ParameterShape("output_layer.weight", (config.vocab_size, hidden), 1, "tp", "last"))
+        shapes.append(ParameterShape("output_layer.weight", (rows, hidden), 1, "tp", "last"))
     return shapes

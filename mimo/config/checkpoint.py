@@ -1,0 +1,52 @@
+"""Flags of checkpoints: where they go, when, and what is taken from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints: saving, resuming, pretrained weights."""
+
+    save: str | None = None
+    """Folder of the run's checkpoints; left out: nothing is saved."""
+    load: str | None = None
+    """Folder of checkpoints to go on from. Where it is also --save and still empty, the run starts fresh."""
+    save_interval: int | None = None
+    """Iterations between checkpoints; left out: only at the end and when the run is told to stop."""
+    keep_last: int | None = None
+    """Complete checkpoints to keep; older ones are deleted after each save. Left out: all."""
+    async_save: bool = False
+    """Write checkpoints in the background; training stops only while its state is copied to host memory."""
+    save_optim: bool = True
+    """--no-save-optim leaves the optimizers out."""
+    load_optim: bool = True
+    """--no-load-optim starts with fresh optimizers."""
+    load_scheduler: bool = True
+    """--no-load-scheduler starts the learning-rate schedule anew."""
+    save_rng: bool = True
+    """--no-save-rng leaves the random generators out."""
+    load_rng: bool = True
+    """--no-load-rng keeps the generators as --seed sets them."""
+    finetune: bool = False
+    """Take only the weights; iteration, optimizers, schedule, generators and data start anew."""
+    ckpt_step: int | None = None
+    """Iteration to load instead of the latest."""
+    dist_ckpt_optim_fully_reshardable: bool = True
+    """Taken for scripts written for Megatron-LM: optimizer state is always saved so that every layout can load it."""
+    ckpt_verify: bool = True
+    """Compare every tensor that is read with the checksum it was saved with."""
+    exit_duration_in_mins: float | None = None
+    """Minutes after which the run saves and exits, counted from its start."""
+    load_hf: str = ""
+    """Folder of a Hugging Face model (safetensors) whose weights the run starts from."""
+    load_vision_from: str = ""
+    """Folder of a Hugging Face vision tower (CLIP, SigLIP) or model whose tower the encoders start from."""
+    load_language_from: str = ""
+    """Folder of a Hugging Face language model, or model whose language part the language module starts from."""
+
+    @property
+    def has_pretrained(self) -> bool:
+        """Whether some weights come from a Hugging Face folder."""
+        return bool(self.load_hf or self.load_vision_from or self.load_language_from)
