@@ -20,19 +20,21 @@ from providers.common.decoder import DecoderConfig
 from providers.common.vision import VisionConfig
 
 
-def transformer_config(context: BuildContext | None, **sizes: object) -> TransformerConfig:
+def transformer_config(context: BuildContext | None, kind: type[TransformerConfig] = TransformerConfig,
+                       **sizes: object) -> TransformerConfig:
     """A TransformerConfig with what every module shares.
 
     Args:
         context: the module's grid, groups and precision; None gives a single-process float32 configuration, for ranks
             that only read sizes.
+        kind: the configuration's class.
         sizes: fields of the particular module.
     """
     grid = GridSpec(LANGUAGE) if context is None else context.grid
     dtype = torch.float32 if context is None else context.params_dtype
     impl = "local" if context is None else context.transformer_impl
     fused = impl == "transformer_engine"
-    return TransformerConfig(
+    return kind(
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp, context_parallel_size=grid.cp,
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True, transformer_impl=impl,
@@ -51,12 +53,14 @@ RECOMPUTE: dict[str, dict[str, object]] = {
 }
 
 
-def decoder_config(config: DecoderConfig, context: BuildContext | None, **sizes: object) -> TransformerConfig:
+def decoder_config(config: DecoderConfig, context: BuildContext | None,
+                   kind: type[TransformerConfig] = TransformerConfig, **sizes: object) -> TransformerConfig:
     """Megatron's configuration of the decoder.
 
     Args:
         config: its sizes.
         context: None on ranks that do not build it.
+        kind: the configuration's class.
         sizes: fields of a particular family, over the ones that all families share.
     """
     fused = context is not None and context.transformer_impl == "transformer_engine"
@@ -72,7 +76,7 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None, **sizes:
     shared |= RECOMPUTE["none" if context is None else context.recompute]
     if config.num_experts:
         shared |= _moe_fields(config, context) | {"moe_grouped_gemm": fused}
-    return transformer_config(context, **(shared | sizes))
+    return transformer_config(context, kind, **(shared | sizes))
 
 
 def _moe_fields(config: DecoderConfig, context: BuildContext | None) -> dict[str, object]:
