@@ -18,8 +18,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from mimo.model.latent_attention import LatentAttention, LatentDotProductAttention, with_epsilon
 from mimo.platform.norms import Norm
 
 IMPLS = ("local", "transformer_engine")
@@ -60,6 +61,30 @@ def decoder_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlock
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm)
     return _block(config, spec, impl)
+
+
+def mixed_decoder_spec(
+    config: MLATransformerConfig, impl: str, stage: int, latent_norm_epsilon: float
+) -> TransformerBlockSubmodules:
+    """Layers of one pipeline stage of a decoder with latent attention, some dense and some MoE, and its final norm.
+
+    Args:
+        config: `num_layers`, `moe_layer_freq` (a list of 0 for dense and 1 for MoE, for all layers),
+            `num_moe_experts`, `moe_grouped_gemm` and the pipeline size are read.
+        impl: `local` or `transformer_engine`.
+        stage: pipeline stage, from 0.
+        latent_norm_epsilon: epsilon of the norms on compressed queries and keys.
+
+    Raises:
+        ValueError: unknown `impl`.
+    """
+    _check_impl(impl)
+    kinds, count = config.moe_layer_freq, config.num_layers // config.pipeline_model_parallel_size
+    assert isinstance(kinds, list) and len(kinds) == config.num_layers, kinds
+    assert config.num_layers % count == 0, f"{config.num_layers} layers, {count} on a pipeline stage"
+    specs = {kind: _latent_layer(config, impl, bool(kind), latent_norm_epsilon) for kind in (0, 1)}
+    layers = [specs[kind] for kind in kinds[stage * count:(stage + 1) * count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_builder(impl))
 
 
 def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubmodules:
@@ -120,3 +145,34 @@ def _with_norms(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:
     return replace(spec, submodules=replace(
         layer, input_layernorm=Norm, pre_mlp_layernorm=Norm, self_attention=self_attention,
         sharded_state_dict_keys_map=names))
+
+
+def _latent_layer(config: MLATransformerConfig, impl: str, moe: bool, epsilon: float) -> ModuleSpec:
+    """The wheel's layer with `LatentAttention`, under the checkpoint names of Transformer Engine layers.
+
+    Those fuse the norms of compressed queries and keys into the up projections, and with their one epsilon for all
+    norms; here the norms stand alone where that would not do.
+    """
+    experts, grouped = (config.num_moe_experts, config.moe_grouped_gemm) if moe else (None, False)
+    if impl == "local":
+        spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=True,
+                                        multi_latent_attention=True, normalization=config.normalization)
+    else:
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=grouped,
+                                                          qk_layernorm=True, multi_latent_attention=True)
+    layer = spec.submodules
+    attention, names = layer.self_attention.submodules, {}
+    if impl == "local" or epsilon != config.layernorm_epsilon:
+        norm, linear = with_epsilon(norm_builder(impl), epsilon), attention.linear_q_proj
+        attention = replace(attention, q_layernorm=norm, kv_layernorm=norm, linear_q_up_proj=linear,
+                            linear_kv_up_proj=linear)
+        names = {f"self_attention.{kind}_layernorm.": f"self_attention.linear_{kind}_up_proj.layer_norm_"
+                 for kind in ("q", "kv")}
+    if impl == "local":
+        attention = replace(attention, core_attention=LatentDotProductAttention)
+        layer = replace(layer, input_layernorm=Norm, pre_mlp_layernorm=Norm)
+        if not moe:
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    self_attention = replace(layer.self_attention, module=LatentAttention, submodules=attention)
+    return replace(spec, submodules=replace(
+        layer, self_attention=self_attention, sharded_state_dict_keys_map=names))

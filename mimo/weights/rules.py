@@ -135,10 +135,13 @@ class Style:
         name: for messages, for example `LlavaForConditionalGeneration`.
         rewrites: (regular expression, replacement) of `re.sub`; the first that matches the start of a rule's name is
             applied.
+        optional: regular expressions, `re.search`ed in rules' own names, of tensors that this kind of checkpoint may
+            lack (a projector, in a vision tower's): a rule all of whose tensors are optional and absent is left out.
     """
 
     name: str
     rewrites: tuple[tuple[str, str], ...] = ()
+    optional: tuple[str, ...] = ()
 
     def spell(self, name: str) -> str:
         """A rule's name as this kind of checkpoint has it."""
@@ -146,6 +149,10 @@ class Style:
             if re.match(pattern, name):
                 return re.sub(pattern, replacement, name, count=1)
         return name
+
+    def may_lack(self, rule: Rule) -> bool:
+        """Whether this kind of checkpoint may come without any of a rule's tensors."""
+        return all(any(re.search(pattern, name) for pattern in self.optional) for name in rule.hf)
 
 
 @dataclass(frozen=True)

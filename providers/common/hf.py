@@ -1,8 +1,6 @@
-"""Sizes from a Hugging Face `LlavaConfig`, without importing transformers.
+"""Sizes from Hugging Face configurations, without importing transformers: reading one, a `LlavaConfig`, a text model's.
 
-A saved config.json leaves out what equals the class default, so the defaults of each supported class stand here; a test
-holds them against the installed transformers. A value that the model here cannot reproduce is an error that names its
-key.
+The defaults of the vision classes stand here, those of the text classes in `hf_text`; see there.
 """
 
 from __future__ import annotations
@@ -10,6 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from providers.common.hf_text import TEXT_DEFAULTS, allow, text_sizes, with_defaults
 
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "clip_vision_model": {
@@ -27,31 +27,7 @@ LLAVA_VISION: dict[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
 }
-_QWEN: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}
-TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "silu", "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    },
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128},
-    "qwen3_moe": {
-        **_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
-        "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
-    },
-}
-DEFAULT_ROPE_THETA = 10000.0
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Keys whose other values change the computation in a way that the decoder here does not follow.
-TEXT_FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False, None),
-    "decoder_sparse_step": (1,), "mlp_only_layers": (None, []), "partial_rotary_factor": (1, 1.0, None),
-}
 
 
 def load(source: str | Path | dict[str, Any]) -> dict[str, Any]:
@@ -75,20 +51,6 @@ def load(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def _allow(section: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"--hf-config: {section}{key} = {value!r} is not supported; supported: {choices}")
-
-
-def _section(config: dict[str, Any], key: str, default_type: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A sub-configuration with its class defaults filled in."""
-    given = config.get(key) or {}
-    model_type = given.get("model_type", default_type)
-    _allow(f"{key}.", "model_type", model_type, tuple(known))
-    return {**known[model_type], **given, "model_type": model_type}
-
-
 def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """Fields of the `llava` provider's `Config` that a `LlavaConfig` sets.
 
@@ -98,20 +60,33 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a value the model cannot reproduce; the message names the key.
     """
-    _allow("", "model_type", config.get("model_type", "llava"), ("llava",))
-    _allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
-    _allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
+    allow("", "model_type", config.get("model_type", "llava"), ("llava",))
+    allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
+    allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
     if not config.get("vision_config"):
         config = {**config, "vision_config": LLAVA_VISION}
-    vision = _section(config, "vision_config", "clip_vision_model", VISION_DEFAULTS)
-    text = _section(config, "text_config", "llama", TEXT_DEFAULTS)
-    sizes = _vision_sizes(vision, config) | _text_sizes(text)
+    vision = with_defaults(config["vision_config"], "vision_config.", "clip_vision_model", VISION_DEFAULTS)
+    text = with_defaults(config.get("text_config") or {}, "text_config.", "llama", TEXT_DEFAULTS)
+    sizes = _vision_sizes(vision, config) | text_sizes(text, "text_config.")
     # Either place may tie; transformers takes the text model's word where the outer config says nothing.
     tied = bool(config.get("tie_word_embeddings", False)) or bool(text["tie_word_embeddings"])
     sizes["untie_embeddings_and_output_weights"] = not tied
     sizes["image_token_id"] = config.get("image_token_index", config.get("image_token_id", 32000))
     sizes["projector_hidden_size"] = 0
     return sizes
+
+
+def causal_lm_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a `DecoderConfig` that the configuration of a text model (`...ForCausalLM`) sets.
+
+    Args:
+        config: the configuration as a dict, keys left at their default may be absent; `model_type` must be there.
+
+    Raises:
+        ValueError: a value the model cannot reproduce; the message names the key.
+    """
+    text = with_defaults(config, "", "", TEXT_DEFAULTS)
+    return text_sizes(text, "") | {"untie_embeddings_and_output_weights": not text["tie_word_embeddings"]}
 
 
 def _square(key: str, value: Any) -> int:
@@ -126,8 +101,8 @@ def _vision_sizes(vision: dict[str, Any], config: dict[str, Any]) -> dict[str, A
     clip = vision["model_type"] == "clip_vision_model"
     # `default` drops the first token: CLIP's class token. SigLIP has none to drop.
     strategy = config.get("vision_feature_select_strategy", "default")
-    _allow("", "vision_feature_select_strategy", strategy, ("default",) if clip else ("full",))
-    _allow("vision_config.", "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
+    allow("", "vision_feature_select_strategy", strategy, ("default",) if clip else ("full",))
+    allow("vision_config.", "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
     return {
         "vision_image_size": _square("image_size", vision["image_size"]),
         "vision_patch_size": _square("patch_size", vision["patch_size"]),
@@ -155,47 +130,3 @@ def _feature_layers(index: Any, num_layers: int) -> int:
         raise ValueError(f"--hf-config: vision_feature_layer = {index} with vision_config.num_hidden_layers = "
                          f"{num_layers} leaves {count} layers to run")
     return count
-
-
-def _text_sizes(text: dict[str, Any]) -> dict[str, Any]:
-    model_type = text["model_type"]
-    for key, allowed in TEXT_FIXED.items():
-        if key in text:
-            _allow("text_config.", key, text[key], allowed)
-    if set(text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise ValueError(f"--hf-config: text_config.layer_types = {text['layer_types']!r} is not supported; supported: "
-                         f"'full_attention' in every layer")
-    sizes = {
-        "num_layers": text["num_hidden_layers"],
-        "hidden_size": text["hidden_size"],
-        "num_attention_heads": text["num_attention_heads"],
-        "num_query_groups": text["num_key_value_heads"] or text["num_attention_heads"],
-        "ffn_hidden_size": text["intermediate_size"],
-        "kv_channels": text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
-        "vocab_size": text["vocab_size"],
-        "max_position_embeddings": text["max_position_embeddings"],
-        "rotary_base": _rope_theta(text),
-        "norm_epsilon": text["rms_norm_eps"],
-        "qk_layernorm": model_type in ("qwen3", "qwen3_moe"),
-        "add_qkv_bias": model_type == "qwen2",
-        "num_experts": 0,
-    }
-    if model_type == "qwen3_moe":
-        sizes |= {
-            # transformers 5 saves it under the second name.
-            "num_experts": text.get("num_local_experts", text["num_experts"]),
-            "moe_router_topk": text["num_experts_per_tok"],
-            "moe_ffn_hidden_size": text["moe_intermediate_size"],
-            "moe_router_pre_softmax": not text["norm_topk_prob"],
-        }
-    return sizes
-
-
-def _rope_theta(text: dict[str, Any]) -> float:
-    """Base of the rotary frequencies; transformers 4 spells it rope_theta, transformers 5 rope_parameters."""
-    for key in ("rope_scaling", "rope_parameters"):
-        scaling = text.get(key) or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        _allow("text_config.", f"{key}.rope_type", kind, ("default",))
-        _allow("text_config.", f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), (None, 1, 1.0))
-    return float((text.get("rope_parameters") or {}).get("rope_theta") or text.get("rope_theta") or DEFAULT_ROPE_THETA)

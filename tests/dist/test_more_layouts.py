@@ -47,20 +47,10 @@ def oracle(pool: WorkerPool) -> Outcome:
     return outcome
 
 
-def run_tied(rank: int, flags: tuple[str, ...], world_size: int) -> Outcome:
-    """`run_layout` where the last stage holds a second copy of the embedding."""
-    from megatron.core import parallel_state
-
-    with pytest.MonkeyPatch.context() as patch:
-        # The wheel's sharded state dict asks the global state which replica the second copy is; unused here.
-        patch.setattr(parallel_state, "get_data_parallel_rank", lambda **kwargs: 0)
-        return run_layout(rank, flags, world_size)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_to_one_process(pool: WorkerPool, oracle: Outcome, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
-    assert_equal(oracle, pool.run(run_tied, (*flags.split(), *OPTIONS), world_size, world_size=world_size))
+    assert_equal(oracle, pool.run(run_layout, (*flags.split(), *OPTIONS), world_size, world_size=world_size))
 
 
 @pytest.mark.parametrize("layout", LLM_ONLY_LAYOUTS)

@@ -20,7 +20,8 @@ SEQ_LENGTH = 12
 SMALL = mock.Config(
     vision_image_size=16, vision_patch_size=8, vision_hidden_size=32, vision_num_attention_heads=4,
     vision_ffn_hidden_size=48, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-    ffn_hidden_size=48, vocab_size=64, moe_ffn_hidden_size=24, image_token_id=63, moe_aux_loss_coeff=0.0)
+    ffn_hidden_size=48, vocab_size=64, make_vocab_size_divisible_by=2, moe_ffn_hidden_size=24, image_token_id=63,
+    moe_aux_loss_coeff=0.0)
 MOE = dataclasses.replace(SMALL, num_experts=4)
 
 

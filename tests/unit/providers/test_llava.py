@@ -143,8 +143,8 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
 
 @pytest.mark.parametrize(("config", "grids", "message"), [
     ({}, layout({"tp": 3}), "--num-attention-heads 8 is not divisible by --llm-tp 3; --llm-tp that fit: 1, 2, 4, 8"),
-    ({"vocab_size": 514}, layout({"tp": 4}), "--vocab-size 514 is not divisible by --llm-tp 4; nearest --vocab-size: "
-                                             "512 or 516"),
+    ({"make_vocab_size_divisible_by": 0}, layout(), "--make-vocab-size-divisible-by 0 must be at least 1"),
+    ({"use_rope_scaling": True, "rope_scaling_factor": 0.5}, layout(), "--rope-scaling-factor 0.5 must be at least 1"),
     ({"ffn_hidden_size": 250}, layout({"tp": 4}), "--ffn-hidden-size 250 is not divisible by --llm-tp 4; --llm-tp that "
                                                   "fit: 1, 2, 5, 10, 25, 50, 125, 250"),
     ({"num_attention_heads": 12, "num_query_groups": 3, "hidden_size": 144}, layout({"tp": 2}),
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_named(config: dict[str, Any], grids: Layout, messa
 
 def test_every_problem_is_reported_at_once() -> None:
     found = problems_of(SMALL, layout({"tp": 3, "pp": 3}, {"tp": 3}), 64)
-    flags = ("--llm-pp 3", "--num-attention-heads 8", "--vocab-size 512", "--seq-length 64", "--encoder-tp 3")
+    flags = ("--llm-pp 3", "--num-attention-heads 8", "--seq-length 64", "--encoder-tp 3")
     assert all(any(flag in line for line in found) for flag in flags)
 
 
@@ -202,7 +202,7 @@ def test_an_image_of_another_size_is_refused() -> None:
 @given(st.integers(1, 400), st.integers(1, 40), st.booleans())
 def test_suggestions_fit(value: int, divisor: int, multiples: bool) -> None:
     problems = Problems()
-    problems.divides("vocab_size", value, "llm_tp", divisor, multiples=multiples)
+    problems.divides("seq_length", value, "llm_tp", divisor, multiples=multiples)
     if value % divisor == 0:
         assert problems.found == []
         return

@@ -1,0 +1,163 @@
+"""What a checkpoint holds of the modules on this rank: named slices of global tensors.
+
+The wheel's `sharded_state_dict` says which slice of which global tensor every parameter and saved buffer is. Keys are
+`{module}.` and the wheel's key of the unwrapped module: whether a module trains (and so has a DDP wrapper) and where
+its ranks lie does not show in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import unwrap_model
+
+from mimo.grid.groups import Grids
+from mimo.model.build import named_modules_of
+from mimo.model.mimo_model import HeteroModel
+
+PROJECTOR = "projector"
+
+
+@dataclass
+class Saved:
+    """One parameter or buffer of this rank and the global slices it consists of.
+
+    Attributes:
+        module: the module it belongs to.
+        name: its dotted name inside the module on this rank, for messages.
+        tensor: the parameter or buffer itself.
+        pieces: contiguous views of `tensor`, in its order, with their places in global tensors; several where the
+            wheel splits it (gate and up halves).
+        is_expert: replicated over the expert data-parallel group instead of the dense one.
+    """
+
+    module: str
+    name: str
+    tensor: torch.Tensor
+    pieces: list[ShardedTensor]
+    is_expert: bool
+
+    @property
+    def part(self) -> str:
+        """What --freeze calls the part it belongs to: the module, or `projector`."""
+        return PROJECTOR if "input_projections." in self.name else self.module
+
+
+def saved_tensors(model: HeteroModel, grids: Grids) -> list[Saved]:
+    """Every parameter and persistent buffer of this rank, modules in the model's order."""
+    return [saved for name, part in named_modules_of(model) for saved in _of_module(name, part, grids)]
+
+
+def _of_module(name: str, part: Any, grids: Grids) -> Iterator[Saved]:
+    module = unwrap_model(part)
+    metadata = {"dp_cp_group": grids.collections[name].dp_cp}
+    state = sharded_state_dict_default(module, f"{name}.", (), metadata)
+    experts = {
+        id(parameter) for parameter in module.parameters() if not vars(parameter).get("allreduce", True)
+    }
+    for entry in nested_values(state):
+        # Extra state holds the scaling history of fp8 layers and nothing else.
+        if not isinstance(entry, (ShardedTensor, ShardedTensorFactory)) or entry.data is None:
+            continue
+        pieces = list(_pieces(entry))
+        yield Saved(name, entry.key.removeprefix(f"{name}."), entry.data, pieces, id(entry.data) in experts)
+
+
+def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
+    if isinstance(entry, ShardedTensor):
+        yield replace(entry, data=entry.data.detach())
+        return
+    built = replace(entry, data=entry.data.detach()).build()
+    for piece in nested_values(built):
+        assert isinstance(piece, ShardedTensor), piece
+        assert piece.data.is_contiguous() and piece.data.untyped_storage().data_ptr() == (
+            entry.data.untyped_storage().data_ptr()
+        ), f"{entry.key} is not split into contiguous views"
+        yield piece
+
+
+def rectangles(
+    shape: tuple[int, ...], begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
+    """The elements `begin` to `end` of a row-major array as rectangles: (offsets, sizes, begin, end) of each.
+
+    A flat range is at most a partial row, whole rows and a partial row on each axis: `2 * len(shape) - 1` rectangles.
+    """
+    if begin >= end:
+        return
+    if len(shape) == 1:
+        yield (begin,), (end - begin,), begin, end
+        return
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    first, last = begin // row, end // row
+    whole = first if begin % row == 0 else first + 1
+    if whole > last:
+        for offsets, sizes, a, b in rectangles(shape[1:], begin - first * row, end - first * row):
+            yield (first, *offsets), (1, *sizes), a + first * row, b + first * row
+        return
+    if begin < whole * row:
+        for offsets, sizes, a, b in rectangles(shape[1:], begin - first * row, row):
+            yield (first, *offsets), (1, *sizes), a + first * row, b + first * row
+    if whole < last:
+        yield (whole, *(0,) * (len(shape) - 1)), (last - whole, *shape[1:]), whole * row, last * row
+    if end > last * row:
+        for offsets, sizes, a, b in rectangles(shape[1:], 0, end - last * row):
+            yield (last, *offsets), (1, *sizes), a + last * row, b + last * row
+
+
+def flat_range(saved: Saved, begin: int, end: int, values: torch.Tensor, key: str, *, owned: bool) -> list[ShardedTensor]:
+    """A flat range of a parameter, such as a distributed optimizer owns, as slices of global tensors.
+
+    Args:
+        saved: the parameter.
+        begin, end: elements of it, in row-major order.
+        values: one value for each element, contiguous; the slices are views of it.
+        key: put in place of the module's name in the keys.
+        owned: no other data-parallel rank has these elements.
+    """
+    flat, found = values.view(-1), []
+    assert flat.numel() == end - begin, (saved.name, flat.numel(), begin, end)
+    start = saved.tensor.storage_offset()
+    for piece in saved.pieces:
+        origin = piece.data.storage_offset() - start
+        low, high = max(begin, origin), min(end, origin + piece.data.numel())
+        ones = (1,) * piece.prepend_axis_num
+        for offsets, sizes, a, b in rectangles(piece.data.shape, low - origin, high - origin):
+            place = (*(0,) * piece.prepend_axis_num, *offsets)
+            found.append(ShardedTensor(
+                key=f"{key}.{piece.key.removeprefix(f'{saved.module}.')}",
+                data=flat[a + origin - begin: b + origin - begin].view(*ones, *sizes),
+                dtype=values.dtype, local_shape=(*ones, *sizes), global_shape=piece.global_shape,
+                global_offset=tuple(base + more for base, more in zip(piece.global_offset, place, strict=True)),
+                axis_fragmentations=None, allow_shape_mismatch=piece.allow_shape_mismatch,
+                replica_id=(*piece.replica_id[:-1], 0) if owned else piece.replica_id,
+            ))
+    return found
+
+
+def spread_replicas(saved: Iterable[Saved], grids: Grids) -> list[ShardedTensor]:
+    """The pieces of `saved`, each with one writer among its data-parallel replicas, so that all write alike.
+
+    The replicas of a rank hold the same pieces in the same order, so each finds the same writers without a message.
+    """
+    loads: dict[tuple[str, bool], list[int]] = {}
+    pieces = []
+    for tensor in saved:
+        groups = grids.collections[tensor.module]
+        group = groups.expt_dp if tensor.is_expert else groups.dp_cp
+        load = loads.setdefault((tensor.module, tensor.is_expert), [0] * group.size())
+        for piece in tensor.pieces:
+            assert isinstance(piece.replica_id, tuple), piece
+            writer = load.index(min(load))
+            load[writer] += piece.data.numel() * piece.data.element_size()
+            place = (piece.replica_id[-1] - writer) % group.size()
+            pieces.append(replace(piece, replica_id=(*piece.replica_id[:-1], place)))
+    return pieces

@@ -1,0 +1,150 @@
+"""The folder of a run's checkpoints: names, the tracker file, publishing, tidying. One process does each of these.
+
+A checkpoint is written under a name of its own (`.saving_iter_0000010`) and renamed once it is complete, so a folder
+`iter_*` is always whole; only then the tracker names it. Whatever interrupts a save leaves both as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+METADATA = "metadata.json"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_UNFINISHED = ".saving_"
+_REPLACED = ".replaced_"
+
+
+def iteration_dir(root: Path, iteration: int) -> Path:
+    """Folder of one iteration's checkpoint, as Megatron names it."""
+    return root / f"iter_{iteration:07d}"
+
+
+def begin(root: Path, iteration: int) -> Path:
+    """An empty folder to write a checkpoint into; what an interrupted save left behind is removed first.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    _restore_replaced(root)
+    for leftover in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{_REPLACED}*")):
+        shutil.rmtree(leftover)
+    folder = root / f"{_UNFINISHED}{iteration_dir(root, iteration).name}"
+    folder.mkdir()
+    return folder
+
+
+def unfinished_dir(root: Path, iteration: int) -> Path:
+    """The folder that `begin` makes."""
+    return root / f"{_UNFINISHED}{iteration_dir(root, iteration).name}"
+
+
+def publish(root: Path, iteration: int, keep_last: int | None) -> Path:
+    """Give the written checkpoint its name, make it the latest, delete those beyond `keep_last`."""
+    written, final = unfinished_dir(root, iteration), iteration_dir(root, iteration)
+    _sync_folder(written)
+    replaced = root / f"{_REPLACED}{final.name}"
+    if final.exists():
+        final.rename(replaced)
+    written.rename(final)
+    _sync_folder(root)
+    write_tracker(root, str(iteration))
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    if keep_last is not None:
+        for old in [step for step in saved_iterations(root) if step != iteration][: -(keep_last - 1) or None]:
+            shutil.rmtree(iteration_dir(root, old))
+    return final
+
+
+def write_tracker(root: Path, latest: str) -> None:
+    """Name the latest checkpoint: an iteration, or `release` for imported weights. Replaced in one step."""
+    temporary = root / f".{TRACKER}.new"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(latest)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(root / TRACKER)
+    _sync_folder(root)
+
+
+def discard(root: Path, iteration: int) -> None:
+    """Remove what a failed save has written; the disk may be full."""
+    shutil.rmtree(unfinished_dir(root, iteration), ignore_errors=True)
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations with a complete checkpoint, ascending."""
+    found = [_ITERATION.fullmatch(path.name) for path in root.glob("iter_*") if (path / METADATA).is_file()]
+    return sorted(int(match.group(1)) for match in found if match is not None)
+
+
+def latest(root: Path) -> str | None:
+    """What the tracker names, an iteration or `release`; None where there is no tracker.
+
+    Raises:
+        ValueError: the tracker holds something else.
+    """
+    tracker = root / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    if text != RELEASE and not text.isdecimal():
+        raise ValueError(f"{tracker} holds {text!r}: neither an iteration nor {RELEASE!r}. Write the iteration of a "
+                         f"complete checkpoint into it ({_listed(root)}), or give --ckpt-step")
+    return text
+
+
+def find(root: Path, step: int | None, flag: str = "--load") -> Path | None:
+    """The checkpoint to load: that of `step`, or the latest. None where the folder holds none at all.
+
+    A checkpoint's own folder may be given too.
+
+    Raises:
+        ValueError: a checkpoint is named and is not there, or not complete.
+    """
+    if (root / METADATA).is_file():
+        return root
+    _restore_replaced(root)
+    if step is not None:
+        name, source = str(step), f"--ckpt-step {step}"
+    else:
+        name, source = latest(root), str(root / TRACKER)
+    if name is None:
+        steps = saved_iterations(root)
+        if steps:
+            raise ValueError(f"{flag} {root} has checkpoints ({_listed(root)}) but no {TRACKER}: name one with "
+                             "--ckpt-step")
+        return None
+    folder = root / RELEASE if name == RELEASE else iteration_dir(root, int(name))
+    if not (folder / METADATA).is_file():
+        what = "is not complete, it has no metadata.json" if folder.is_dir() else "is not there"
+        raise ValueError(f"{flag} {root}: {source} names {folder.name}, which {what}; complete: {_listed(root)}")
+    return folder
+
+
+def _restore_replaced(root: Path) -> None:
+    """Undo a publication that stopped between moving the old checkpoint of an iteration away and the new one in."""
+    for replaced in root.glob(f"{_REPLACED}*"):
+        final = root / replaced.name.removeprefix(_REPLACED)
+        if not final.exists():
+            replaced.rename(final)
+
+
+def _listed(root: Path) -> str:
+    steps = saved_iterations(root)
+    return ", ".join(str(step) for step in steps) if steps else "none"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make names in a folder survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

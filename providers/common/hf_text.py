@@ -1,0 +1,159 @@
+"""Sizes of a decoder from a Hugging Face text configuration, without importing transformers.
+
+A saved config.json leaves out what equals the class default, so the defaults of each supported class stand here; a test
+holds them against the installed transformers. A value that the decoder here cannot reproduce is an error that names its
+key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_QWEN: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "silu", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "qwen3_moe": {
+        **_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+        "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
+    },
+    "mixtral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": None, "num_experts_per_tok": 2,
+        "num_local_experts": 8, "router_jitter_noise": 0.0,
+    },
+}
+DEFAULT_ROPE_THETA = {"mixtral": 1e6}
+OTHER_ROPE_THETA = 10000.0
+# Megatron's rotary embedding has these numbers of Llama 3's scaling built in; the factor is free.
+LLAMA3_ROPE: dict[str, Any] = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Keys whose other values change the computation in a way that the decoder here does not follow.
+TEXT_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False, None),
+    "decoder_sparse_step": (1,), "mlp_only_layers": (None, []), "partial_rotary_factor": (1, 1.0, None), "router_jitter_noise": (0, 0.0),
+}
+
+
+def allow(section: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise ValueError, naming the key, for a value that is not in `allowed`.
+
+    Args:
+        section: where the key is, with a dot at its end: `text_config.`; empty at the top.
+        key: the key.
+        value: what the configuration has.
+        allowed: what the model here can reproduce.
+    """
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"--hf-config: {section}{key} = {value!r} is not supported; supported: {choices}")
+
+
+def with_defaults(config: dict[str, Any], section: str, default_type: str,
+                  known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A configuration with its class defaults filled in.
+
+    Args:
+        config: keys left at their default may be absent.
+        section: see `allow`.
+        default_type: `model_type` where `config` has none.
+        known: defaults of each supported `model_type`.
+
+    Raises:
+        ValueError: another `model_type`.
+    """
+    model_type = config.get("model_type", default_type)
+    allow(section, "model_type", model_type, tuple(known))
+    return {**known[model_type], **config, "model_type": model_type}
+
+
+def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
+    """Fields of a `DecoderConfig` that a text configuration sets; tying apart.
+
+    Args:
+        text: the configuration, defaults filled in.
+        section: see `allow`.
+
+    Raises:
+        ValueError: a value that the decoder cannot reproduce.
+    """
+    model_type = text["model_type"]
+    _check_fixed(text, section)
+    sizes = {
+        "num_layers": text["num_hidden_layers"],
+        "hidden_size": text["hidden_size"],
+        "num_attention_heads": text["num_attention_heads"],
+        "num_query_groups": text["num_key_value_heads"] or text["num_attention_heads"],
+        "ffn_hidden_size": text["intermediate_size"],
+        "kv_channels": text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+        "vocab_size": text["vocab_size"],
+        "max_position_embeddings": text["max_position_embeddings"],
+        "norm_epsilon": text["rms_norm_eps"],
+        "qk_layernorm": model_type in ("qwen3", "qwen3_moe"),
+        "add_qkv_bias": model_type == "qwen2",
+        "num_experts": 0,
+        **rope_sizes(text, section),
+    }
+    if model_type == "qwen3_moe":
+        sizes |= {
+            # transformers 5 saves it under the second name.
+            "num_experts": text.get("num_local_experts", text["num_experts"]),
+            "moe_router_topk": text["num_experts_per_tok"],
+            "moe_ffn_hidden_size": text["moe_intermediate_size"],
+            "moe_router_pre_softmax": not text["norm_topk_prob"],
+        }
+    if model_type == "mixtral":
+        sizes |= {
+            "num_experts": text["num_local_experts"],
+            "moe_router_topk": text["num_experts_per_tok"],
+            "moe_ffn_hidden_size": text["intermediate_size"],
+            "moe_router_pre_softmax": False,
+        }
+    return sizes
+
+
+def _check_fixed(text: dict[str, Any], section: str) -> None:
+    for key, allowed in TEXT_FIXED.items():
+        if key in text:
+            allow(section, key, text[key], allowed)
+    if text["model_type"] == "mixtral":
+        allow(section, "sliding_window", text["sliding_window"], (None,))
+    if set(text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise ValueError(f"--hf-config: {section}layer_types = {text['layer_types']!r} is not supported; supported: "
+                         f"'full_attention' in every layer")
+
+
+def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
+    """Fields of a `DecoderConfig` for rotary positions; transformers 4 spells them rope_theta and rope_scaling,
+    transformers 5 rope_parameters.
+
+    Raises:
+        ValueError: a scaling that the decoder cannot reproduce.
+    """
+    theta = text.get("rope_theta") or DEFAULT_ROPE_THETA.get(text["model_type"], OTHER_ROPE_THETA)
+    sizes = {"rotary_base": float(theta), "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = text.get(key) or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        allow(section, f"{key}.rope_type", kind, ("default", "llama3"))
+        allow(section, f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), (None, 1, 1.0))
+        if scaling.get("rope_theta"):
+            sizes["rotary_base"] = float(scaling["rope_theta"])
+        if kind == "llama3":
+            given = {"original_max_position_embeddings": text["max_position_embeddings"], **scaling}
+            for name, value in LLAMA3_ROPE.items():
+                allow(section, f"{key}.{name}", given.get(name), (value,))
+            if "factor" not in scaling:
+                raise ValueError(f"--hf-config: {section}{key}.factor is missing")
+            sizes |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    return sizes
