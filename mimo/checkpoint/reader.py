@@ -1,0 +1,212 @@
+"""Reads checkpoints without trusting them: no code is run from a file, and every item must have its checksum."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+import zlib
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+CHECKSUMS = "checksums.json"
+COMMON = "common.pt"
+_PLAIN = {("builtins", name) for name in ("set", "frozenset", "slice", "complex")} | {("collections", "OrderedDict")}
+_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
+
+
+class _DataOnly(pickle.Unpickler):
+    """Unpickles the index of a checkpoint: plain data and the classes that describe tensors, no functions."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class; raises UnpicklingError for anything that could run code."""
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module == "torch" or module.startswith(("torch.serialization", "pathlib", *_MODULES)):
+            found = super().find_class(module, name)
+            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)) or found in (torch.Size, torch.device):
+                return found
+            if name == "_get_layout" or module.startswith("pathlib") and name.endswith("Path"):
+                return found
+            is_data = isinstance(found, type) and (hasattr(found, "__dataclass_fields__") or issubclass(found, Enum))
+            if is_data and module.startswith(_MODULES):
+                return found
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not data")
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of a checkpoint, `.metadata`: global tensors, their pieces and where they are stored.
+
+    Raises:
+        ValueError: it is missing, damaged, or holds more than data.
+    """
+    path = folder / ".metadata"
+    try:
+        with path.open("rb") as file:
+            metadata = _DataOnly(file).load()
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is not a checkpoint: it has no .metadata") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, UnicodeError,
+            ValueError) as error:
+        raise ValueError(f"{path} is damaged or not the index of a checkpoint: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(f"{path} is not the index of a checkpoint")
+    return metadata
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors and per-rank state, `common.pt`.
+
+    Raises:
+        ValueError: it is missing, damaged, or holds more than data.
+    """
+    path = folder / COMMON
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} has no {COMMON}: not a checkpoint of this trainer, or an incomplete one") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(common, dict):
+        raise ValueError(f"{path} does not hold a dictionary")
+    return common
+
+
+class CheckedReader(FileSystemReader):
+    """The file reader of torch's distributed checkpoints with both of its trusts taken back.
+
+    Args:
+        folder: the checkpoint.
+        verify: compare every item that is read with its checksum (checkpoints without checksums are read as they are).
+    """
+
+    def __init__(self, folder: Path, verify: bool = True) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._checksums: dict[str, dict[str, int]] | None = None
+        if verify and (folder / CHECKSUMS).is_file():
+            self._checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index. Raises ValueError as `read_index`."""
+        metadata = read_index(self._folder)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of the plan.
+
+        Raises:
+            ValueError: a file is missing or too short, or an item is not what was saved; names all such items.
+        """
+        problems: list[str] = []
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in sorted(by_file.items()):
+            self._read_file(name, items, planner, problems)
+        if problems:
+            raise ValueError(f"{self._folder} is damaged:\n" + "\n".join(f"  {problem}" for problem in problems))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner, problems: list[str]) -> None:
+        try:
+            file = (self._folder / name).open("rb")
+        except OSError as error:
+            names = sorted({item.storage_index.fqn for item in items})
+            problems.append(f"{name} cannot be read ({error.strerror}); it holds {', '.join(names)}")
+            return
+        with file:
+            items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
+            place, value = None, None
+            for item in items:
+                stored = self.storage_data[item.storage_index]
+                if place != stored.offset:  # several parts of one stored tensor are read at once
+                    place, value = stored.offset, self._read_item(file, name, item, stored, problems)
+                if value is not None:
+                    _deliver(item, value, planner)
+
+    def _read_item(self, file: Any, name: str, item: ReadItem, stored: Any, problems: list[str]) -> Any:
+        """One stored tensor, or the bytes of an object; None after noting what is wrong with it."""
+        file.seek(stored.offset)
+        data = file.read(stored.length)
+        what = f"{item.storage_index.fqn} in {name}"
+        if len(data) != stored.length:
+            problems.append(f"{what}: the file ends {stored.length - len(data)} bytes early")
+            return None
+        if self._checksums is not None:
+            expected = self._checksums.get(name, {}).get(str(stored.offset))
+            if expected != zlib.crc32(data):
+                problems.append(f"{what}: the bytes are not those that were saved (checksum)")
+                return None
+        if item.type == LoadItemType.BYTE_IO:
+            return data
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+            problems.append(f"{what}: {str(error).splitlines()[0]}")
+            return None
+
+
+def _deliver(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
+    """Give one item to the planner, as torch's reader does."""
+    if item.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(item, io.BytesIO(value))
+        return
+    part = value[tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))]
+    target = planner.resolve_tensor(item).detach()
+    assert target.shape == part.shape, (item, target.shape, part.shape)
+    target.copy_(part)
+    planner.commit_tensor(item, target)
+
+
+class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
+    """The wheel's planner, which never runs code from an object of a checkpoint."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take in one object. Raises ValueError for one that is more than data."""
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{name} of the checkpoint holds more than data: {error}") from error
+
+
+class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
+    """The wheel's load strategy over `CheckedReader` and `DataOnlyPlanner`."""
+
+    def __init__(self, verify: bool = True) -> None:
+        super().__init__()
+        self._verify = verify
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
+        """Load in place. Raises ValueError for a damaged checkpoint, naming what is damaged."""
+        tensors = [entry for entry in torch_strategy.nested_values(sharded_state_dict)
+                   if isinstance(entry, ShardedTensor)]
+        by_key, flat_mapping, names = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = torch_strategy.mcore_to_pyt_state_dict(by_key, True)
+        planner = DataOnlyPlanner(
+            shapes_validation_sharded_tensors=[entry for entry in tensors if not entry.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={entry.key: entry for entry in tensors if entry.allow_shape_mismatch},
+            flatten_state_dict=False, flatten_sharded_tensors=False)
+        reader = CheckedReader(Path(checkpoint_dir), self._verify)
+        checkpoint.load(state, reader, planner=planner, no_dist=True)
+        values = {key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded = torch_strategy._replace_sharded_keys_with_state_dict_keys(values, flat_mapping, names)
+        torch_strategy._restore_dict_types(loaded, sharded_state_dict)
+        return loaded
