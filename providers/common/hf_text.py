@@ -41,7 +41,8 @@ LLAMA3_ROPE: dict[str, Any] = {
 # Keys whose other values change the computation in a way that the decoder here does not follow.
 TEXT_FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False, None),
-    "decoder_sparse_step": (1,), "mlp_only_layers": (None, []), "partial_rotary_factor": (1, 1.0, None), "router_jitter_noise": (0, 0.0),
+    "decoder_sparse_step": (1,), "mlp_only_layers": (None, []), "partial_rotary_factor": (1, 1.0, None),
+    "router_jitter_noise": (0, 0.0),
 }
 
 
@@ -144,6 +145,8 @@ def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
     sizes = {"rotary_base": float(theta), "use_rope_scaling": False, "rope_scaling_factor": 8.0}
     for key in ("rope_scaling", "rope_parameters"):
         scaling = text.get(key) or {}
+        if any(isinstance(value, dict) for value in scaling.values()):
+            raise ValueError(f"--hf-config: {section}{key} differs between layers, which is not supported")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         allow(section, f"{key}.rope_type", kind, ("default", "llama3"))
         allow(section, f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), (None, 1, 1.0))

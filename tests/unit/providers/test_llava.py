@@ -21,6 +21,8 @@ from providers.common.checks import Problems
 
 VISION = llava.VISION
 SMALL = mock.Config()
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
 
 
 def layout(language: dict[str, int] | None = None, vision: dict[str, int] | None = None) -> Layout:
@@ -100,7 +102,12 @@ def test_qwen3_moe_sizes() -> None:
     ({"text_config": {"hidden_act": "gelu"}}, "text_config.hidden_act"),
     ({"text_config": {"attention_bias": True}}, "text_config.attention_bias"),
     ({"text_config": {"mlp_bias": True}}, "text_config.mlp_bias"),
-    ({"text_config": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}}, "text_config.rope_scaling.rope_type"),
+    ({"text_config": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}}, "rope_scaling.low_freq_factor"),
+    ({"text_config": {"rope_scaling": LLAMA3 | {"high_freq_factor": 2.0}}}, "rope_scaling.high_freq_factor = 2.0"),
+    ({"text_config": {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}},
+     "rope_scaling.original_max_position_embeddings = 4096"),
+    ({"text_config": {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}}, "differs between layers"),
+    ({"text_config": {"model_type": "mixtral", "sliding_window": 4096}}, "text_config.sliding_window = 4096"),
     ({"text_config": {"rope_scaling": {"type": "linear", "factor": 2.0}}}, "text_config.rope_scaling.rope_type"),
     ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "text_config.rope_parameters.rope_type"),
     ({"text_config": {"model_type": "qwen2", "use_sliding_window": True}}, "text_config.use_sliding_window"),
