@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-MODEL_PROVIDERS = {"llava": "providers.llava:provider", "mock": "providers.mock:provider"}
+MODEL_PROVIDERS = {
+    "deepseek_v3": "providers.deepseek_v3:provider",
+    "llava": "providers.llava:provider",
+    "mock": "providers.mock:provider",
+}
 DATASET_PROVIDERS = {"digits": "data.digits:provider", "mock": "data.mock:provider"}
 
 

@@ -69,7 +69,7 @@ def mixed_decoder_spec(
     """Layers of one pipeline stage of a decoder with latent attention, some dense and some MoE, and its final norm.
 
     Args:
-        config: `num_layers`, `moe_layer_freq` (a list of 0 for dense and 1 for MoE, for all layers),
+        config: `num_layers`, `moe_layer_freq` (a list of 0 for dense and 1 for MoE, for all layers; 1: all are MoE),
             `num_moe_experts`, `moe_grouped_gemm` and the pipeline size are read.
         impl: `local` or `transformer_engine`.
         stage: pipeline stage, from 0.
@@ -79,9 +79,12 @@ def mixed_decoder_spec(
         ValueError: unknown `impl`.
     """
     _check_impl(impl)
-    kinds, count = config.moe_layer_freq, config.num_layers // config.pipeline_model_parallel_size
-    assert isinstance(kinds, list) and len(kinds) == config.num_layers, kinds
-    assert config.num_layers % count == 0, f"{config.num_layers} layers, {count} on a pipeline stage"
+    stages, kinds = config.pipeline_model_parallel_size, config.moe_layer_freq
+    if isinstance(kinds, int):
+        kinds = [kinds] * config.num_layers
+    assert len(kinds) == config.num_layers and set(kinds) <= {0, 1}, kinds
+    assert config.num_layers % stages == 0, f"{config.num_layers} layers over {stages} pipeline stages"
+    count = config.num_layers // stages
     specs = {kind: _latent_layer(config, impl, bool(kind), latent_norm_epsilon) for kind in (0, 1)}
     layers = [specs[kind] for kind in kinds[stage * count:(stage + 1) * count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_builder(impl))
