@@ -70,7 +70,7 @@ class TokenSpec:
 
     Attributes:
         vocab_size: ids are below it.
-        image_token_id: placeholder id of an image.
+        image_token_id: placeholder id of an image; -1: a text model, which takes no images.
         image_size: pixels a side that the encoder takes; 0 where it takes any.
         num_channels: channels of an image.
     """

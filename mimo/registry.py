@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 MODEL_PROVIDERS = {
+    "causal_lm": "providers.causal_lm:provider",
     "deepseek_v3": "providers.deepseek_v3:provider",
     "llava": "providers.llava:provider",
     "mock": "providers.mock:provider",

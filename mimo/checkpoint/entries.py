@@ -113,12 +113,15 @@ def rectangles(
             yield (last, *offsets), (1, *sizes), a + last * row, b + last * row
 
 
-def flat_range(saved: Saved, begin: int, end: int, values: torch.Tensor, key: str, *, owned: bool) -> list[ShardedTensor]:
+def flat_range(
+    saved: Saved, begin: int, end: int, values: torch.Tensor, key: str, *, owned: bool
+) -> list[ShardedTensor]:
     """A flat range of a parameter, such as a distributed optimizer owns, as slices of global tensors.
 
     Args:
         saved: the parameter.
-        begin, end: elements of it, in row-major order.
+        begin: first element of it, in row-major order.
+        end: element after the last.
         values: one value for each element, contiguous; the slices are views of it.
         key: put in place of the module's name in the keys.
         owned: no other data-parallel rank has these elements.

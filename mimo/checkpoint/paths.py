@@ -111,10 +111,8 @@ def find(root: Path, step: int | None, flag: str = "--load") -> Path | None:
     if (root / METADATA).is_file():
         return root
     _restore_replaced(root)
-    if step is not None:
-        name, source = str(step), f"--ckpt-step {step}"
-    else:
-        name, source = latest(root), str(root / TRACKER)
+    name = latest(root) if step is None else str(step)
+    source = str(root / TRACKER) if step is None else f"--ckpt-step {step}"
     if name is None:
         steps = saved_iterations(root)
         if steps:

@@ -35,7 +35,9 @@ class _DataOnly(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" or module.startswith(("torch.serialization", "pathlib", *_MODULES)):
             found = super().find_class(module, name)
-            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)) or found in (torch.Size, torch.device):
+            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+                return found
+            if found in (torch.Size, torch.device):
                 return found
             if name == "_get_layout" or module.startswith("pathlib") and name.endswith("Path"):
                 return found
@@ -57,8 +59,7 @@ def read_index(folder: Path) -> Metadata:
             metadata = _DataOnly(file).load()
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is not a checkpoint: it has no .metadata") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, UnicodeError,
-            ValueError) as error:
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged or not the index of a checkpoint: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError(f"{path} is not the index of a checkpoint")

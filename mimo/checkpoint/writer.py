@@ -1,4 +1,4 @@
-"""Writes what the wheel has planned: copied to host memory first, then to disk, in a thread if asked, with checksums."""
+"""Writes what the wheel has planned: to host memory, then to disk, in a thread if asked, with checksums."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class HostBuffer:
 
     @property
     def capacity_bytes(self) -> int:
+        """Bytes allocated so far."""
         return self._memory.numel()
 
     def reserve(self, num_bytes: int) -> None:

@@ -123,7 +123,7 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
                  if getattr(config.optim, name) is not None]
         if config.ddp.encoder_ddp_overlap:
             given.append("--encoder-ddp-overlap")
-        _refuse(bool(given), f"a run without encoder (--llm-only) has no use for {', '.join(given)}: leave it out")
+        _refuse(bool(given), f"a run without encoder has no use for {', '.join(given)}: leave it out")
 
 
 def _check_optim(optim: OptimConfig) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mimo.checkpoint.agree import gather
+from mimo.checkpoint.save import Saver
+from mimo.checkpoint.state import Progress
 from mimo.config.cli import to_toml
 from mimo.config.run import RunConfig
 from mimo.config.validate import num_microbatches, train_iterations
@@ -22,6 +25,7 @@ from mimo.training.evaluate import Evaluation, evaluate
 from mimo.training.generate import greedy_decode
 from mimo.training.loader import StepLoader
 from mimo.training.moe_metrics import TRACKED, count_moe_layers, moe_losses
+from mimo.training.resume import run_state, start
 from mimo.training.setup import setup_trainer
 from mimo.training.step import StepResult, train_step
 
@@ -50,25 +54,24 @@ class TrainingLoop:
             grids.describe(),
             report_path=Path(config.observe.run_dir) / f"stall-rank{grids.rank}.txt",
         )
-        self.iteration = self.consumed_samples = self.skipped_iterations = 0
+        self.progress = Progress()
+        self.saver: Saver | None = None
         self.last_evaluation: Evaluation | None = None
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
-        logger = RunLogger(
-            self.config.observe,
-            active=self.is_logging_rank,
-            total_iterations=self.total_iterations,
-            config_toml=to_toml(self.config),
-        )
+        began = time.monotonic()
+        logger = loader = None
         stop = StopSignal(self.watchdog)
-        loader = None
         try:
             self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
             self._prepare_moe()
             loader = self._open("train", prefetch=True)
-            logger.message(f"training {self.total_iterations} iterations on {self.grids.layout.kind} grids")
-            stopped = self._train(loader, logger, stop)
+            logger = self._start(loader)
+            stopped = self._train(loader, logger, stop, began)
+            self._save(loader)
+            if self.saver is not None:
+                self.saver.finish()
             if not stopped:
                 self._finish(logger)
             figures = {}
@@ -79,7 +82,8 @@ class TrainingLoop:
         finally:
             if loader is not None:
                 loader.close()
-            logger.close()
+            if logger is not None:
+                logger.close()
             stop.close()
             self.watchdog.close()
 
@@ -107,27 +111,60 @@ class TrainingLoop:
             pin_memory=self.platform.name == "cuda",
         )
 
-    def _train(self, loader: StepLoader, logger: RunLogger, stop: StopSignal) -> str | None:
+    def _start(self, loader: StepLoader) -> RunLogger:
+        """Load what the run starts from and open its records."""
+        self.state = run_state(self.parts, loader)
+        self.progress, lines = start(self.state, self.provider, loader, self.watchdog)
+        if self.config.checkpoint.save is not None:
+            self.saver = Saver(self.state, self.watchdog)
+        logger = RunLogger(
+            self.config.observe,
+            active=self.is_logging_rank,
+            total_iterations=self.total_iterations,
+            config_toml=to_toml(self.config),
+            resume_iteration=self.progress.iteration,
+        )
+        for line in lines:
+            logger.message(line)
+        logger.message(f"training {self.total_iterations} iterations on {self.grids.layout.kind} grids")
+        return logger
+
+    def _train(self, loader: StepLoader, logger: RunLogger, stop: StopSignal, began: float) -> str | None:
         """Run iterations; returns why it stopped early, or None."""
-        interval = self.config.train.eval_interval
-        while self.iteration < self.total_iterations:
+        train, checkpoint, progress = self.config.train, self.config.checkpoint, self.progress
+        limit_s = (checkpoint.exit_duration_in_mins or float("inf")) * 60
+        while progress.iteration < self.total_iterations:
             begin = time.perf_counter()
-            with self.watchdog.waiting("data", iteration=self.iteration + 1):
+            with self.watchdog.waiting("data", iteration=progress.iteration + 1):
                 microbatches = loader.next_step()
-            result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested))
-            self.iteration += 1
+            over_time = time.monotonic() - began > limit_s
+            result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested) or over_time)
+            progress.iteration += 1
             if result.success:
-                self.consumed_samples += self.config.train.global_batch_size
+                progress.consumed_samples += train.global_batch_size
             else:
-                self.skipped_iterations += 1
-            self.watchdog.progress(iteration=self.iteration)
-            record = self._record(result, loader.last_wait_s, time.perf_counter() - begin)
-            logger.log_step(record)
+                progress.skipped_iterations += 1
+            self.watchdog.progress(iteration=progress.iteration)
+            logger.log_step(self._record(result, loader.last_wait_s, time.perf_counter() - begin))
             if result.stop_requested:
-                return stop.name or "SIGTERM"
-            if interval and self.iteration % interval == 0 and self.iteration < self.total_iterations:
+                own = stop.name or ("--exit-duration-in-mins" if over_time else None)
+                return next(reason for reason in gather(self.grids, own) if reason is not None)
+            if checkpoint.save_interval and progress.iteration % checkpoint.save_interval == 0:
+                self._save(loader)
+            if train.eval_interval and not progress.iteration % train.eval_interval and not self._is_done:
                 self._evaluate(logger)
         return None
+
+    @property
+    def _is_done(self) -> bool:
+        return self.progress.iteration >= self.total_iterations
+
+    def _save(self, loader: StepLoader) -> None:
+        """Save the run as it stands, unless this iteration is saved already."""
+        if self.saver is None or self.saver.last_iteration == self.progress.iteration:
+            return
+        self.state.streams = loader.state_dict()
+        self.saver.save(self.progress)
 
     def _record(self, result: StepResult, data_wait_s: float, seconds: float) -> StepRecord:
         """Figures of one iteration; the maxima over ranks are agreed here."""
@@ -138,15 +175,18 @@ class TrainingLoop:
         memory = self.platform.peak_memory_bytes()
         maxima = [data_wait_s, sum(timer.drain_s() for timer in timers)]
         maxima += [float(memory) if name in self.grids.modules else 0.0 for name in names]
+        maxima.append(float(self.saver is not None and self.saver.is_writing))
         agreed = torch.tensor(maxima, dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
-        data_wait_s, bridge_wait_s, *peaks = agreed.tolist()
+        data_wait_s, bridge_wait_s, *peaks, writing = agreed.tolist()
+        if self.saver is not None:
+            self.saver.poll(bool(writing))
         rates = current_learning_rates(
             self.config, self.parts.scheduler, self.provider.encoders(self.config.model_family)
         )
         return StepRecord(
-            iteration=self.iteration,
-            consumed_samples=self.consumed_samples,
+            iteration=self.progress.iteration,
+            consumed_samples=self.progress.consumed_samples,
             lm_loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=next(iter(rates.values())),
@@ -154,7 +194,7 @@ class TrainingLoop:
             batch_size=self.config.train.global_batch_size,
             iteration_time_s=seconds,
             success=result.success,
-            skipped_iterations=self.skipped_iterations,
+            skipped_iterations=self.progress.skipped_iterations,
             num_zeros=result.num_zeros,
             tokens_per_s_per_gpu=(result.text_tokens + result.image_tokens) / seconds / self.grids.layout.world_size,
             image_tokens=result.image_tokens,
@@ -198,7 +238,7 @@ class TrainingLoop:
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
         loader.close()
         logger.log_eval(
-            self.iteration, {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
+            self.progress.iteration, {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
         )
 
     def _finish(self, logger: RunLogger) -> None:

@@ -71,7 +71,8 @@ class Fused:
         for part, rows in zip(parts, self.rows, strict=True):
             if part.shape[0] != self.groups * rows:
                 raise ValueError(f"shape {list(part.shape)} does not have {self.groups * rows} rows")
-        grouped = [part.reshape(self.groups, rows, *part.shape[1:]) for part, rows in zip(parts, self.rows, strict=True)]
+        grouped = [part.reshape(self.groups, rows, *part.shape[1:])
+                   for part, rows in zip(parts, self.rows, strict=True)]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -173,7 +174,8 @@ class WeightMap:
     def best_style(self, names: Iterable[str]) -> Style:
         """The style under which most of the rules' tensors are among `names`."""
         present = set(names)
-        return max(self.styles, key=lambda style: sum(style.spell(hf) in present for rule in self.rules for hf in rule.hf))
+        names_of = [hf for rule in self.rules for hf in rule.hf]
+        return max(self.styles, key=lambda style: sum(style.spell(hf) in present for hf in names_of))
 
 
 def _reshaped(

@@ -97,8 +97,8 @@ class HfSource:
         except SafetensorError as error:
             raise ValueError(f"{self.path / entry.file}: {name} cannot be read: {error}") from error
         if rows is None and tuple(tensor.shape) != entry.shape:
-            raise ValueError(f"{self.path / entry.file}: {name} was {list(entry.shape)} when its header was read and is "
-                             f"{list(tensor.shape)} now")
+            raise ValueError(f"{self.path / entry.file}: {name} was {list(entry.shape)} when its header was read and "
+                             f"is {list(tensor.shape)} now")
         return tensor
 
     def missing_files(self) -> list[str]:
@@ -194,7 +194,7 @@ def _open_file(path: Path) -> Any:
 def _header(folder: Path, name: str) -> dict[str, SourceTensor]:
     file = _open_file(folder / name)
     entries = {}
-    for tensor in file.keys():  # noqa: SIM118  (not a mapping)
+    for tensor in file.keys():
         part = file.get_slice(tensor)
         dtype_name = str(part.get_dtype())
         entries[tensor] = SourceTensor(tuple(part.get_shape()), DTYPES.get(dtype_name), dtype_name, name)

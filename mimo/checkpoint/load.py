@@ -1,0 +1,246 @@
+"""Loading: check everything against the checkpoint's index first, then load in place, then check what was loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mimo.checkpoint import paths
+from mimo.checkpoint.agree import from_first_rank, gather, raise_together
+from mimo.checkpoint.entries import PROJECTOR
+from mimo.checkpoint.differences import config_differences
+from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
+from mimo.checkpoint.reader import DataOnlyLoadStrategy, read_common, read_index
+from mimo.checkpoint.rng import restore_rng, rng_objects
+from mimo.checkpoint.state import Progress, RunState, model_entries, optimizer_entries, stream_object
+from mimo.observe.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+MAX_LISTED = 40
+
+
+@dataclass
+class Loaded:
+    """What came out of a checkpoint.
+
+    Attributes:
+        folder: the checkpoint.
+        progress: how far its run was; the beginning with --finetune.
+        streams: state for the data loader; None where the data starts anew.
+        notes: what differs from the checkpoint, for a person.
+    """
+
+    folder: Path
+    progress: Progress
+    streams: dict[str, Any] | None
+    notes: list[str]
+
+
+def find_checkpoint(state: RunState) -> Path | None:
+    """The checkpoint that --load means, the same on every rank; None where a run starts fresh.
+
+    Raises:
+        ValueError: there is none although one was asked for.
+    """
+    flags, error, folder = state.config.checkpoint, None, None
+    if flags.load is None:
+        return None
+    if state.grids.rank == 0:
+        root = Path(flags.load)
+        try:
+            folder = paths.find(root, flags.ckpt_step)
+        except ValueError as problem:
+            error = str(problem)
+        fresh = flags.save is not None and Path(flags.save) == root and not flags.finetune
+        if folder is None and error is None and not fresh:
+            what = "holds no checkpoint" if root.is_dir() else "does not exist"
+            error = f"--load {root} {what}; only where --save names the same folder does a run start fresh there"
+    raise_together(state.grids, error)
+    return from_first_rank(state.grids, folder)
+
+
+def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded:
+    """Load what the flags ask for, in place. Collective over the world.
+
+    Raises:
+        ValueError: everything that is missing, left over or of another shape or dtype, or what is damaged. Nothing was
+            changed unless the checkpoint is damaged.
+    """
+    with watchdog.limit(float("inf")), watchdog.waiting("checkpoint to load", folder=str(folder)):
+        common, index = _open(state, folder)
+        flags, weights_only = state.config.checkpoint, state.config.checkpoint.finetune or folder.name == paths.RELEASE
+        saved = state.saved()
+        held = state.held(saved)
+        wants_optimizer = flags.load_optim and not weights_only
+        fresh = _fresh_parts(state, common, held) if wants_optimizer else None
+        continued = [one for one in held if fresh is not None and one.saved.part not in fresh[one.saved.module]]
+        entries = {"model": model_entries(state, saved), "optimizer": optimizer_entries(continued)}
+        _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer)
+        notes = config_differences(common["config"], state.config)
+        objects = {} if weights_only else _objects(state, index, notes)
+        loaded = _load(state, folder, {**entries, **objects})
+        _finish_optimizer(state, common, held, continued, folder)
+    for module, parts in sorted((fresh or {}).items()):
+        notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]
+    return _restore(state, folder, common, loaded, notes, weights_only=weights_only)
+
+
+def _open(state: RunState, folder: Path) -> tuple[dict[str, Any], Metadata]:
+    error, common, index = None, {}, None
+    try:
+        common, index = read_common(folder), read_index(folder)
+        if not {"iteration", "config", "frozen", "optimizer_steps"} <= common.keys():
+            error = f"{folder}: common.pt is not that of a checkpoint of this trainer"
+    except (ValueError, OSError) as problem:
+        error = str(problem)
+    raise_together(state.grids, error)
+    assert index is not None, "raised above"
+    return common, index
+
+
+def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized]) -> dict[str, set[str]]:
+    """Parts that train now and were frozen when the checkpoint was made, by module.
+
+    Raises:
+        ValueError: the checkpoint has no optimizer, or lacks that of a part which trained.
+    """
+    steps = common["optimizer_steps"]
+    wanted: dict[str, set[str]] = {}
+    for one in held:
+        wanted.setdefault(one.saved.module, set()).add(one.saved.part)
+    error = None
+    fresh: dict[str, set[str]] = {module: set() for module in wanted}
+    if steps is None:
+        error = "the checkpoint holds no optimizer (--no-save-optim): give --no-load-optim, or --finetune"
+    else:
+        for module, parts in wanted.items():
+            fresh[module] = parts - steps.get(module, {}).keys()
+            strange = sorted(part for part in fresh[module] if part not in common["frozen"])
+            if strange:
+                error = f"the checkpoint has no optimizer state of {', '.join(strange)} ({module}), which trained then"
+    raise_together(state.grids, error)
+    return fresh
+
+
+def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadata,
+           entries: dict[str, dict[str, ShardedTensor]], *, wants_optimizer: bool) -> None:
+    """Compare what this run asks for with what the checkpoint holds; one error lists everything."""
+    missing, clashes = set(), set()
+    metadata = index.state_dict_metadata
+    stored = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
+    requested = {entry.key: entry for group in entries.values() for entry in group.values()}
+    for key, entry in requested.items():
+        if key not in stored:
+            missing.add(key)
+            continue
+        shape, dtype = tuple(stored[key].size), stored[key].properties.dtype
+        if shape != tuple(entry.global_shape) and not entry.allow_shape_mismatch:
+            clashes.add(f"{key}: shape {list(shape)} in the checkpoint, {list(entry.global_shape)} in this run")
+        if dtype != entry.dtype:
+            clashes.add(f"{key}: {dtype} in the checkpoint, {entry.dtype} in this run")
+    reports = gather(state.grids, (missing, clashes, set(requested)))
+    error = None
+    if state.grids.rank == 0:
+        asked = set().union(*(report[2] for report in reports))
+        left = {key for key in stored if key not in asked and _concerns(key, state, common, wants_optimizer)}
+        error = _listing(folder, set().union(*(report[0] for report in reports)),
+                         set().union(*(report[1] for report in reports)), left)
+    raise_together(state.grids, error)
+
+
+def _concerns(key: str, state: RunState, common: dict[str, Any], wants_optimizer: bool) -> bool:
+    """Whether a stored tensor belongs to something that this run loads, so that it must not be left over.
+
+    Optimizer state of parts that are frozen now, and modules that this run does not have, may be.
+    """
+    modules = state.grids.layout.grids
+    if key.startswith("mimo."):
+        module = key.split(".")[1]
+        part = PROJECTOR if ".input_projections." in key else module
+        return wants_optimizer and module in modules and part not in state.config.model.frozen
+    return key.split(".")[0] in modules or key.split(".")[0] not in common["grids"]
+
+
+def _listing(folder: Path, missing: set[str], clashes: set[str], left: set[str]) -> str | None:
+    lines = []
+    for title, found in (("missing in the checkpoint", missing), ("of another shape or dtype", clashes),
+                         ("in the checkpoint, but not in this run", left)):
+        if found:
+            lines += [f"{title} ({len(found)}):", *(f"  {name}" for name in sorted(found)[:MAX_LISTED])]
+            lines += [f"  ... and {len(found) - MAX_LISTED} more"] if len(found) > MAX_LISTED else []
+    return "\n".join([f"--load {folder} does not fit this run; nothing was loaded", *lines]) if lines else None
+
+
+def _objects(state: RunState, index: Metadata, notes: list[str]) -> dict[str, Any]:
+    """Generator and data stream states to ask for: those that the checkpoint has for this rank."""
+    stored, objects = set(index.state_dict_metadata), {}
+    if state.config.checkpoint.load_rng:
+        wanted = rng_objects(None, state.grids)
+        objects["rng"] = {name: one for name, one in wanted.items() if one.unique_key in stored}
+        lacking = [name for name in wanted if name not in objects["rng"]]
+        if lacking:
+            notes.append(f"random generators of {', '.join(lacking)} start from --seed: the checkpoint has none for a "
+                         "grid of this size")
+    lanes = sorted(ShardedObject.empty_from_unique_key(key).key.split(".")[2:] for key in stored
+                   if key.startswith("mimo.loader."))
+    names = ["/".join(lane) for lane in lanes]
+    if names and state.streams["streams"]:
+        own = [name for name in state.streams["streams"] if name in names]
+        if len(own) < len(state.streams["streams"]):
+            own.append(next((name for name in names if name not in own), names[0]))
+        objects["loader"] = {name: stream_object(name, None, main=False) for name in dict.fromkeys(own)}
+    return objects
+
+
+def _load(state: RunState, folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
+    strategy = DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify)
+    # Loading leaves the entries' tensors in place; what comes back matters for objects only.
+    error, loaded = None, {}
+    try:
+        loaded = dist_checkpointing.load(
+            {key: value for key, value in entries.items() if value}, str(folder), strategy,
+            validate_access_integrity=False)
+    except (ValueError, OSError, CheckpointingException) as problem:
+        error = f"--load: {problem}"
+    raise_together(state.grids, error)
+    return loaded
+
+
+def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimized], continued: list[Optimized],
+                      folder: Path) -> None:
+    """Give every optimizer its step count and fp32 copies that equal the weights."""
+    steps, known = common["optimizer_steps"] or {}, {id(one) for one in continued}
+    for one in held:
+        one.set_step(steps[one.saved.module][one.saved.part] if id(one) in known else 0)
+    take_weights(one for one in held if id(one) not in known)
+    wrong = differing(held)
+    error = None
+    if wrong:
+        listed = ", ".join(wrong[:MAX_LISTED])
+        error = (f"{folder}: weights are not the rounded fp32 copies of the optimizer: {listed}; the first step would "
+                 "change them. The checkpoint is not consistent; --no-load-optim takes the weights")
+    raise_together(state.grids, error)
+
+
+def _restore(state: RunState, folder: Path, common: dict[str, Any], loaded: dict[str, Any], notes: list[str], *,
+             weights_only: bool) -> Loaded:
+    flags = state.config.checkpoint
+    if weights_only:
+        return Loaded(folder, Progress(), None, notes)
+    if flags.load_scheduler:
+        state.scheduler.step(increment=int(common["scheduler"]["num_steps"]))
+    if loaded.get("rng"):
+        restore_rng(state.platform, list(loaded["rng"].values())[-1])
+    streams = None
+    if loaded.get("loader"):
+        streams = {"consumed_samples": common["loader_samples"], "streams": loaded["loader"]}
+    progress = Progress(common["iteration"], common["consumed_samples"], common["skipped_iterations"])
+    return Loaded(folder, replace(progress), streams, notes)

@@ -1,0 +1,164 @@
+"""Optimizer state as slices of global tensors: every layout can load what any layout has saved.
+
+The wheel's formats either follow its gradient buckets (loadable on another data-parallel size only) or gather a whole
+optimizer over its data-parallel ranks first. Here each rank saves the flat ranges it owns as rectangles of the global
+tensors, without a message, and loads whatever part of them it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+from mimo.checkpoint.entries import Saved, flat_range
+from mimo.optim.optimizer import HeteroOptimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+
+
+@dataclass
+class Optimized:
+    """What one optimizer holds of one parameter on this rank.
+
+    Attributes:
+        saved: the parameter.
+        main: the values it updates: an fp32 copy of elements `begin` to `end`, or the parameter's own memory.
+        begin, end: elements of the parameter, in row-major order.
+        inner: the torch (or Transformer Engine) optimizer.
+        group: its parameter group.
+        owned: no other data-parallel rank has these elements.
+    """
+
+    saved: Saved
+    main: torch.Tensor
+    begin: int
+    end: int
+    inner: Any
+    group: dict[str, Any]
+    owned: bool
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The model's own values of these elements, flat."""
+        return self.saved.tensor.detach().reshape(-1)[self.begin: self.end]
+
+    @property
+    def has_main(self) -> bool:
+        """Whether `main` is a copy, not the parameter itself."""
+        return self.main.data_ptr() != self.weights.data_ptr()
+
+    def step(self) -> int:
+        """Updates that Adam has counted; 0 before the first."""
+        return int(self.inner.state.get(self.main, {}).get("step", self.group.get("step", 0)))
+
+    def set_step(self, step: int) -> None:
+        """Set what `step` gives: in the state where torch keeps it, in the group where fused optimizers do."""
+        if isinstance(self.inner, torch.optim.Adam | torch.optim.AdamW):
+            self.inner.state[self.main]["step"] = torch.tensor(float(step))
+        else:
+            self.group["step"] = step
+
+    def entries(self) -> list[ShardedTensor]:
+        """The moments and the fp32 copy, in place."""
+        values = {moment: self.inner.state[self.main][moment] for moment in MOMENTS}
+        if self.has_main:
+            values[MAIN] = self.main
+        found = []
+        for kind, value in values.items():
+            key = state_key(self.saved.module, kind)
+            found += flat_range(self.saved, self.begin, self.end, value.detach(), key, owned=self.owned)
+        return found
+
+
+def state_key(module: str, kind: str) -> str:
+    """Start of the keys of one kind of optimizer state of a module."""
+    return f"mimo.{module}.optimizer.state.{kind}"
+
+
+def optimized(optimizer: HeteroOptimizer, saved: Iterable[Saved]) -> list[Optimized]:
+    """Everything the optimizers of this rank hold; where there was no state yet, moments of zero."""
+    by_parameter = {id(tensor.tensor): tensor for tensor in saved}
+    found = []
+    for info in optimizer.module_infos.values():
+        if info.is_active and info.optimizer is not None:
+            for one in vars(info.optimizer).get("chained_optimizers", [info.optimizer]):
+                if one.optimizer is not None:
+                    _allocate(one)
+                    found += [_describe(by_parameter, one, *held) for held in _held(one)]
+    return [held for held in found if held.begin < held.end]
+
+
+def _allocate(optimizer: Any) -> None:
+    """Give every parameter its state; torch's Adam makes it in its first step only, and then without asking again."""
+    if optimizer.init_state_fn is not None:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    if isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        for state in optimizer.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, dict[str, Any], bool]]:
+    """(model parameter, main values, begin, end, group, owned) of one optimizer of the wheel."""
+    groups = optimizer.optimizer.param_groups
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            span = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, groups[group]["params"][order], span.start, span.end, groups[group], True
+        return
+    owner = {id(parameter): group for group in groups for parameter in group["params"]}
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        pairs = [
+            pair
+            for model, main in ((optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+                                (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups))
+            for models, mains in zip(model, main, strict=True)
+            for pair in zip(models, mains, strict=True)
+        ]
+    else:
+        assert isinstance(optimizer, FP32Optimizer), type(optimizer)
+        pairs = [(parameter, parameter) for group in groups for parameter in group["params"]]
+    for parameter, main in pairs:
+        yield parameter, main, 0, parameter.numel(), owner[id(main)], False
+
+
+def _describe(by_parameter: dict[int, Saved], optimizer: Any, parameter: torch.Tensor, main: torch.Tensor, begin: int,
+              end: int, group: dict[str, Any], owned: bool) -> Optimized:
+    assert id(parameter) in by_parameter, f"a parameter of shape {tuple(parameter.shape)} is optimized but not saved"
+    return Optimized(by_parameter[id(parameter)], main, begin, end, optimizer.optimizer, group, owned)
+
+
+def steps_of(held: Iterable[Optimized]) -> dict[str, dict[str, int]]:
+    """Adam's count of updates of each part of each module on this rank. It is one number a part."""
+    steps: dict[str, dict[str, int]] = {}
+    for one in held:
+        part, step = one.saved.part, one.step()
+        known = steps.setdefault(one.saved.module, {}).setdefault(part, step)
+        assert known == step, f"{one.saved.name} of {one.saved.module} counts {step} updates, others of {part} {known}"
+    return steps
+
+
+@torch.no_grad()
+def take_weights(held: Iterable[Optimized]) -> None:
+    """Set the fp32 copies to the model's weights."""
+    for one in held:
+        if one.has_main:
+            one.main.view(-1).copy_(one.weights)
+
+
+@torch.no_grad()
+def differing(held: Iterable[Optimized]) -> list[str]:
+    """Parameters whose weights are not their fp32 copies, rounded; their names with modules.
+
+    A step with the learning rate 0 would change them.
+    """
+    return [
+        f"{one.saved.module}: {one.saved.name}" for one in held
+        if one.has_main and not torch.equal(one.main.view(-1).to(one.weights.dtype), one.weights)
+    ]

@@ -1,0 +1,121 @@
+"""The state of a run as one sharded state dict, the same for saving and for loading in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mimo.checkpoint.entries import Saved, saved_tensors, spread_replicas
+from mimo.checkpoint.optimizer_state import Optimized, optimized
+from mimo.config.cli import to_toml
+from mimo.config.run import RunConfig
+from mimo.grid.groups import Grids
+from mimo.grid.spec import GridSpec
+from mimo.model.build import BuiltModel
+from mimo.optim.optimizer import HeteroOptimizer
+from mimo.platform.base import Platform
+
+CHECKPOINT_VERSION = 3.0
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        iteration: iterations done.
+        consumed_samples: samples of successful iterations, which the schedule counts.
+        skipped_iterations: iterations without an update.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+
+
+@dataclass
+class RunState:
+    """The objects whose state a checkpoint holds, on this rank.
+
+    Attributes:
+        config: the run's flags.
+        grids: process groups.
+        platform: owner of the random generators.
+        built: the model.
+        optimizer: the optimizers of all modules.
+        scheduler: the learning-rate schedule.
+        streams: state of each open data stream by `module/lane`, and the samples handed out.
+    """
+
+    config: RunConfig
+    grids: Grids
+    platform: Platform
+    built: BuiltModel
+    optimizer: HeteroOptimizer
+    scheduler: OptimizerParamScheduler
+    streams: dict[str, Any] = field(default_factory=lambda: {"consumed_samples": 0, "streams": {}})
+
+    def saved(self) -> list[Saved]:
+        """Parameters and buffers, complete: a gather that an overlapped step left open is finished first."""
+        self.built.model.disable_forward_pre_hook()
+        self.built.model.enable_forward_pre_hook()
+        return saved_tensors(self.built.model, self.grids)
+
+    def held(self, saved: list[Saved]) -> list[Optimized]:
+        """What the optimizers hold, allocated."""
+        return optimized(self.optimizer, saved)
+
+
+def by_index(entries: list[ShardedTensor]) -> dict[str, ShardedTensor]:
+    """Entries as a state dict; the names only tell them apart."""
+    return {str(index): entry for index, entry in enumerate(entries)}
+
+
+def model_entries(state: RunState, saved: list[Saved]) -> dict[str, ShardedTensor]:
+    """Weights and buffers."""
+    return by_index(spread_replicas(saved, state.grids))
+
+
+def optimizer_entries(held: list[Optimized]) -> dict[str, ShardedTensor]:
+    """Moments and fp32 copies."""
+    return by_index([entry for one in held for entry in one.entries()])
+
+
+def stream_object(name: str, value: Any, *, main: bool) -> ShardedObject:
+    """The state of the data stream `module/lane`, written by one of the ranks that read it."""
+    module, lane = name.split("/")
+    return ShardedObject(f"mimo.loader.{module}.{lane}", value, (1,), (0,), replica_id=0 if main else 1)
+
+
+def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str, int]] | None) -> dict[str, Any]:
+    """What is the same on every rank, of plain data.
+
+    Args:
+        state: the run.
+        progress: how far it is.
+        steps: Adam's counts by module and part; None where no optimizer is saved.
+    """
+    config = state.config
+    return {
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "format": FORMAT,
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        "skipped_iterations": progress.skipped_iterations,
+        "loader_samples": state.streams["consumed_samples"],
+        "scheduler": state.scheduler.state_dict(),
+        "optimizer_steps": steps,
+        "frozen": sorted(config.model.frozen),
+        "grids": {name: _sizes(spec) for name, spec in state.grids.layout.grids.items()},
+        "lanes": state.grids.layout.num_lanes,
+        "config": to_toml(config),
+    }
+
+
+def _sizes(spec: GridSpec) -> dict[str, int]:
+    return {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp, "ep": spec.ep, "expt_tp": spec.expt_tp,
+            "offset": spec.offset}

@@ -1,0 +1,53 @@
+"""Where a run starts: at a checkpoint, at pretrained weights, or at random ones."""
+
+from __future__ import annotations
+
+from mimo.checkpoint.load import find_checkpoint, load_checkpoint
+from mimo.checkpoint.state import Progress, RunState
+from mimo.observe.watchdog import Watchdog
+from mimo.protocols import ModelProvider
+from mimo.training.loader import StepLoader
+from mimo.training.step import TrainerParts
+
+
+def run_state(parts: TrainerParts, loader: StepLoader) -> RunState:
+    """What the checkpoints of this run hold."""
+    return RunState(parts.config, parts.grids, parts.platform, parts.built, parts.optimizer, parts.scheduler,
+                    loader.state_dict())
+
+
+def start(
+    state: RunState, provider: ModelProvider, loader: StepLoader, watchdog: Watchdog
+) -> tuple[Progress, list[str]]:
+    """Bring model, optimizers, schedule, generators and data to where the run begins. Collective over the world.
+
+    A checkpoint found under --load wins over pretrained weights: a job that was started from them and is started again
+    goes on from its own checkpoint.
+
+    Returns:
+        How far the run is, and lines that tell a person what was loaded.
+
+    Raises:
+        ValueError: what is asked for cannot be loaded; see `mimo.checkpoint.load` and `mimo.weights.load`.
+    """
+    flags = state.config.checkpoint
+    folder = find_checkpoint(state)
+    if folder is not None:
+        loaded = load_checkpoint(state, folder, watchdog)
+        if loaded.streams is not None:
+            loader.load_state_dict(loaded.streams)
+        lines = [f"loaded {folder}" + ("" if loaded.streams else " (weights only)")]
+        if flags.has_pretrained:
+            lines.append("  pretrained Hugging Face weights are not read: the checkpoint has the run's own")
+        return loaded.progress, lines + [f"  {note}" for note in loaded.notes]
+    if flags.has_pretrained:
+        from mimo.weights.load import HfPaths, load_hf
+
+        with watchdog.limit(float("inf")), watchdog.waiting("pretrained weights"):
+            load_hf(state.built, state.grids, provider, state.config.model_family,
+                    HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from))
+            state.optimizer.reload_model_params()
+        given = (flags.load_hf, flags.load_vision_from, flags.load_language_from)
+        return Progress(), [f"weights from {', '.join(path for path in given if path)}"]
+    lines = [] if flags.load is None else [f"--load {flags.load} holds no checkpoint yet: the run starts fresh"]
+    return Progress(), lines

@@ -1,0 +1,240 @@
+"""Hugging Face folders from a checkpoint, in one process, or from a running trainer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.dcp import CheckpointTensors
+from mimo.weights.keys import StoredTensor, stored_tensors
+from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, fitted, report
+from mimo.weights.rules import Rule, Style, WeightMap
+from mimo.weights.source import HfSource, is_weights
+from mimo.weights.writer import MAX_SHARD_BYTES, Progress, ShardWriter, TensorInfo, check_empty, plan_shards, write_index
+
+# Values of the dtype option.
+DTYPE_KEYS = ("dtype", "torch_dtype")
+EXPORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class PlannedRule:
+    """One rule's tensors as they will be written."""
+
+    rule: Rule
+    infos: tuple[TensorInfo, ...]
+
+    def convert(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The whole Megatron tensor as named Hugging Face tensors of the planned dtype."""
+        parts = self.rule.convert.to_hf(tensor)
+        return [(info.name, part.to(info.dtype)) for info, part in zip(self.infos, parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a model is written.
+
+    Attributes:
+        base: folder of the Hugging Face model that this one was made from: its configuration, tokenizer and processor
+            files are carried along, its spelling of names is used, and its tensors that training has no use for are
+            copied. Empty: the provider writes the configuration.
+        dtype: `bfloat16`, `float16`, `float32`; empty: each tensor as it is.
+        max_shard_bytes: data of a file, at most.
+    """
+
+    base: str = ""
+    dtype: str = ""
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        if self.dtype and self.dtype not in EXPORT_DTYPES:
+            raise ValueError(f"export dtype {self.dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
+
+    def dtype_of(self, rule: Rule | None, dtype: torch.dtype) -> torch.dtype:
+        """dtype that a tensor of `dtype` is written in."""
+        if rule is not None and rule.keep_fp32:
+            return torch.float32
+        return EXPORT_DTYPES[self.dtype] if self.dtype and dtype in FLOAT_DTYPES else dtype
+
+
+def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider: ModelProvider, family_config: Any,
+                      options: ExportOptions | None = None, progress: Progress | None = None) -> int:
+    """Write the weights of a checkpoint as a Hugging Face folder, holding one tensor group at a time.
+
+    Args:
+        checkpoint_dir: the checkpoint's own folder (`SAVE/iter_0000010`).
+        out_dir: folder to write; may exist, without weights.
+        provider: the model family.
+        family_config: the configuration that the checkpoint was trained with.
+        options: how.
+        progress: told after each tensor.
+
+    Returns:
+        Number of tensors written.
+
+    Raises:
+        ValueError: the checkpoint lacks tensors of the model, has more, or has them in other shapes; the base is
+            another model; the folder has weights already. Everything that does not fit is listed.
+    """
+    options, out = options or ExportOptions(), Path(out_dir)
+    reader = CheckpointTensors(Path(checkpoint_dir))
+    base = HfSource(options.base) if options.base else None
+    maps = {module: provider.weight_map(family_config, module)
+            for module in (*provider.encoders(family_config), LANGUAGE)}
+    configuration = None if base else provider.hf_config(family_config)
+    check_empty(out)
+    planned: list[tuple[PlannedRule, str, StoredTensor]] = []
+    problems: list[str] = []
+    for module, weight_map in maps.items():
+        places, found = locate(reader.tensors, module, weight_map)
+        style = weight_map.best_style(base.tensors) if base else weight_map.styles[0]
+        rules, unfit = plan_rules(module, weight_map, style, {
+            name: (reader.tensors[f"{module}.{place.key}"][1][len(place.index):],
+                   reader.tensors[f"{module}.{place.key}"][0]) for name, place in places.items()}, options)
+        planned += [(rule, module, places[rule.rule.megatron]) for rule in rules]
+        problems += found + unfit
+    report(f"checkpoint {reader.folder}", problems)
+    infos = [info for rule, _, _ in planned for info in rule.infos]
+    extra = base_extras(base, maps.values(), infos, options) if base else []
+    (shards,) = plan_shards([[*infos, *extra]], options.max_shard_bytes)
+    count, total = 0, len(infos) + len(extra)
+    with ShardWriter(out, shards) as writer:
+        for rule, module, place in planned:
+            for name, tensor in rule.convert(reader.read(f"{module}.{place.key}", place.index)):
+                writer.write(name, tensor)
+                count += 1
+                if progress:
+                    progress(count, total, name)
+        for info in extra:
+            assert base is not None
+            writer.write(info.name, base.read(info.name).to(info.dtype))
+            count += 1
+            if progress:
+                progress(count, total, info.name)
+        writer.finish()
+        writer.publish()
+    write_index(out, shards)
+    write_companions(out, base, configuration, infos)
+    return count
+
+
+def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: str,
+           weight_map: WeightMap) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Where a checkpoint holds each of a module's tensors, and a line for each that it lacks or has too many."""
+    stored = stored_tensors(rule.megatron for rule in weight_map.rules)
+    places, problems = {}, []
+    for name, place in stored.items():
+        key = f"{module}.{place.key}"
+        axes = tensors[key][1][:len(place.axes)] if key in tensors else None
+        if axes == place.axes:
+            places[name] = place
+        elif axes is None:
+            problems.append(f"missing: {key} (for {name})")
+        else:
+            problems.append(f"shape: {key} has {list(axes)} on its leading axes, the model {list(place.axes)}")
+    known = {f"{module}.{place.key}" for place in stored.values()}
+    problems += [f"not used: {key} {list(shape)}" for key, (_, shape) in tensors.items()
+                 if key.startswith(f"{module}.") and key not in known]
+    return places, problems
+
+
+def plan_rules(module: str, weight_map: WeightMap, style: Style,
+               tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
+               options: ExportOptions) -> tuple[list[PlannedRule], list[str]]:
+    """What each of a module's rules writes, and a line for each that does not take its tensor.
+
+    Args:
+        module: its name.
+        weight_map: its map.
+        style: how names are spelled.
+        tensors: shape and dtype of the whole tensors there are, by Megatron name; rules of others are passed over.
+        options: how.
+    """
+    planned, problems = [], []
+    for rule in weight_map.rules:
+        if rule.megatron not in tensors:
+            continue
+        shape, dtype = tensors[rule.megatron]
+        rule = fitted(rule, shape)
+        try:
+            parts = rule.convert.to_hf(torch.empty(tuple(shape), device="meta"))
+            infos = tuple(TensorInfo(style.spell(name), options.dtype_of(rule, dtype), tuple(part.shape))
+                          for name, part in zip(rule.hf, parts, strict=True))
+        except SHAPE_ERRORS as error:
+            problems.append(f"shape: {module} {rule.megatron} {list(shape)}: {error}")
+            continue
+        planned.append(PlannedRule(rule, infos))
+    return planned, problems
+
+
+def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[TensorInfo],
+                options: ExportOptions) -> list[TensorInfo]:
+    """The base's tensors that no rule makes and that are allowed to be there: they are copied.
+
+    Raises:
+        ValueError: the base is another model: it lacks tensors, has others, or has them in other shapes.
+    """
+    written = {info.name: info for info in infos}
+    ignored = [pattern for weight_map in maps for pattern, _ in weight_map.ignored]
+    problems, extra = [], []
+    for name, info in written.items():
+        if name not in base.tensors:
+            problems.append(f"missing: {name} {list(info.shape)} of the model is not in the base")
+        elif base.tensors[name].shape != info.shape:
+            problems.append(f"shape: {name} is {list(base.tensors[name].shape)} in the base, {list(info.shape)} in the "
+                            "model")
+    for name, entry in base.tensors.items():
+        if name in written:
+            continue
+        if entry.dtype is None or not any(re.search(pattern, name) for pattern in ignored):
+            problems.append(f"not used: {name} {list(entry.shape)} of the base is not in the model")
+        else:
+            extra.append(TensorInfo(name, options.dtype_of(None, entry.dtype), entry.shape))
+    report(f"base {base.path}", problems)
+    return extra
+
+
+def write_companions(out: Path, base: HfSource | None, configuration: Mapping[str, Any] | None,
+                     infos: Iterable[TensorInfo]) -> None:
+    """Everything beside the weights: the base's other files, or the provider's config.json, naming the weights' dtype.
+
+    Args:
+        out: the folder.
+        base: where the files come from; None: `configuration` is written.
+        configuration: contents of config.json where there is no base.
+        infos: what has been written.
+    """
+    config_file = out / "config.json"
+    if base is not None:
+        for path in sorted(base.path.rglob("*")):
+            place = path.relative_to(base.path)
+            if path.is_file() and not is_weights(path.name) and not any(part.startswith(".") for part in place.parts):
+                (out / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, out / place)
+        if not config_file.is_file():
+            return
+        configuration = json.loads(config_file.read_text(encoding="utf-8"))
+    assert configuration is not None
+    sizes: Counter[torch.dtype] = Counter()
+    for info in infos:
+        sizes[info.dtype] += info.num_bytes
+    changed = _with_dtype(configuration, str(sizes.most_common(1)[0][0]).removeprefix("torch."))
+    if base is None or changed != configuration:
+        config_file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_dtype(configuration: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config.json with the dtype of its weights, also in the parts that name one; transformers 4 says torch_dtype."""
+    changed: dict[str, Any] = {
+        key: _with_dtype(value, dtype) if key.endswith("_config") and isinstance(value, dict)
+        and not value.keys().isdisjoint(DTYPE_KEYS) else value for key, value in configuration.items()}
+    return changed | {key: dtype for key in DTYPE_KEYS if key in configuration} or changed | {DTYPE_KEYS[0]: dtype}

@@ -1,0 +1,219 @@
+"""A Hugging Face folder as a Megatron distributed checkpoint, in one process, one tensor group at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mimo.checkpoint.paths import RELEASE, write_tracker
+from mimo.checkpoint.reader import CHECKSUMS, COMMON
+from mimo.checkpoint.writer import crc32_of
+from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.keys import StoredTensor, stored_tensors
+from mimo.weights.match import ModuleMatch, check_tensor, match_source, report
+from mimo.weights.rules import Rule
+from mimo.weights.source import HfSource
+from mimo.weights.writer import MAX_SHARD_BYTES, Progress
+
+_UNFINISHED = ".saving_release"
+
+
+@dataclass(frozen=True)
+class ImportedTensor:
+    """One global tensor of the checkpoint to be and what it is made of.
+
+    Attributes:
+        key: key in the checkpoint.
+        place: its place on the stacked axes.
+        shape: without the stacked axes.
+        dtype: as it is written.
+        rule: how it is made.
+        sources: of these tensors.
+    """
+
+    key: str
+    place: StoredTensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rule: Rule
+    sources: tuple[str, ...]
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Where it begins in the stacked tensor."""
+        return torch.Size((*self.place.index, *(0 for _ in self.shape)))
+
+    def write_item(self) -> WriteItem:
+        """What the distributed checkpoint is told of it."""
+        sizes = torch.Size((*(1 for _ in self.place.axes), *self.shape))
+        return WriteItem(
+            MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(self.offsets, sizes), properties=TensorProperties(dtype=self.dtype),
+                size=torch.Size((*self.place.axes, *self.shape))))
+
+    def make(self, source: HfSource) -> torch.Tensor:
+        """Its values, with the stacked axes."""
+        whole = self.rule.convert.to_megatron([source.read(name) for name in self.sources])
+        return whole.to(self.dtype).reshape((*(1 for _ in self.place.axes), *self.shape)).contiguous()
+
+
+@torch.no_grad()
+def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider, family_config: Any,
+              params_dtype: torch.dtype = torch.bfloat16, progress: Progress | None = None) -> Path:
+    """Write a Hugging Face folder's weights as `SAVE/release`, a checkpoint of weights that --load takes.
+
+    Args:
+        hf_dir: folder of the whole model.
+        save_dir: folder of checkpoints, without any.
+        provider: the model family.
+        family_config: its configuration.
+        params_dtype: dtype of parameters; those that stay in float32 do so.
+        progress: told after each tensor.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ValueError: the source and the model do not fit, all of it listed; `save_dir` has checkpoints already.
+    """
+    root, source = Path(save_dir), HfSource(hf_dir)
+    if root.is_dir() and any(root.glob("iter_*")) or (root / RELEASE).exists():
+        raise ValueError(f"{root} already holds checkpoints; give a folder without")
+    tensors = _plan(source, provider, family_config, params_dtype)
+    folder = root / _UNFINISHED
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    writer = _LazyWriter(folder, progress, len(tensors))
+    try:
+        checkpoint.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, source), no_dist=True)
+        (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")
+        torch.save({"iteration": 0, "consumed_samples": 0}, folder / COMMON)
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        folder.rename(root / RELEASE)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    write_tracker(root, RELEASE)
+    return root / RELEASE
+
+
+def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
+          params_dtype: torch.dtype) -> list[ImportedTensor]:
+    """Every tensor of the checkpoint. Raises ValueError with everything that does not fit."""
+    maps = {module: provider.weight_map(family_config, module)
+            for module in (*provider.encoders(family_config), LANGUAGE)}
+    matches, problems = match_source(source.catalog, maps, {})
+    tensors = []
+    for module, match in matches.items():
+        problems += [f"missing: {name} (for {module} {rule.megatron})" for rule in maps[module].rules
+                     if rule.megatron in match.absent for name in match.sources(rule)]
+        stored = stored_tensors(rule.megatron for rule in maps[module].rules)
+        for name, rule in match.rules.items():
+            dtype = torch.float32 if rule.keep_fp32 else params_dtype
+            found = check_tensor(match, rule, source.catalog, None, dtype)
+            problems += found
+            if not found and all(part in source.tensors for part in match.sources(rule)):
+                tensors.append(_imported(match, rule, stored[name], source, dtype))
+    problems += _uneven(tensors)
+    report(str(source.path), problems)
+    return tensors
+
+
+def _imported(match: ModuleMatch, rule: Rule, place: StoredTensor, source: HfSource,
+              dtype: torch.dtype) -> ImportedTensor:
+    sources = tuple(match.sources(rule))
+    whole = rule.convert.to_megatron([torch.empty(source.tensors[name].shape, device="meta") for name in sources])
+    return ImportedTensor(f"{match.module}.{place.key}", place, tuple(whole.shape), dtype, rule, sources)
+
+
+def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:
+    """Tensors whose shape differs from that of most others of their stack."""
+    stacks: dict[str, list[ImportedTensor]] = {}
+    for tensor in tensors:
+        stacks.setdefault(tensor.key, []).append(tensor)
+    for key, stack in stacks.items():
+        shapes = [tensor.shape for tensor in stack]
+        usual = max(set(shapes), key=shapes.count)
+        for tensor in stack:
+            if tensor.shape != usual:
+                yield (f"shape: {', '.join(tensor.sources)} make {list(tensor.shape)} for {tensor.rule.megatron}; the "
+                       f"other layers of {key} have {list(usual)}")
+
+
+class _LazyPlanner(SavePlanner):
+    """Plans tensors that do not exist yet, and makes each when it is written."""
+
+    def __init__(self, tensors: list[ImportedTensor], source: HfSource) -> None:
+        self._tensors = {(tensor.key, tensor.offsets): tensor for tensor in tensors}
+        self._source = source
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the plan comes from the weight map."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Every tensor, in the maps' order."""
+        return SavePlan([tensor.write_item() for tensor in self._tensors.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The one plan."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The same plan."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The tensor, read and converted now."""
+        assert write_item.index.offset is not None
+        return self._tensors[write_item.index.fqn, write_item.index.offset].make(self._source)
+
+
+class _LazyWriter(FileSystemWriter):
+    """Writes one tensor at a time into files of bounded size; torch's own writer keeps one of each name until the end.
+
+    Attributes:
+        checksums: CRC-32 of each item by file name and offset.
+    """
+
+    def __init__(self, folder: Path, progress: Progress | None, total: int) -> None:
+        super().__init__(folder)
+        self.checksums: dict[str, dict[str, int]] = {}
+        self._folder, self._progress, self._total = folder, progress, total
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write every item of the plan."""
+        results: list[WriteResult] = []
+        items = deque(plan.items)
+        while items:
+            name = f"__0_{len(self.checksums)}.distcp"
+            self.checksums[name] = {}
+            with (self._folder / name).open("w+b") as file:
+                while items and file.tell() < MAX_SHARD_BYTES:
+                    results.append(self._write(name, file, items.popleft(), planner))
+                    if self._progress:
+                        self._progress(len(results), self._total, results[-1].index.fqn)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, name: str, file: BinaryIO, item: WriteItem, planner: SavePlanner) -> WriteResult:
+        offset = file.tell()
+        torch.save(planner.resolve_data(item), file)
+        length = file.tell() - offset
+        self.checksums[name][str(offset)] = crc32_of(file, offset, length)
+        return WriteResult(item.index, length, _StorageInfo(name, offset, length))

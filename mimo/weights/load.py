@@ -1,0 +1,191 @@
+"""Hugging Face weights into a running trainer's modules, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo.grid.groups import Grids
+from mimo.model.build import BuiltModel, named_modules_of
+from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.match import ModuleMatch, check_tensor, fitted, match_source, report
+from mimo.weights.pieces import ModelPiece, module_pieces, replica_group
+from mimo.weights.rules import Rule, WeightMap
+from mimo.weights.source import Catalog, HfSource
+
+
+@dataclass(frozen=True)
+class HfPaths:
+    """Folders of Hugging Face weights.
+
+    Attributes:
+        model: the whole model (--load-hf).
+        vision: the encoders, before `model` (--load-vision-from).
+        language: the language module, before `model` (--load-language-from).
+    """
+
+    model: str = ""
+    vision: str = ""
+    language: str = ""
+
+    def of(self, module: str) -> str:
+        """The folder that a module is loaded from; empty where it keeps what it has."""
+        return (self.language if module == LANGUAGE else self.vision) or self.model
+
+    def flag(self, path: str) -> str:
+        """The flag that names a folder, with its value."""
+        flags = {self.model: "--load-hf", self.vision: "--load-vision-from", self.language: "--load-language-from"}
+        return f"{flags[path]} {path}"
+
+
+@dataclass
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        styles: module -> kind of checkpoint that it came from.
+        absent: module -> Megatron names that the source does not have and may come without: they keep their values.
+    """
+
+    styles: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, list[str]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, paths: HfPaths) -> LoadReport:
+    """Fill the modules of every rank from Hugging Face folders. Collective over the world.
+
+    The optimizer's own copies of the parameters are the caller's to refresh. One rank reads the headers; of each piece
+    of a parameter one replica reads the tensors, and sends it to the others.
+
+    Args:
+        built: this rank's model.
+        grids: process groups.
+        provider: the model family.
+        family_config: its configuration.
+        paths: where the weights are.
+
+    Raises:
+        ValueError: on every rank, before anything is written: all that is missing, unused, of another shape or dtype,
+            not covered by the weight map, or unreadable.
+    """
+    maps = {module: provider.weight_map(family_config, module)
+            for module in (*provider.encoders(family_config), LANGUAGE)}
+    modules = [module for module in grids.layout.grids if paths.of(module)]
+    folders = list(dict.fromkeys(paths.of(module) for module in modules))
+    sources = {folder: HfSource(folder, catalog) for folder, catalog in _catalogs(grids, paths, folders).items()}
+    pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)
+              if module in modules}
+    plan, problems = _plan(sources, maps, {module: paths.of(module) for module in modules}, paths)
+    problems += [line for module in modules
+                 for line in _check_module(plan[module], sources[paths.of(module)].catalog, maps[module],
+                                           pieces.get(module, []), grids)]
+    problems += _check_files(grids, paths, sources, pieces)
+    agree(grids, " and ".join(paths.flag(folder) for folder in folders), problems)
+    for module, held in pieces.items():
+        _fill(plan[module], sources[paths.of(module)], held, grids.collections[module])
+    for source in sources.values():
+        source.close()
+    return LoadReport({module: match.style.name for module, match in plan.items()},
+                      {module: match.absent for module, match in plan.items() if match.absent})
+
+
+def agree(grids: Grids, source: str, problems: list[str]) -> None:
+    """Raise the same ValueError on every rank of the world where any of them has problems. Collective."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(grids.host))]
+    dist.all_gather_object(gathered, sorted(set(problems)), group=grids.host)
+    report(source, [line for lines in gathered for line in lines])
+
+
+def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:
+    """What each folder holds, read by the first rank."""
+    box: list[Any] = [None]
+    if dist.get_rank(grids.host) == 0:
+        try:
+            box = [{folder: HfSource(folder).catalog for folder in folders}]
+        except ValueError as error:
+            box = [str(error)]
+    dist.broadcast_object_list(box, src=0, group=grids.host)
+    if isinstance(box[0], str):
+        raise ValueError(f"{' and '.join(paths.flag(folder) for folder in folders)}: {box[0]}")
+    return dict(box[0])
+
+
+def _plan(sources: Mapping[str, HfSource], maps: Mapping[str, WeightMap], folder_of: Mapping[str, str],
+          paths: HfPaths) -> tuple[dict[str, ModuleMatch], list[str]]:
+    """Each module's match, and what is missing or unused."""
+    plan: dict[str, ModuleMatch] = {}
+    problems: list[str] = []
+    for folder, source in sources.items():
+        wanted = {module: maps[module] for module, chosen in folder_of.items() if chosen == folder}
+        others = {module: weight_map for module, weight_map in maps.items() if module not in wanted}
+        matches, found = match_source(source.catalog, wanted, others)
+        plan |= matches
+        problems += [line if len(sources) == 1 else f"{line} [{paths.flag(folder)}]" for line in found]
+    return plan, problems
+
+
+def _check_module(match: ModuleMatch, catalog: Catalog, weight_map: WeightMap, pieces: list[ModelPiece],
+                  grids: Grids) -> list[str]:
+    """What is wrong with this rank's pieces; what no rank holds is told by the first rank. Collective."""
+    problems = []
+    numbers = {rule.megatron: number for number, rule in enumerate(weight_map.rules)}
+    held = torch.zeros(len(numbers), dtype=torch.uint8)
+    seen = set()
+    for piece in pieces:
+        if piece.name in numbers:
+            held[numbers[piece.name]] = 1
+        elif piece.name not in seen:
+            problems.append(f"no rule: {match.module} {piece.name} {list(piece.shape)} of the model is in no rule of "
+                            "its weight map")
+        if piece.name in match.rules and piece.name not in seen:
+            match.rules[piece.name] = fitted(match.rules[piece.name], piece.shape)
+            problems += check_tensor(match, match.rules[piece.name], catalog, piece.shape, piece.tensor.dtype)
+        seen.add(piece.name)
+    if len(held):
+        dist.all_reduce(held, op=dist.ReduceOp.MAX, group=grids.host)
+    if dist.get_rank(grids.host) == 0:
+        problems += [f"no parameter: {match.module} {name} of the weight map is not in the model"
+                     for name, number in numbers.items() if not held[number]]
+    return problems
+
+
+def _check_files(grids: Grids, paths: HfPaths, sources: Mapping[str, HfSource],
+                 pieces: Mapping[str, list[ModelPiece]]) -> list[str]:
+    """What a rank that will read does not find as the first rank did."""
+    reads = {paths.of(module) for module, held in pieces.items()
+             if any(replica_group(piece, grids.collections[module]).rank() == 0 for piece in held)}
+    return [f"on rank {grids.rank}: {line}" for folder in sorted(reads) for line in sources[folder].missing_files()]
+
+
+def _fill(match: ModuleMatch, source: HfSource, pieces: list[ModelPiece], groups: Any) -> None:
+    """Copy a module's tensors into its pieces, one global tensor at a time, in the same order on every rank."""
+    by_name: dict[str, list[ModelPiece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    for rule in match.rules.values():
+        held = by_name.get(rule.megatron, [])
+        if held:
+            _fill_tensor(match, source, rule, held, groups)
+
+
+def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[ModelPiece], groups: Any) -> None:
+    group = replica_group(pieces[0], groups)
+    whole = None
+    if group.rank() == 0:
+        whole = rule.convert.to_megatron([source.read(name) for name in match.sources(rule)])
+    for piece in sorted(pieces, key=lambda piece: [part.start for part in piece.slices]):
+        if group.size() == 1:
+            assert whole is not None
+            piece.tensor.copy_(whole[piece.slices])
+            continue
+        buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
+        if whole is not None:
+            buffer.copy_(whole[piece.slices])
+        # As bytes: every backend sends those.
+        dist.broadcast(buffer.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+        piece.tensor.copy_(buffer)

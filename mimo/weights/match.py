@@ -1,0 +1,168 @@
+"""Which source tensors make which Megatron tensors, and every way in which the two do not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mimo.weights.rules import PaddedRows, Rule, Style, WeightMap
+from mimo.weights.source import Catalog, SourceTensor
+
+# What a conversion of tensors of other shapes raises: its own ValueError, or torch's for a cat or a reshape.
+SHAPE_ERRORS = (ValueError, RuntimeError, IndexError)
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class ModuleMatch:
+    """How one module is made from one source.
+
+    Attributes:
+        module: its name.
+        style: how the source spells its tensors.
+        rules: rules of the tensors to load, by Megatron name, in the map's order.
+        absent: Megatron names of rules that this kind of source may come without, and does.
+    """
+
+    module: str
+    style: Style
+    rules: dict[str, Rule] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+
+    def sources(self, rule: Rule) -> list[str]:
+        """The rule's tensors as the source spells them."""
+        return [self.style.spell(name) for name in rule.hf]
+
+
+def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
+                 others: Mapping[str, WeightMap]) -> tuple[dict[str, ModuleMatch], list[str]]:
+    """Match a source's names with the maps of the modules that are loaded from it.
+
+    Args:
+        catalog: what the source holds.
+        wanted: map of each module to load from it.
+        others: maps of the model's other modules, whose tensors may be in the source too.
+
+    Returns:
+        A match for each wanted module, and a line for each tensor that is wanted and missing, and for each that is
+        there and used by nothing.
+    """
+    matches, problems = {}, []
+    known: set[str] = set()
+    for module, weight_map in wanted.items():
+        match, missing = _match_module(catalog, module, weight_map)
+        matches[module] = match
+        problems += missing
+        known |= {name for rule in weight_map.rules for name in match.sources(rule)}
+    for weight_map in others.values():
+        style = weight_map.best_style(catalog.tensors)
+        known |= {style.spell(name) for rule in weight_map.rules for name in rule.hf}
+    ignored = [pattern for weight_map in (*wanted.values(), *others.values()) for pattern, _ in weight_map.ignored]
+    for name, entry in catalog.tensors.items():
+        if name not in known and not any(re.search(pattern, name) for pattern in ignored):
+            problems.append(f"not used: {name} {list(entry.shape)} ({entry.file})")
+    return matches, problems
+
+
+def _match_module(catalog: Catalog, module: str, weight_map: WeightMap) -> tuple[ModuleMatch, list[str]]:
+    match, problems = ModuleMatch(module, weight_map.best_style(catalog.tensors)), []
+    for rule in weight_map.rules:
+        missing = [name for name in match.sources(rule) if name not in catalog.tensors]
+        if missing and len(missing) == len(rule.hf) and match.style.may_lack(rule):
+            match.absent.append(rule.megatron)
+            continue
+        match.rules[rule.megatron] = rule
+        problems += [f"missing: {name} (for {module} {rule.megatron})" for name in missing]
+    return match, problems
+
+
+def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequence[int] | None,
+                 dtype: torch.dtype) -> list[str]:
+    """What is wrong with a rule's source tensors, a line each; nothing where one of them is missing.
+
+    Args:
+        match: the module's match.
+        rule: one of its rules.
+        catalog: the source.
+        shape: the model's whole tensor; None where no model says it and only the rule's own word is left.
+        dtype: the model's.
+    """
+    names = match.sources(rule)
+    if any(name not in catalog.tensors for name in names):
+        return []
+    entries = [catalog.tensors[name] for name in names]
+    problems = [f"dtype: {name} is {entry.dtype_name} ({entry.file}); {match.module} {rule.megatron} is "
+                f"{str(dtype).removeprefix('torch.')}{_dtype_hint(entry)}"
+                for name, entry in zip(names, entries, strict=True) if not _dtype_fits(entry.dtype, dtype)]
+    if rule.keep_fp32 and dtype is not torch.float32:
+        problems.append(f"dtype: {match.module} {rule.megatron} must be float32 in the model, which has it in "
+                        f"{str(dtype).removeprefix('torch.')}")
+    return problems + check_shape(match, rule, entries, shape)
+
+
+def fitted(rule: Rule, shape: Sequence[int]) -> Rule:
+    """The rule for a vocabulary padded to another number of rows, which depends on the tensor-parallel size."""
+    convert = rule.convert
+    if not isinstance(convert, PaddedRows) or not shape or shape[0] < convert.rows:
+        return rule
+    return replace(rule, convert=replace(convert, padded_rows=shape[0]))
+
+
+def check_shape(match: ModuleMatch, rule: Rule, entries: Sequence[SourceTensor],
+                shape: Sequence[int] | None) -> list[str]:
+    """The lines of `check_tensor` about shapes."""
+    names, have, made = match.sources(rule), [entry.shape for entry in entries], f"{match.module} {rule.megatron}"
+    try:
+        if shape is None:
+            shape = rule.convert.to_megatron(_meta(have)).shape
+        # What the model's tensor splits into tells which of several source tensors is the odd one.
+        takes = [tuple(part.shape) for part in rule.convert.to_hf(*_meta([shape]))]
+        wrong = [f"shape: {name} is {list(entry.shape)} ({entry.file}); {made} {list(shape)} takes {list(size)}"
+                 for name, entry, size in zip(names, entries, takes, strict=True) if entry.shape != size]
+        makes = tuple(shape) if wrong else tuple(rule.convert.to_megatron(_meta(have)).shape)
+    except SHAPE_ERRORS as error:
+        wanted = "" if shape is None else f" {list(shape)}"
+        return [f"shape: {_listed(names, have)} do not make {made}{wanted}: {error}"]
+    if makes != tuple(shape):
+        wrong.append(f"shape: {_listed(names, have)} make {list(makes)}; {made} is {list(shape)}")
+    return wrong
+
+
+def _meta(shapes: Iterable[Sequence[int]]) -> list[torch.Tensor]:
+    return [torch.empty(tuple(shape), device="meta") for shape in shapes]
+
+
+def _listed(names: Iterable[str], shapes: Iterable[Sequence[int]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
+
+
+def _dtype_fits(source: torch.dtype | None, target: torch.dtype) -> bool:
+    """Floats are cast into each other; everything else must be the same."""
+    if target in FLOAT_DTYPES:
+        return source in FLOAT_DTYPES
+    return source == target
+
+
+def _dtype_hint(entry: SourceTensor) -> str:
+    if entry.dtype is None or entry.dtype.itemsize == 1:
+        return ": quantized weights are not loaded, dequantize them first"
+    return ""
+
+
+def report(source: str, problems: Iterable[str]) -> None:
+    """Raise one ValueError with every line, once each, grouped by kind.
+
+    Args:
+        source: where the tensors come from, for the first line.
+        problems: the lines; nothing happens where there are none.
+
+    Raises:
+        ValueError: there are some.
+    """
+    lines = sorted(set(problems))
+    if lines:
+        raise ValueError(f"{source} does not fit the model ({len(lines)} "
+                         f"{'problem' if len(lines) == 1 else 'problems'}):\n  " + "\n  ".join(lines))
