@@ -99,6 +99,11 @@ def check(config: Config, tokens: TokenSpec, split: str) -> None:
     if tokens.vocab_size < NUM_WORDS:
         raise ValueError(f"--vocab-size {tokens.vocab_size}: the digits data set uses {NUM_WORDS} token ids")
     image = tokens.image_token_id
+    if image < 0:
+        if config.digits_text_only_fraction < 1:
+            raise ValueError(f"--digits-text-only-fraction {config.digits_text_only_fraction}: the model takes no "
+                             "images; set it to 1")
+        return
     if image != FIRST_DIGIT - 1 and not NUM_WORDS <= image < tokens.vocab_size:
         free = f"3 or {NUM_WORDS} to {tokens.vocab_size - 1}" if tokens.vocab_size > NUM_WORDS else "3"
         raise ValueError(f"--image-token-id {image}: a word of the digits data set or no token id; free: {free}")

@@ -26,7 +26,7 @@ class Config:
     mock_max_length: int = 32
     """Most text tokens of a sample."""
     mock_images_max: int = 3
-    """Most images of a sample; one that has images has 1 to this many."""
+    """Most images of a sample; one that has images has 1 to this many. A text model gets none."""
     mock_text_only_fraction: float = 0.25
     """Share of samples without an image."""
     mock_image_size: int = 32
@@ -42,7 +42,7 @@ def check(config: Config, tokens: TokenSpec) -> None:
         raise ValueError(f"--mock-images-max {config.mock_images_max}: must not be negative")
     if not 0 <= config.mock_text_only_fraction <= 1:
         raise ValueError(f"--mock-text-only-fraction {config.mock_text_only_fraction}: must be between 0 and 1")
-    if not tokens.image_size and config.mock_image_size < 1:
+    if tokens.image_token_id >= 0 and not tokens.image_size and config.mock_image_size < 1:
         raise ValueError(f"--mock-image-size {config.mock_image_size}: must be at least 1 pixel")
     if tokens.vocab_size < 3:
         raise ValueError(f"--vocab-size {tokens.vocab_size}: the mock data set needs a padding, an image and a word id")
@@ -51,7 +51,8 @@ def check(config: Config, tokens: TokenSpec) -> None:
 def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
     """The sample at a global index: a pure function of (seed, split, index)."""
     rng = np.random.default_rng([lane.seed, SPLITS.index(lane.split), index])
-    text_only = config.mock_images_max == 0 or rng.random() < config.mock_text_only_fraction
+    no_images = tokens.image_token_id < 0 or config.mock_images_max == 0
+    text_only = no_images or rng.random() < config.mock_text_only_fraction
     num_images = 0 if text_only else int(rng.integers(1, config.mock_images_max + 1))
     length = int(rng.integers(config.mock_min_length, config.mock_max_length + 1))
     # Any id but 0, which pads, and the image placeholder.

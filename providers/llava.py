@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
-from providers.common import hf
+from providers.common import hf, hf_config
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.vision import VisionConfig, check_vision, check_vision_grid, vision_shapes
@@ -20,7 +20,10 @@ from providers.common.vision import VisionConfig, check_vision, check_vision_gri
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from mimo.weights.rules import WeightMap
+
 VISION = "vision"
+ENCODER = "vit"
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,22 @@ class LlavaProvider:
 
         self._check_module(module)
         config = resolve(config)
-        return vision_spec(config, "vit", self._projector_size(config), config.hidden_size, context)
+        return vision_spec(config, ENCODER, self._projector_size(config), config.hidden_size, context)
+
+    def weight_map(self, config: Config, module: str) -> WeightMap:
+        """Names of a LLaVA checkpoint; a text model's or a vision model's own checkpoint is taken for its module."""
+        from providers.common import weights
+
+        config = resolve(config)
+        if module == LANGUAGE:
+            return weights.decoder_map(config, (*weights.LLAVA_LANGUAGE, weights.CAUSAL_LM))
+        self._check_module(module)
+        return weights.vision_map(config, ENCODER)
+
+    def hf_config(self, config: Config) -> dict[str, Any]:
+        """The model as a `LlavaConfig`. Raises ValueError where none has its parts together."""
+        config = resolve(config)
+        return hf_config.llava_config(config, config, config.image_token_id)
 
     @staticmethod
     def _projector_size(config: Config) -> int:

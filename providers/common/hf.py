@@ -99,6 +99,7 @@ def _square(key: str, value: Any) -> int:
 
 def _vision_sizes(vision: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     clip = vision["model_type"] == "clip_vision_model"
+    layers = _feature_layers(config.get("vision_feature_layer", -2), vision["num_hidden_layers"])
     # `default` drops the first token: CLIP's class token. SigLIP has none to drop.
     strategy = config.get("vision_feature_select_strategy", "default")
     allow("", "vision_feature_select_strategy", strategy, ("default",) if clip else ("full",))
@@ -108,7 +109,8 @@ def _vision_sizes(vision: dict[str, Any], config: dict[str, Any]) -> dict[str, A
         "vision_patch_size": _square("patch_size", vision["patch_size"]),
         "vision_num_channels": vision["num_channels"],
         "vision_hidden_size": vision["hidden_size"],
-        "vision_num_layers": _feature_layers(config.get("vision_feature_layer", -2), vision["num_hidden_layers"]),
+        "vision_num_layers": layers,
+        "vision_num_unused_layers": vision["num_hidden_layers"] - layers,
         "vision_num_attention_heads": vision["num_attention_heads"],
         "vision_ffn_hidden_size": vision["intermediate_size"],
         "vision_class_token": clip,

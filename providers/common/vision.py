@@ -24,6 +24,8 @@ class VisionConfig:
     """Width of the vision transformer."""
     vision_num_layers: int = 23
     """Layers that run; LLaVA takes the features of the last layer but one, so one fewer than CLIP's 24."""
+    vision_num_unused_layers: int = 1
+    """Layers that a pretrained encoder has behind these: they are neither built nor loaded."""
     vision_num_attention_heads: int = 16
     """Attention heads."""
     vision_ffn_hidden_size: int = 4096
@@ -54,6 +56,8 @@ def check_vision(config: VisionConfig, problems: Problems) -> None:
     for name in ("vision_image_size", "vision_patch_size", "vision_num_channels", "vision_hidden_size",
                  "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size"):
         problems.positive(name, getattr(config, name))
+    if config.vision_num_unused_layers < 0:
+        problems.add(f"--vision-num-unused-layers {config.vision_num_unused_layers} must not be negative")
     if problems.found:
         return
     problems.divides("vision_image_size", config.vision_image_size, "vision_patch_size", config.vision_patch_size)

@@ -1,0 +1,132 @@
+"""Text models without an encoder: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral.
+
+Sizes come from flags (the defaults are those of Llama 2 7B) or from a Hugging Face configuration (`--hf-config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from providers.common import hf, hf_config
+from providers.common.checks import Problems
+from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mimo.weights.rules import WeightMap
+
+TEXT_ONLY = TokenSpec(vocab_size=0, image_token_id=-1, image_size=0, num_channels=0)
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """Model family: a text model."""
+
+    vocab_size: int = 32000
+    hf_config: str = ""
+    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+
+
+def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
+    """The configuration of a Hugging Face text model.
+
+    Args:
+        source: a config.json, its folder, or the configuration as a dict.
+        base: where fields come from that it does not set (dropout, load balancing); default `Config()`.
+
+    Raises:
+        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+    """
+    base = Config() if base is None else base
+    return dataclasses.replace(base, **hf.causal_lm_sizes(hf.load(source)), hf_config="")
+
+
+def resolve(config: Config) -> Config:
+    """`config` with the sizes of its `hf_config`, if it names one. Raises ValueError as `from_hf`."""
+    return from_hf(config.hf_config, config) if config.hf_config else config
+
+
+class CausalLmProvider:
+    """The `mimo.protocols.ModelProvider` of text models; every method takes unresolved configurations too."""
+
+    Config: ClassVar[type] = Config
+
+    def encoders(self, config: Config) -> tuple[str, ...]:
+        """None: there is only the language model."""
+        return ()
+
+    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, against the grid and against the sequence.
+
+        Raises:
+            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+        """
+        source, config, problems = config.hf_config, resolve(config), Problems()
+        check_decoder(config, problems)
+        if not problems.found:
+            check_decoder_grid(config, layout.language, seq_length, problems)
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def token_spec(self, config: Config) -> TokenSpec:
+        """What a data set must produce: text alone."""
+        return dataclasses.replace(TEXT_ONLY, vocab_size=resolve(config).vocab_size)
+
+    def special_token_ids(self, config: Config) -> dict[str, int]:
+        """No placeholders."""
+        return {}
+
+    def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
+        """Raises ValueError: a text model takes no images."""
+        raise ValueError(f"an image of {height} x {width} pixels: a text model takes no images")
+
+    def hidden_size(self, config: Config) -> int:
+        """Width of the language model."""
+        return resolve(config).hidden_size
+
+    def num_experts(self, config: Config) -> int:
+        """Experts of every decoder layer; 0 for a dense one."""
+        return resolve(config).num_experts
+
+    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
+        """Every parameter of `language`."""
+        self._check_module(module)
+        return decoder_shapes(resolve(config))
+
+    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
+        """Spec of the decoder; `context` is None on ranks that only read its width.
+
+        Raises:
+            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+        """
+        from providers.common.build import decoder_spec
+
+        return decoder_spec(resolve(config), context)
+
+    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
+        """Raises ValueError: there is no encoder."""
+        raise ValueError(f"a text model has no encoder {module}")
+
+    def weight_map(self, config: Config, module: str) -> WeightMap:
+        """Names of a text model's checkpoint; the language part of a LLaVA checkpoint is taken too."""
+        from providers.common import weights
+
+        self._check_module(module)
+        found = weights.decoder_map(resolve(config), (weights.CAUSAL_LM, *weights.LLAVA_LANGUAGE))
+        return dataclasses.replace(found, ignored=(*found.ignored, weights.LLAVA_VISION_TENSORS))
+
+    def hf_config(self, config: Config) -> dict[str, Any]:
+        """The model as a config.json. Raises ValueError where no Hugging Face family has its parts together."""
+        return hf_config.causal_lm_config(resolve(config))
+
+    @staticmethod
+    def _check_module(module: str) -> None:
+        assert module == LANGUAGE, f"a text model has the module {LANGUAGE}, not {module}"
+
+
+provider = CausalLmProvider()

@@ -1,0 +1,188 @@
+"""Weight maps of the shared parts: a decoder of the Llama, Qwen and Mixtral families, a vision tower, a projector.
+
+Rules are spelled as in a text model of its own (`model.layers.0...`, `lm_head.weight`) and as in a `CLIPModel` beside
+LLaVA's projector (`vision_model.encoder...`, `multi_modal_projector.linear_1...`); styles say how other checkpoints
+spell them. Megatron names are those of Transformer Engine layers, which the local layers use in checkpoints too: the
+norm before attention belongs to `self_attention.linear_qkv`, that before a dense MLP to `mlp.linear_fc1`. An expert's
+layers are `mlp.experts.3.linear_fc1.weight` here, whether the model stacks experts or not. Imports torch: providers
+import it inside their methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap
+from providers.common.decoder import DecoderConfig
+from providers.common.vision import VisionConfig
+
+CAUSAL_LM = Style("a text model (ForCausalLM)")
+LLAVA_LANGUAGE = (
+    Style("LlavaForConditionalGeneration", ((r"^model\.", "language_model.model."),
+                                            (r"^lm_head\.", "language_model.lm_head."))),
+    Style("LlavaForConditionalGeneration of transformers 5 in memory", ((r"^model\.", "model.language_model."),)),
+)
+# Older checkpoints hold what is computed from the configuration.
+ROTARY_BUFFERS = (r"\brotary_emb\.inv_freq$", "rotary frequencies follow from the configuration")
+TIED_OUTPUT = (r"(^|\.)lm_head\.weight$", "the output layer is tied to the embedding")
+LLAVA_VISION_TENSORS = (r"^(model\.)?(vision_tower|multi_modal_projector)\.", "a text model has no encoder")
+
+LLAVA_VISION = (
+    Style("LlavaForConditionalGeneration", ((r"^vision_model\.", "vision_tower.vision_model."),)),
+    Style("LlavaForConditionalGeneration of transformers 5", ((r"^vision_model\.", "vision_tower."),)),
+    Style("LlavaForConditionalGeneration of transformers 5 in memory", (
+        (r"^vision_model\.", "model.vision_tower."), (r"^multi_modal_projector\.", "model.multi_modal_projector."))),
+    Style("LlavaForConditionalGeneration of transformers 4 in memory", (
+        (r"^vision_model\.", "model.vision_tower.vision_model."),
+        (r"^multi_modal_projector\.", "model.multi_modal_projector."))),
+)
+PROJECTOR_MISSING = (r"^multi_modal_projector\.",)
+VISION_ONLY = (
+    Style("CLIPModel, SiglipModel or a vision model of transformers 4", optional=PROJECTOR_MISSING),
+    Style("CLIPVisionModel or SiglipVisionModel of transformers 5", ((r"^vision_model\.", ""),),
+          optional=PROJECTOR_MISSING),
+)
+VISION_IGNORED = (
+    (r"^text_model\.", "the text side of a CLIP or SigLIP model"),
+    (r"^((visual|text)_projection\.weight|logit_scale|logit_bias)$", "CLIP's and SigLIP's joint space"),
+    (r"(^|\.)embeddings\.position_ids$", "positions follow from the configuration"),
+)
+
+
+def decoder_map(config: DecoderConfig, styles: Sequence[Style] = (CAUSAL_LM,)) -> WeightMap:
+    """Every tensor of a decoder of the Llama, Qwen and Mixtral families.
+
+    Mixture-of-experts layers have Qwen's names where queries and keys are normalized, Mixtral's elsewhere.
+
+    Args:
+        config: its sizes.
+        styles: spellings of its checkpoints, the one to export first.
+    """
+    rules = []
+    for layer in range(config.num_layers):
+        megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        rules += attention_rules(config, megatron, hf)
+        if config.num_experts:
+            rules += moe_rules(config, megatron, hf)
+        else:
+            rules.append(Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "post_attention_layernorm.weight",)))
+            rules += gated_mlp_rules(megatron + "mlp.", [hf + f"mlp.{part}_proj.weight" for part in GATED_MLP],
+                                     config.ffn_hidden_size)
+    ignored = (ROTARY_BUFFERS,) if config.untie_embeddings_and_output_weights else (ROTARY_BUFFERS, TIED_OUTPUT)
+    return WeightMap((*outer_rules(config), *rules), tuple(styles), ignored)
+
+
+def outer_rules(config: DecoderConfig) -> list[Rule]:
+    """Embedding, final norm and, where it is not tied, output layer.
+
+    The padding rows are those of a grid whose tensor-parallel size divides --make-vocab-size-divisible-by.
+    """
+    vocabulary = PaddedRows(config.vocab_size, config.padded_vocab_size())
+    rules = [Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),
+             Rule("decoder.final_layernorm.weight", ("model.norm.weight",))]
+    if config.untie_embeddings_and_output_weights:
+        rules.append(Rule("output_layer.weight", ("lm_head.weight",), vocabulary))
+    return rules
+
+
+def attention_rules(config: DecoderConfig, megatron: str, hf: str) -> list[Rule]:
+    """Grouped-query attention and the norm before it; the prefixes are the layer's, with a dot at the end."""
+    head = config.head_dim
+    fused = Fused(config.query_groups, (config.num_attention_heads // config.query_groups * head, head, head))
+    rules = [Rule(megatron + "self_attention.linear_qkv.layer_norm_weight", (hf + "input_layernorm.weight",)),
+             Rule(megatron + "self_attention.linear_proj.weight", (hf + "self_attn.o_proj.weight",))]
+    for kind in ("weight", "bias") if config.add_qkv_bias else ("weight",):
+        parts = tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv")
+        rules.append(Rule(f"{megatron}self_attention.linear_qkv.{kind}", parts, fused))
+    if config.qk_layernorm:
+        rules += [Rule(f"{megatron}self_attention.{part}_layernorm.weight", (f"{hf}self_attn.{part}_norm.weight",))
+                  for part in "qk"]
+    return rules
+
+
+# Gate, up, down.
+GATED_MLP = ("gate", "up", "down")
+MIXTRAL_EXPERT = ("w1", "w3", "w2")
+
+
+def gated_mlp_rules(megatron: str, parts: Sequence[str], inner: int) -> list[Rule]:
+    """An MLP with a gate.
+
+    Args:
+        megatron: prefix of `linear_fc1` and `linear_fc2`.
+        parts: Hugging Face names of gate, up and down.
+        inner: rows of the gate.
+    """
+    gate, up, down = parts
+    return [Rule(megatron + "linear_fc1.weight", (gate, up), Fused(1, (inner, inner))),
+            Rule(megatron + "linear_fc2.weight", (down,))]
+
+
+def moe_rules(config: DecoderConfig, megatron: str, hf: str) -> list[Rule]:
+    """Router, experts and the norm before them; the prefixes are the layer's, with a dot at the end."""
+    block = hf + ("mlp." if config.qk_layernorm else "block_sparse_moe.")
+    rules = [Rule(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
+             Rule(megatron + "mlp.router.weight", (block + "gate.weight",))]
+    for expert in range(config.num_experts):
+        names = [f"{part}_proj" for part in GATED_MLP] if config.qk_layernorm else MIXTRAL_EXPERT
+        rules += gated_mlp_rules(f"{megatron}mlp.experts.{expert}.",
+                                 [f"{block}experts.{expert}.{name}.weight" for name in names],
+                                 config.moe_ffn_hidden_size)
+    return rules
+
+
+def vision_map(config: VisionConfig, name: str) -> WeightMap:
+    """Every tensor of a CLIP or SigLIP tower and of its projector.
+
+    Args:
+        config: its sizes.
+        name: name of the encoder inside the module.
+    """
+    encoder, hf = f"encoders.{name}.", "vision_model."
+    rules = [Rule(encoder + "conv1.weight", (hf + "embeddings.patch_embedding.weight",)),
+             Rule(encoder + "position_embeddings.weight", (hf + "embeddings.position_embedding.weight",))]
+    if config.vision_patch_bias:
+        rules.append(Rule(encoder + "conv1.bias", (hf + "embeddings.patch_embedding.bias",)))
+    if config.vision_class_token:
+        size = config.vision_hidden_size
+        rules.append(Rule(encoder + "class_token", (hf + "embeddings.class_embedding",), Direct((size,), (1, 1, size))))
+    if config.vision_pre_layernorm:
+        rules += _affine(encoder + "ln_pre.", hf + "pre_layrnorm.")  # the name has this spelling
+    if config.vision_final_layernorm:
+        rules += _affine(encoder + "ln_post.", hf + "post_layernorm.")
+    for layer in range(config.vision_num_layers):
+        rules += _vision_layer(config, f"{encoder}decoder.layers.{layer}.", f"{hf}encoder.layers.{layer}.")
+    for number in (1, 2):
+        rules += _affine(f"input_projections.0.linear_fc{number}.", f"multi_modal_projector.linear_{number}.")
+    return WeightMap(tuple(rules), (*LLAVA_VISION, *VISION_ONLY), (*VISION_IGNORED, *_unused_parts(config)))
+
+
+def _vision_layer(config: VisionConfig, megatron: str, hf: str) -> list[Rule]:
+    heads = config.vision_num_attention_heads
+    fused = Fused(heads, (config.vision_hidden_size // heads,) * 3)
+    rules = _affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "layer_norm1.")
+    rules += [Rule(f"{megatron}self_attention.linear_qkv.{kind}",
+                   tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv"), fused) for kind in ("weight", "bias")]
+    rules += _affine(megatron + "self_attention.linear_proj.", hf + "self_attn.out_proj.")
+    rules += _affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "layer_norm2.")
+    for number in (1, 2):
+        rules += _affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")
+    return rules
+
+
+def _affine(megatron: str, hf: str) -> list[Rule]:
+    """Weight and bias under two prefixes."""
+    return [Rule(megatron + kind, (hf + kind,)) for kind in ("weight", "bias")]
+
+
+def _unused_parts(config: VisionConfig) -> list[tuple[str, str]]:
+    """Tensors of a pretrained tower behind the features that the language model takes."""
+    tower = r"^((model\.)?vision_tower\.)?(vision_model\.)?"
+    first, count = config.vision_num_layers, config.vision_num_unused_layers
+    unused = [(tower + r"head\.", "SigLIP's pooling head")]
+    if not config.vision_final_layernorm:
+        unused.append((tower + r"post_layernorm\.", "the features are taken before the last norm"))
+    if count:
+        numbers = "|".join(str(layer) for layer in range(first, first + count))
+        unused.append((rf"{tower}encoder\.layers\.({numbers})\.", "layers behind the one whose features are taken"))
+    return unused
