@@ -19,7 +19,15 @@ from mimo.weights.keys import StoredTensor, stored_tensors
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, fitted, report
 from mimo.weights.rules import Rule, Style, WeightMap
 from mimo.weights.source import HfSource, is_weights
-from mimo.weights.writer import MAX_SHARD_BYTES, Progress, ShardWriter, TensorInfo, check_empty, plan_shards, write_index
+from mimo.weights.writer import (
+    MAX_SHARD_BYTES,
+    Progress,
+    ShardWriter,
+    TensorInfo,
+    check_empty,
+    plan_shards,
+    write_index,
+)
 
 # Values of the dtype option.
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -102,7 +110,7 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
                    reader.tensors[f"{module}.{place.key}"][0]) for name, place in places.items()}, options)
         planned += [(rule, module, places[rule.rule.megatron]) for rule in rules]
         problems += found + unfit
-    report(f"checkpoint {reader.folder}", problems)
+    report(f"checkpoint {reader.folder} does not fit the model", problems)
     infos = [info for rule, _, _ in planned for info in rule.infos]
     extra = base_extras(base, maps.values(), infos, options) if base else []
     (shards,) = plan_shards([[*infos, *extra]], options.max_shard_bytes)
@@ -199,7 +207,7 @@ def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[Tenso
             problems.append(f"not used: {name} {list(entry.shape)} of the base is not in the model")
         else:
             extra.append(TensorInfo(name, options.dtype_of(None, entry.dtype), entry.shape))
-    report(f"base {base.path}", problems)
+    report(f"base {base.path} is another model", problems)
     return extra
 
 

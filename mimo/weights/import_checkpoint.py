@@ -130,7 +130,7 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
             if not found and all(part in source.tensors for part in match.sources(rule)):
                 tensors.append(_imported(match, rule, stored[name], source, dtype))
     problems += _uneven(tensors)
-    report(str(source.path), problems)
+    report(f"{source.path} does not fit the model", problems)
     return tensors
 
 

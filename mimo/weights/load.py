@@ -85,7 +85,7 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
                  for line in _check_module(plan[module], sources[paths.of(module)].catalog, maps[module],
                                            pieces.get(module, []), grids)]
     problems += _check_files(grids, paths, sources, pieces)
-    agree(grids, " and ".join(paths.flag(folder) for folder in folders), problems)
+    agree(grids, " and ".join(paths.flag(folder) for folder in folders) + " does not fit the model", problems)
     for module, held in pieces.items():
         _fill(plan[module], sources[paths.of(module)], held, grids.collections[module])
     for source in sources.values():
@@ -94,11 +94,11 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
                       {module: match.absent for module, match in plan.items() if match.absent})
 
 
-def agree(grids: Grids, source: str, problems: list[str]) -> None:
+def agree(grids: Grids, what: str, problems: list[str]) -> None:
     """Raise the same ValueError on every rank of the world where any of them has problems. Collective."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(grids.host))]
     dist.all_gather_object(gathered, sorted(set(problems)), group=grids.host)
-    report(source, [line for lines in gathered for line in lines])
+    report(what, [line for lines in gathered for line in lines])
 
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:

@@ -152,11 +152,11 @@ def _dtype_hint(entry: SourceTensor) -> str:
     return ""
 
 
-def report(source: str, problems: Iterable[str]) -> None:
+def report(what: str, problems: Iterable[str]) -> None:
     """Raise one ValueError with every line, once each, grouped by kind.
 
     Args:
-        source: where the tensors come from, for the first line.
+        what: the first line, what is wrong and where.
         problems: the lines; nothing happens where there are none.
 
     Raises:
@@ -164,5 +164,5 @@ def report(source: str, problems: Iterable[str]) -> None:
     """
     lines = sorted(set(problems))
     if lines:
-        raise ValueError(f"{source} does not fit the model ({len(lines)} "
-                         f"{'problem' if len(lines) == 1 else 'problems'}):\n  " + "\n  ".join(lines))
+        raise ValueError(f"{what} ({len(lines)} {'problem' if len(lines) == 1 else 'problems'}):\n  "
+                         + "\n  ".join(lines))

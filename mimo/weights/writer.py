@@ -103,14 +103,10 @@ class ShardWriter:
     Args:
         folder: made where it is not there.
         shards: the files, from `plan_shards`.
-
-    Raises:
-        ValueError: the folder holds weights already.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
         self.folder, self.shards = folder, shards
-        check_empty(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._left: dict[str, tuple[Path, int, TensorInfo]] = {}
         for shard in shards:
