@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import warnings
 import zipfile
 import zlib
 from enum import Enum
@@ -206,7 +207,10 @@ class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
             allow_shape_mismatch_sharded_tensors={entry.key: entry for entry in tensors if entry.allow_shape_mismatch},
             flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = CheckedReader(Path(checkpoint_dir), self._verify)
-        checkpoint.load(state, reader, planner=planner, no_dist=True)
+        with warnings.catch_warnings():
+            # Of what the wheel hands to torch: a class that is to go, an order of arguments that is its own.
+            warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
+            checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
         values = {key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = torch_strategy._replace_sharded_keys_with_state_dict_keys(values, flat_mapping, names)
         torch_strategy._restore_dict_types(loaded, sharded_state_dict)
