@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mimo.checkpoint import paths
 from mimo.checkpoint.agree import from_first_rank, gather, raise_together
-from mimo.checkpoint.entries import PROJECTOR
 from mimo.checkpoint.differences import config_differences
+from mimo.checkpoint.entries import PROJECTOR
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, read_common, read_index
 from mimo.checkpoint.rng import restore_rng, rng_objects

@@ -50,6 +50,9 @@ class Platform(abc.ABC):
     def has_transformer_engine(self) -> bool:
         """Whether Transformer Engine layers can run here."""
 
+    def make_deterministic(self) -> None:  # noqa: B027  (a platform that is so by nature does nothing)
+        """Use only kernels and reductions that give the same bits every time. Before `set_device`."""
+
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Mixed-precision context of the platform's device; `dtype` is that of matrix products (float32: off)."""
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)

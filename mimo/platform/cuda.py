@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from mimo.platform.base import Platform, transformer_engine_installed
@@ -28,6 +30,17 @@ class CudaPlatform(Platform):
             )
         torch.cuda.set_device(local_rank)
         self.device = torch.device("cuda", local_rank)
+
+    def make_deterministic(self) -> None:
+        """Have torch, cuBLAS, NCCL and Transformer Engine keep to one order of summation.
+
+        The variables are read when the libraries start; a value that the user has set stays.
+        """
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
     def synchronize(self) -> None:
         """Wait for every stream of the current GPU."""

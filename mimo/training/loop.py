@@ -237,9 +237,8 @@ class TrainingLoop:
         steps = (loader.next_step() for _ in range(train.eval_iters))
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
         loader.close()
-        logger.log_eval(
-            self.progress.iteration, {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
-        )
+        figures = {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
+        logger.log_eval(self.progress.iteration, figures)
 
     def _finish(self, logger: RunLogger) -> None:
         """The last evaluation and, on the logging rank, a few decoded samples."""

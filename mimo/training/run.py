@@ -74,6 +74,8 @@ def _train(config: RunConfig, layout: Layout, platform: Platform, rank: int, wor
     from mimo.grid.groups import Grids
     from mimo.training.loop import TrainingLoop
 
+    if config.train.deterministic_mode:
+        platform.make_deterministic()
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # The watchdog speaks first and names what is waited for; the backend's own limit only backs it up.
     timeout_s = max(2 * config.train.watchdog_timeout_s, 60.0)
