@@ -133,6 +133,7 @@ class BuildContext:
         pre_process: this rank holds the module's first pipeline stage.
         post_process: this rank holds the module's last pipeline stage.
         seq_length: padded tokens per sample.
+        deterministic: only kernels that give the same bits every time.
     """
 
     grid: GridSpec
@@ -144,6 +145,7 @@ class BuildContext:
     pre_process: bool
     post_process: bool
     seq_length: int
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

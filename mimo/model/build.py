@@ -65,6 +65,7 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
         pre_process=stage == 0,
         post_process=stage == spec.pp - 1,
         seq_length=config.train.seq_length,
+        deterministic=config.train.deterministic_mode,
     )
 
 

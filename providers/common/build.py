@@ -38,6 +38,7 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp, context_parallel_size=grid.cp,
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True, transformer_impl=impl,
+        deterministic_mode=context is not None and context.deterministic,
         # Variable lengths refuse every other dispatcher, even in a dense model.
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
         # The output layer's weight gradient goes straight into main_grad where apex's kernel is installed.
