@@ -112,6 +112,8 @@ def deepseek_config(config: LatentDecoderConfig) -> dict[str, Any]:
     if config.latent_norm_epsilon != LATENT_NORM_EPSILON:
         raise ValueError(f"--latent-norm-epsilon {config.latent_norm_epsilon}: DeepseekV3ForCausalLM has "
                          f"{LATENT_NORM_EPSILON} built in")
+    if not config.moe_router_enable_expert_bias:
+        raise ValueError("--no-moe-router-enable-expert-bias: DeepseekV3ForCausalLM always reads a bias")
     result: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",

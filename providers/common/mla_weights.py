@@ -25,7 +25,8 @@ def latent_map(config: LatentDecoderConfig) -> WeightMap:
 def _attention_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:
     """The norm before attention stands alone; those of compressed queries, keys and values belong to the layers after
     them. Rotary channels are in pairs on both sides."""
-    names = {"linear_kv_down_proj.weight": "kv_a_proj_with_mqa", "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm",
+    names = {"linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+             "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm",
              "linear_kv_up_proj.weight": "kv_b_proj", "linear_proj.weight": "o_proj"}
     if config.q_lora_rank:
         names |= {"linear_q_down_proj.weight": "q_a_proj", "linear_q_up_proj.layer_norm_weight": "q_a_layernorm",

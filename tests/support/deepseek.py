@@ -171,3 +171,55 @@ def train(rank: int, flags: tuple[str, ...], world_size: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(equality, "BASE", BASE)
         return equality.run_layout(rank, flags, world_size)
+
+
+def watch_expert_bias(rank: int, flags: tuple[str, ...], world_size: int, num_steps: int) -> list[dict[str, Any]]:
+    """Train; for each step: this rank's tokens per expert, and the bias before and after, by global layer number.
+
+    Between the steps the model is evaluated, which must not count.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from mimo.training.evaluate import evaluate
+    from mimo.training.step import train_step
+
+    parts = build(flags, world_size)
+    loader = equality.make_loader(parts.config, parts.grids.layout, rank)
+    routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
+    steps = []
+    for _ in range(num_steps):
+        routing: list[tuple[int, Any]] = []
+        before = {layer: router.expert_bias.clone() for layer, router in routers.items()}
+        hooks = equality.watch_routing(parts.built.model, routing)
+        train_step(parts, loader.next_step())
+        for hook in hooks:
+            hook.remove()
+        counts = {layer: sum(torch.from_numpy(choice).sum(dim=0) for at, choice in routing if at == layer)
+                  for layer in routers}
+        after = {layer: router.expert_bias.clone() for layer, router in routers.items()}
+        steps.append({"counts": counts, "before": before, "after": after})
+        evaluate(parts, [loader.next_step()], None)
+        assert not any(router.local_tokens_per_expert.any() for router in routers.values())
+    loader.close()
+    close(parts)
+    return steps
+
+
+def inspect_language(rank: int, flags: tuple[str, ...], world_size: int) -> dict[str, Any]:
+    """What the language module of this rank holds, after the load."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    parts = build(flags, world_size)
+    module = unwrap_model(parts.built.model.language_model)
+    state = module.sharded_state_dict(metadata={"dp_cp_group": parts.grids.collections[LANGUAGE].dp_cp})
+    found = {
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "dtypes": {parameter.dtype for parameter in module.parameters()},
+        "missing": [name for name, _ in module.named_parameters() if name not in state],
+        "keys": {part.key for part in state.values()},
+        "biases": {name: bias.clone() for name, bias in module.named_buffers() if name.endswith("expert_bias")},
+        "initialized": parallel_state.model_parallel_is_initialized(),
+    }
+    close(parts)
+    return found
