@@ -47,7 +47,8 @@ def test_same_layout_repeats_bit_by_bit(tmp_path: Path, layout: str, precision: 
     if importlib.util.find_spec("transformer_engine") is None:
         flags += ["--transformer-impl", "local"]
     whole = run(tmp_path / "whole", layout, *flags, "--save-interval", str(STEP))
-    resumed = run(tmp_path / "resumed", layout, *flags, "--load", str(tmp_path / "whole/saved"), "--ckpt-step", str(STEP))
+    load = ("--load", str(tmp_path / "whole/saved"), "--ckpt-step", str(STEP))
+    resumed = run(tmp_path / "resumed", layout, *flags, *load)
     assert resumed == whole[STEP:]
     expected = stored_tensors(tmp_path / f"whole/saved/iter_{LAST:07d}")
     found = stored_tensors(tmp_path / f"resumed/saved/iter_{LAST:07d}")
@@ -59,6 +60,6 @@ def test_other_layouts_go_on(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", "disjoint", "--no-bf16", "--save-interval", str(STEP))
     for layout in ("colocated-dp2", "colocated-tp2", "one", "encoder-dp2-llm-pp2", "encoder-tp2-llm-tp2", "overlap"):
         if torch.cuda.device_count() >= LAYOUTS[layout][0]:
-            resumed = run(tmp_path / layout, layout, "--no-bf16", "--load", str(tmp_path / "whole/saved"), "--ckpt-step",
-                          str(STEP))
+            load = ("--load", str(tmp_path / "whole/saved"), "--ckpt-step", str(STEP))
+            resumed = run(tmp_path / layout, layout, "--no-bf16", *load)
             np.testing.assert_allclose(resumed, whole[STEP:], rtol=1e-5)
