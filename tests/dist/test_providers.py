@@ -1,4 +1,4 @@
-"""The llava and mock models against Hugging Face's, against themselves split over ranks, and against their plans."""
+"""The llava and mock models against themselves split over ranks, and against their plans."""
 
 from __future__ import annotations
 
@@ -30,68 +30,6 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool(2)
     yield workers
     workers.close()
-
-
-# Hugging Face as the oracle
-
-CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "image_size": 16, "patch_size": 8, "layer_norm_eps": 0.03}
-SIGLIP = CLIP | {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh"}
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0,
-        "rms_norm_eps": 0.05}
-MOE_TEXT = TEXT | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
-HF_CASES: dict[str, dict[str, Any]] = {
-    "clip-llama": {"vision_config": CLIP, "text_config": TEXT | {"model_type": "llama"}},
-    "clip-last-layer-qwen2-tied": {
-        "vision_config": CLIP, "vision_feature_layer": -1,
-        "text_config": TEXT | {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 500.0}},
-    "siglip-qwen3": {"vision_config": SIGLIP, "vision_feature_select_strategy": "full",
-                     "text_config": TEXT | {"model_type": "qwen3", "head_dim": 16}},
-    "clip-gelu-qwen3-moe": {"vision_config": CLIP | {"hidden_act": "gelu"},
-                            "text_config": MOE_TEXT | {"num_experts_per_tok": 2, "norm_topk_prob": True}},
-    "clip-qwen3-moe-unnormalized": {"vision_config": CLIP,
-                                    "text_config": MOE_TEXT | {"num_experts_per_tok": 1, "norm_topk_prob": False}},
-}
-
-
-def compare_with_hf(rank: int, sections: dict[str, Any]) -> dict[str, float]:
-    import torch
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
-    from tests.support import provider_cases as cases
-    from tests.support.hf_copy import copy_llava
-
-    hf_config = LlavaConfig(**sections, image_token_index=63)
-    hf_config._attn_implementation = "eager"
-    model = LlavaForConditionalGeneration(hf_config).eval()
-    cases.randomize(model)
-    config = llava.from_hf(hf_config.to_dict())
-    with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids, torch.no_grad():
-        vision = cases.build_module_of(grids, config, VISION, SEQ_LENGTH)
-        language = cases.build_module_of(grids, config, LANGUAGE, SEQ_LENGTH)
-        copy_llava(model, vision, language, config)
-        tokens = config.num_patches
-        # One image in the first sample, two in the second.
-        text = torch.arange(2 * SEQ_LENGTH).view(2, SEQ_LENGTH) * 7 % 60
-        text[0, 1:1 + tokens] = 63
-        text[1, 2:2 + 2 * tokens] = 63
-        pixels = cases.draw(3, 3, 16, 16)
-        expected = model(input_ids=text, pixel_values=pixels, attention_mask=torch.ones_like(text))
-        features = vision({"pixel_values": pixels})
-        words = language.embedding(input_ids=text, position_ids=None)
-        is_image = (text == 63).T[..., None]
-        order = (text == 63).flatten().cumsum(0).view_as(text).T - 1
-        merged = torch.where(is_image, features[order.clamp_min(0)], words)
-        logits = language(input_ids=None, position_ids=None, attention_mask=None, decoder_input=merged)
-        return {"features": cases.relative_error(features, expected.image_hidden_states),
-                "logits": cases.relative_error(logits, expected.logits)}
-
-
-@pytest.mark.parametrize("name", HF_CASES)
-def test_equals_hugging_face(pool: WorkerPool, name: str) -> None:
-    (errors,) = pool.run(compare_with_hf, HF_CASES[name], world_size=1)
-    assert errors["features"] < 1e-5 and errors["logits"] < 1e-5, errors
 
 
 # Split over two ranks

@@ -1,0 +1,97 @@
+"""Logits of every family against transformers' after an import, on several layouts, and exports against the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.support import hf_families
+from tests.support.hf_families import LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
+from tests.support.spawn import WorkerPool
+
+MAX_ERROR = 1e-4
+MOE = ("qwen3-moe", "mixtral")
+# name -> (ranks, flags)
+TEXT_LAYOUTS = {
+    "one-process": (1, ""),
+    "tp2": (2, "--llm-tp 2"),
+    "pp2": (2, "--llm-pp 2"),
+}
+MOE_LAYOUTS = {
+    "one-process": (1, ""),
+    "tp2-ep2": (2, "--llm-tp 2 --sequence-parallel --llm-ep 2"),
+    "tp2-expert-tp2": (2, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2"),
+    "pp2": (2, "--llm-pp 2"),
+    "ep2": (2, "--llm-dp 2 --llm-ep 2"),
+}
+LLAVA_LAYOUTS = {
+    "one-process": (1, "--layout colocated"),
+    "disjoint": (2, ""),
+    "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2"),
+    "disjoint-pp2-tp2": (4, "--encoder-pp 2 --llm-tp 2 --sequence-parallel"),
+}
+CASES = [
+    *((name, *layout) for name in TEXT_MODELS for layout in (MOE_LAYOUTS if name in MOE else TEXT_LAYOUTS).items()),
+    *((name, *layout) for name in LLAVA_MODELS for layout in LLAVA_LAYOUTS.items()),
+]
+Saved = Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """name -> (folder that transformers saved, its logits by sample)."""
+    found: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
+
+    def get(name: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        if name not in found:
+            folder = tmp_path_factory.mktemp(name)
+            found[name] = folder, pool.run(hf_families.save_hf, name, str(folder), world_size=1)[0]
+        return found[name]
+
+    return get
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    return found
+
+
+def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    assert [name for name, tensor in theirs.items()
+            if tensor.dtype != ours[name].dtype or not torch.equal(tensor, ours[name])] == []
+
+
+@pytest.mark.parametrize(("name", "world_size", "flags"), [(name, *layout) for name, _, layout in CASES],
+                         ids=[f"{name}-{layout}" for name, layout, _ in CASES])
+def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str,
+                                              world_size: int, flags: str) -> None:
+    folder, expected = saved(name)
+    out = tmp_path / "out"
+    by_rank = pool.run(hf_families.logits_of, name, str(folder), tuple(flags.split()), world_size, str(out),
+                       world_size=world_size)
+    for found in by_rank:
+        for key, logits in found.items():
+            assert float((logits[:, :VOCAB_SIZE] - expected[key]).abs().max()) <= MAX_ERROR, key
+            assert (logits[:, VOCAB_SIZE:] == torch.finfo(logits.dtype).min).all()
+            assert logits.shape[1] > VOCAB_SIZE
+    assert {key for found in by_rank for key in found} == expected.keys()
+    assert_same_tensors(tensors_of(out), tensors_of(folder))
+
+
+@pytest.mark.parametrize("name", hf_families.MODELS)
+def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, saved: Saved, tmp_path: Path,
+                                                            name: str) -> None:
+    folder, expected = saved(name)
+    pool.run(hf_families.export, name, str(folder), str(tmp_path / "out"), world_size=1)
+    (found,) = pool.run(hf_families.reloaded_logits, name, str(tmp_path / "out"), str(folder), world_size=1)
+    assert found.keys() == expected.keys()
+    for key, logits in found.items():
+        assert torch.equal(logits, expected[key]), key

@@ -1,0 +1,192 @@
+"""Small random models saved by transformers, loaded by the trainer and run on any layout; inside worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo.batch import Microbatch
+from mimo.config.validate import validate
+from mimo.protocols import LANGUAGE
+from mimo.registry import model_provider
+from tests.support import equality
+from tests.support.provider_cases import randomize
+
+BASE = """--dataset-provider mock --device cpu --no-bf16 --transformer-impl local --seq-length 24 --micro-batch-size 2
+--global-batch-size 4 --train-iters 1 --mock-min-length 5 --mock-max-length 12 --mock-images-max 2
+--mock-text-only-fraction 0.3 --watchdog-timeout-s 60""".split()
+# No multiple of 128, nor of anything.
+VOCAB_SIZE = 99
+TEXT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64, "pad_token_id": 0,
+    "rms_norm_eps": 0.05}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+QWEN3_MOE = TEXT | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
+# Smaller models of each family; `vision_config` makes it a LLaVA.
+TEXT_MODELS: dict[str, dict[str, Any]] = {
+    # A base whose frequencies Llama 3's scaling leaves alone, interpolates and divides, all three.
+    "llama": TEXT | {"model_type": "llama", "head_dim": 16, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "qwen2-tied-one-key-head": TEXT | {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3": TEXT | {"model_type": "qwen3", "head_dim": 16, "rope_theta": 500.0},
+    "qwen3-moe": QWEN3_MOE | {"num_experts_per_tok": 2, "norm_topk_prob": True},
+    "mixtral": TEXT | {"model_type": "mixtral", "num_local_experts": 4},
+}
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 8, "layer_norm_eps": 0.03}
+# The last layer but one: a layer, the last norm and SigLIP's head are in the checkpoint and not in the model.
+SIGLIP = CLIP | {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh"}
+LLAVA_MODELS: dict[str, dict[str, Any]] = {
+    "clip-llama": {"vision_config": CLIP, "text_config": TEXT | {"model_type": "llama"}},
+    "clip-last-layer-qwen2-tied": {"vision_config": CLIP | {"num_hidden_layers": 2}, "vision_feature_layer": -1,
+                                   "text_config": TEXT_MODELS["qwen2-tied-one-key-head"]},
+    "siglip-qwen3": {"vision_config": SIGLIP, "vision_feature_select_strategy": "full",
+                     "text_config": TEXT_MODELS["qwen3"]},
+    "clip-gelu-qwen3-moe-unnormalized": {
+        "vision_config": CLIP | {"hidden_act": "gelu"},
+        "text_config": QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False}},
+}
+MODELS = TEXT_MODELS | LLAVA_MODELS
+
+
+def build_hf(name: str) -> Any:
+    """The model `name` as transformers builds it, its parameters drawn by `randomize`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {key: dict(value) if isinstance(value, dict) else value for key, value in MODELS[name].items()}
+    if name in LLAVA_MODELS:
+        config = LlavaConfig(**sizes, image_token_index=VOCAB_SIZE - 1)
+        model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
+    else:
+        config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    randomize(model)
+    return model.eval()
+
+
+def save_hf(rank: int, name: str, folder: str) -> dict[str, torch.Tensor]:
+    """Save the model `name`; gives its logits `[s, vocab]` of each sample of the tests' batch, by key."""
+    model = build_hf(name)
+    model.save_pretrained(folder)
+    return _hf_logits(rank, model, name, folder)
+
+
+def reloaded_logits(rank: int, name: str, folder: str, source: str) -> dict[str, torch.Tensor]:
+    """Logits of the tests' batch by transformers, from an exported folder; the batch is that of the model `source`."""
+    from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
+
+    kind = LlavaForConditionalGeneration if name in LLAVA_MODELS else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, attn_implementation="eager", dtype="float32")
+    return _hf_logits(rank, model.eval(), name, source)
+
+
+@torch.no_grad()
+def _hf_logits(rank: int, model: Any, name: str, folder: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for batch in _batches(rank, flags_of(name, folder, ("--layout", "colocated") if name in LLAVA_MODELS else ()), 1):
+        inputs = {}
+        for encoder in batch.encoders.values():
+            inputs = {key: value for key, value in encoder.inputs.items() if len(value)}
+        assert batch.text is not None
+        ids = batch.text.input_ids
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
+        found |= dict(zip(batch.text.keys, logits, strict=True))
+    return found
+
+
+def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
+    """Flags of a run of the model `name` that is saved in `folder`."""
+    provider = "llava" if name in LLAVA_MODELS else "causal_lm"
+    return ("--model-provider", provider, "--hf-config", folder, *BASE, *layout)
+
+
+def _batches(rank: int, flags: tuple[str, ...], world_size: int) -> list[Microbatch]:
+    """This rank's side of the tests' global batch."""
+    config = equality.parse(list(flags))
+    loader = equality.make_loader(config, validate(config, world_size), rank)
+    try:
+        return list(loader.next_step())
+    finally:
+        loader.close()
+
+
+@contextlib.contextmanager
+def trainer_of(flags: tuple[str, ...], world_size: int) -> Iterator[Any]:
+    """A trainer of this rank; see `flags_of`."""
+    config = equality.parse(list(flags))
+    parts = equality.make_trainer(config, validate(config, world_size))
+    try:
+        yield parts
+    finally:
+        parts.watchdog.close()
+        parts.grids.destroy()
+
+
+def load(parts: Any, **folders: str) -> Any:
+    """Load the trainer's model from Hugging Face folders: `model`, `vision`, `language`."""
+    from mimo.weights.load import HfPaths, load_hf
+
+    provider = model_provider(parts.config.model.model_provider)
+    return load_hf(parts.built, parts.grids, provider, parts.config.model_family, HfPaths(**folders))
+
+
+def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int,
+              out: str = "") -> dict[str, torch.Tensor]:
+    """Load a saved model and run the tests' batch on this rank of a layout.
+
+    Args:
+        rank: this process.
+        name: one of `MODELS`.
+        folder: where it is saved.
+        layout: flags of the layout.
+        world_size: number of processes.
+        out: folder to export to, with the saved model as the base; empty: no export.
+
+    Returns:
+        Logits `[s, padded vocabulary]` of this rank's samples by key; empty where it has none.
+    """
+    from mimo.model.build import set_training
+    from mimo.training.evaluate import forward_logits
+    from mimo.training.step import run_schedule
+    from mimo.weights.export import ExportOptions
+    from mimo.weights.export_model import export_model
+
+    flags = flags_of(name, folder, layout)
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        group = parts.grids.collections[LANGUAGE].tp
+        shards = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(shards, logits.contiguous(), group=group)
+        assert batch.text is not None
+        found.update(zip(batch.text.keys, torch.cat(shards, dim=-1), strict=True))
+        zero = torch.zeros(())
+        return zero, zero.int(), zero
+
+    with trainer_of(flags, world_size) as parts:
+        load(parts, model=folder)
+        set_training(parts.built.model, False)
+        with torch.no_grad():
+            run_schedule(parts, _batches(rank, flags, world_size), partial(forward_logits, consume=collect),
+                         forward_only=True)
+        if out:
+            provider = model_provider(parts.config.model.model_provider)
+            export_model(parts.built, parts.grids, provider, parts.config.model_family, out,
+                         ExportOptions(base=folder))
+    return found
+
+
+def export(rank: int, name: str, folder: str, out: str) -> None:
+    """Load a saved model on one process and export it without a base: names and configuration are the provider's."""
+    from mimo.weights.export_model import export_model
+
+    with trainer_of(flags_of(name, folder, ("--layout", "colocated") if name in LLAVA_MODELS else ()), 1) as parts:
+        load(parts, model=folder)
+        provider = model_provider(parts.config.model.model_provider)
+        export_model(parts.built, parts.grids, provider, parts.config.model_family, out)
