@@ -44,15 +44,31 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.mark.parametrize("variant", deepseek.VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_equal_hugging_face(pool: WorkerPool, saved: Any, variant: str, layout: str) -> None:
+def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Any, tmp_path: Path, variant: str,
+                                              layout: str) -> None:
+    import torch
+
     world_size, flags = LAYOUTS[layout]
     folder, expected = saved[variant]
-    logits = pool.run(deepseek.logits_of, ("--hf-config", str(folder), *flags.split()), world_size,
+    logits = pool.run(deepseek.logits_of, ("--hf-config", str(folder), *flags.split()), world_size, str(tmp_path),
                       world_size=world_size)
     last = [found for found in logits if found is not None]
     assert len(last) == (1 if "pp" in layout else world_size)
     for found in last:
         assert float((found - expected["logits"]).abs().max()) <= MAX_ERROR
+    source, exported = tensors_of(folder), tensors_of(tmp_path)
+    assert exported.keys() == source.keys()
+    for name, tensor in source.items():
+        assert exported[name].dtype is tensor.dtype and torch.equal(exported[name], tensor), name
+    if layout == "one-process":  # with a config.json of our own
+        (reloaded,) = pool.run(deepseek.hf_logits_of, str(tmp_path), world_size=1)
+        assert torch.equal(reloaded, expected["logits"])
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("variant", deepseek.VARIANTS)
@@ -116,13 +132,12 @@ def test_bias_moves_towards_an_even_load(pool: WorkerPool, saved: Any, layout: s
 
 def test_bias_stays_float32_in_a_bfloat16_model(pool: WorkerPool, saved: Any) -> None:
     import torch
-    from safetensors.torch import load_file
 
     folder, _ = saved["yarn"]
     (found,) = pool.run(deepseek.inspect_language, ("--hf-config", str(folder), "--bf16"), 1, world_size=1)
     assert found["dtypes"] == {torch.bfloat16}
     (bias,) = found["biases"].values()
-    expected = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    expected = tensors_of(folder)["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert not torch.equal(expected, expected.bfloat16().float())
     assert bias.dtype is torch.float32 and torch.equal(bias, expected)
 

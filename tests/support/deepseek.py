@@ -62,6 +62,16 @@ def save_hf_model(rank: int, variant: str, folder: str) -> dict[str, Any]:
     return {"logits": logits.detach(), "gradients": split_experts(gradients)}
 
 
+@torch.no_grad()
+def hf_logits_of(rank: int, folder: str) -> torch.Tensor:
+    """transformers' logits of `token_ids` for a folder."""
+    from transformers import DeepseekV3ForCausalLM
+
+    model = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    logits: torch.Tensor = model.eval()(input_ids=token_ids()).logits
+    return logits
+
+
 def output_weights(columns: int) -> torch.Tensor:
     """Coefficients of a linear loss of logits `[2, SEQ_LENGTH, columns]`."""
     return torch.randn(2, SEQ_LENGTH, columns, generator=torch.Generator().manual_seed(9))
@@ -115,11 +125,13 @@ def batch() -> Microbatch:
         {})
 
 
-def logits_of(rank: int, flags: tuple[str, ...], world_size: int) -> torch.Tensor | None:
-    """Logits of `token_ids` with the vocabulary's padding cut off; None before the last stage."""
+def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> torch.Tensor | None:
+    """Logits of `token_ids` with the vocabulary's padding cut off; None before the last stage. Exports to `out`."""
     from mimo.model.build import set_training
+    from mimo.registry import model_provider
     from mimo.training.evaluate import forward_logits
     from mimo.training.step import run_schedule
+    from mimo.weights.export_model import export_model
 
     parts = build((*flags, "--micro-batch-size", "2"), world_size)
     set_training(parts.built.model, False)
@@ -135,6 +147,7 @@ def logits_of(rank: int, flags: tuple[str, ...], world_size: int) -> torch.Tenso
 
     with torch.no_grad():
         run_schedule(parts, [batch()], partial(forward_logits, consume=collect), forward_only=True)
+    export_model(parts.built, parts.grids, model_provider("deepseek_v3"), parts.config.model_family, out)
     close(parts)
     return found[0] if found else None
 
