@@ -170,7 +170,8 @@ class ParameterShape:
 class ModelProvider(Protocol):
     """A model family that plugs in by name (`--model-provider NAME` or `pkg.module:attr`).
 
-    Importing a provider must not import torch: import it inside `language_spec` and `encoder_spec`.
+    Importing a provider must not import torch: import it inside `language_spec` and `encoder_spec`. A provider may have
+    `hf_architectures`, names of Hugging Face classes whose folders `mimo import` takes for it.
     """
 
     Config: ClassVar[type]

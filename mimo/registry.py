@@ -50,3 +50,12 @@ def model_provider(name: str) -> Any:
 def dataset_provider(name: str) -> Any:
     """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
     return resolve(name, "--dataset-provider", DATASET_PROVIDERS)
+
+
+def provider_of(architecture: str) -> str | None:
+    """The built-in model provider for a Hugging Face architecture, as in `architectures` of config.json; or None."""
+    for name in MODEL_PROVIDERS:
+        provider = model_provider(name)
+        if hasattr(provider, "hf_architectures") and architecture in provider.hf_architectures:
+            return name
+    return None

@@ -56,6 +56,7 @@ class CausalLmProvider:
     """The `mimo.protocols.ModelProvider` of text models; every method takes unresolved configurations too."""
 
     Config: ClassVar[type] = Config
+    hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf_config.ARCHITECTURES.values())
 
     def encoders(self, config: Config) -> tuple[str, ...]:
         """None: there is only the language model."""

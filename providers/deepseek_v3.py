@@ -56,6 +56,7 @@ class DeepseekV3Provider:
     """The `mimo.protocols.ModelProvider` of DeepSeek-V3; every method takes unresolved configurations too."""
 
     Config: ClassVar[type] = Config
+    hf_architectures: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM",)
 
     def encoders(self, config: Config) -> tuple[str, ...]:
         """None: a text model."""

@@ -59,6 +59,7 @@ class LlavaProvider:
     """The `mimo.protocols.ModelProvider` of LLaVA; every method takes unresolved configurations too."""
 
     Config: ClassVar[type] = Config
+    hf_architectures: ClassVar[tuple[str, ...]] = ("LlavaForConditionalGeneration",)
 
     def encoders(self, config: Config) -> tuple[str, ...]:
         """The one encoder, `vision`."""

@@ -32,6 +32,8 @@ class MockProvider(llava.LlavaProvider):
     """The `mimo.protocols.ModelProvider` of the mock model."""
 
     Config: ClassVar[type] = Config
+    # A LLaVA folder is one of `llava`.
+    hf_architectures: ClassVar[tuple[str, ...]] = ()
 
 
 provider = MockProvider()

@@ -84,7 +84,8 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded
         continued = [one for one in held if fresh is not None and one.saved.part not in fresh[one.saved.module]]
         entries = {"model": model_entries(state, saved), "optimizer": optimizer_entries(continued)}
         _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer)
-        notes = config_differences(common["config"], state.config)
+        # Imported weights have no run whose flags could differ.
+        notes = [] if folder.name == paths.RELEASE else config_differences(common["config"], state.config)
         objects = {} if weights_only else _objects(state, index, notes)
         loaded = _load(state, folder, {**entries, **objects})
         _finish_optimizer(state, common, held, continued, folder)

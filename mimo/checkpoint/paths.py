@@ -100,17 +100,19 @@ def latest(root: Path) -> str | None:
     return text
 
 
-def find(root: Path, step: int | None, flag: str = "--load") -> Path | None:
+def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = True) -> Path | None:
     """The checkpoint to load: that of `step`, or the latest. None where the folder holds none at all.
 
-    A checkpoint's own folder may be given too.
+    A checkpoint's own folder may be given too. `repair` undoes an interrupted publication first; without it nothing is
+    changed, for a folder that another process may be saving into.
 
     Raises:
         ValueError: a checkpoint is named and is not there, or not complete.
     """
     if (root / METADATA).is_file():
         return root
-    _restore_replaced(root)
+    if repair:
+        _restore_replaced(root)
     name = latest(root) if step is None else str(step)
     source = str(root / TRACKER) if step is None else f"--ckpt-step {step}"
     if name is None:

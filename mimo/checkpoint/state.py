@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,29 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "grids": {name: _sizes(spec) for name, spec in state.grids.layout.grids.items()},
         "lanes": state.grids.layout.num_lanes,
         "config": to_toml(config),
+    }
+
+
+def weights_only_state(modules: Iterable[str], config: str) -> dict[str, Any]:
+    """`common_state` of weights that no run of this trainer has made.
+
+    Args:
+        modules: the modules that the checkpoint holds; no grids wrote them.
+        config: flags of a run of the model, as TOML.
+    """
+    return {
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "format": FORMAT,
+        "iteration": 0,
+        "consumed_samples": 0,
+        "skipped_iterations": 0,
+        "loader_samples": 0,
+        "scheduler": None,
+        "optimizer_steps": None,
+        "frozen": [],
+        "grids": {name: {} for name in modules},
+        "lanes": 0,
+        "config": config,
     }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mimo.config.run import RunConfig
 from mimo.config.validate import num_microbatches
 from mimo.grid.plan import bridge_bytes, parameters_per_rank, total_parameters
 from mimo.grid.spec import GridSpec, Layout, lane_shares
+from mimo.grid.text import counted, format_bytes, span, table
 from mimo.protocols import ModelProvider
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
@@ -26,7 +25,7 @@ def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -
         provider: the model provider that `config` names.
     """
     parts = [
-        [f"layout {layout.kind}, {_count(layout.world_size, 'rank')}, {_count(layout.num_lanes, 'lane')}"],
+        [f"layout {layout.kind}, {counted(layout.world_size, 'rank')}, {counted(layout.num_lanes, 'lane')}"],
         _grid_table(layout),
         _lane_lines(config, layout),
         _rank_map(layout),
@@ -36,18 +35,11 @@ def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first flush left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
-
-
 def _grid_table(layout: Layout) -> list[str]:
     rows = [["grid", "ranks", *AXES]]
-    rows += [[name, _span(grid.ranks), *(str(getattr(grid, axis)) for axis in AXES)]
+    rows += [[name, span(grid.ranks), *(str(getattr(grid, axis)) for axis in AXES)]
              for name, grid in layout.grids.items()]
-    return _table(rows)
+    return table(rows)
 
 
 def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
@@ -60,8 +52,8 @@ def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
         served = []
         for dp in range(encoder.dp):
             shares = lane_shares(encoder.dp, layout.num_lanes, size, dp)
-            lanes = _span(range(shares[0].lane, shares[-1].lane + 1))
-            samples = _span(range(shares[0].start, shares[0].stop))
+            lanes = span(range(shares[0].lane, shares[-1].lane + 1))
+            samples = span(range(shares[0].start, shares[0].stop))
             part = f", samples {samples}" if encoder.dp > layout.num_lanes else ""
             served.append(f"  {encoder.name} dp {dp} -> lane{'s' if len(shares) > 1 else ''} {lanes}{part}")
         lines += _shortened(served)
@@ -80,7 +72,7 @@ def _rank_map(layout: Layout) -> list[str]:
         for stage in range(grid.pp):
             for dp in range(grid.dp):
                 first = grid.rank_at(dp=dp, pp=stage)
-                ranks = _span(range(first, first + grid.tp * grid.cp))
+                ranks = span(range(first, first + grid.tp * grid.cp))
                 blocks.append(f"  {name} dp {dp}" + (f" pp {stage}" if grid.pp > 1 else "") + f"  ranks {ranks}")
         lines += _shortened(blocks)
     return lines
@@ -99,14 +91,14 @@ def _parameter_table(config: RunConfig, layout: Layout, provider: ModelProvider)
         largest = max(parameters_per_rank(shapes, grid, stage) for stage in range(grid.pp))
         frozen = " (frozen)" if name in config.model.frozen else ""
         rows.append([name + frozen, f"{total_parameters(shapes):,}", f"{largest:,}"])
-    return _table(rows)
+    return table(rows)
 
 
 def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
     train = config.train
-    lines = [f"batch: {_count(num_microbatches(config), 'microbatch', 'es')} per iteration "
+    lines = [f"batch: {counted(num_microbatches(config), 'microbatch', 'es')} per iteration "
              f"(--global-batch-size {train.global_batch_size} = {num_microbatches(config)} * --micro-batch-size "
-             f"{train.micro_batch_size} * {_count(layout.num_lanes, 'lane')})"]
+             f"{train.micro_batch_size} * {counted(layout.num_lanes, 'lane')})"]
     if not layout.encoders:
         return lines
     side = provider.token_spec(config.model_family).image_size or ANY_IMAGE_SIZE
@@ -115,8 +107,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
         tokens = provider.num_image_tokens(config.model_family, encoder.name, side, side)
         lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
         whose = "bridge" if len(layout.encoders) == 1 else f"bridge of {encoder.name}"
-        lines.append(f"{whose}: {_bytes(lane)} per lane and microbatch, {_bytes(lane * layout.num_lanes)} over all "
-                     "lanes, forward and again backward")
+        lines.append(f"{whose}: {format_bytes(lane)} per lane and microbatch, "
+                     f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
         lines.append(f"  (one {side}x{side} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
     return lines
 
@@ -124,24 +116,6 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
 def _element(config: RunConfig, provider: ModelProvider) -> tuple[int, str, int]:
     hidden = provider.hidden_size(config.model_family)
     return (hidden, "bf16", 2) if config.model.bf16 else (hidden, "fp32", 4)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-def _bytes(count: int) -> str:
-    """Bytes, and the same in binary units from 1 KiB up."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power:
-            return f"{count:,} B ({count / 1024**power:.1f} {unit})"
-    return f"{count} B"
-
-
-def _span(numbers: range) -> str:
-    if len(numbers) == 0:
-        return "none"
-    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
 
 
 def _shortened(lines: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from dataclasses import replace
 
 from mimo.config.run import RunConfig
@@ -14,6 +13,7 @@ from mimo.grid.spec import Layout
 from mimo.observe.errors import fail_fast
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
+from mimo.platform.quiet import quieten_wheel
 from mimo.registry import dataset_provider, model_provider
 
 
@@ -32,7 +32,7 @@ def run(config: RunConfig) -> int:
         os.environ.setdefault("MASTER_PORT", "29517")
     layout = validate(config, world_size)
     _show_log(rank)
-    _quieten_wheel()
+    quieten_wheel()
     platform = get_platform(config.train.device)
     config = replace(config, train=replace(config.train, device=platform.name))
     with fail_fast(f"rank {rank}"):
@@ -45,26 +45,6 @@ def _show_log(rank: int) -> None:
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.propagate = False
-
-
-def _quieten_wheel() -> None:
-    """Hide what the wheel says about its own internals, and torch about the wheel, at every start on every rank.
-
-    Nobody who runs a trainer can act on it. `python -W default` and PYTHONWARNINGS=default bring it back.
-    """
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Without a GPU it warns that there is none: the wheel's import of kernels that are never built here.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if sys.warnoptions:
-        return
-    for category in (UserWarning, FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"megatron\.")
-    # Compiling a source file names its path instead of its module.
-    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
-    # Said at the place of the subclass.
-    warnings.filterwarnings("ignore", category=UserWarning, message=r"\w+ is experimental and still under active")
-    # The wheel's calls, which torch 2.13 has renamed.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
 
 
 def _train(config: RunConfig, layout: Layout, platform: Platform, rank: int, world_size: int) -> int:

@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from mimo.checkpoint.paths import RELEASE, write_tracker
 from mimo.checkpoint.reader import CHECKSUMS, COMMON
+from mimo.checkpoint.state import weights_only_state
 from mimo.checkpoint.writer import crc32_of
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.keys import StoredTensor, stored_tensors
@@ -84,6 +85,7 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
         family_config: its configuration.
         params_dtype: dtype of parameters; those that stay in float32 do so.
         progress: told after each tensor.
+        config: flags of a run of this model as TOML, which `mimo export` and `mimo inspect` read.
 
     Returns:
         The checkpoint's folder.
@@ -103,7 +105,8 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
     try:
         checkpoint.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, source), no_dist=True)
         (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")
-        torch.save({"iteration": 0, "consumed_samples": 0}, folder / COMMON)
+        modules = (*provider.encoders(family_config), LANGUAGE)
+        torch.save(weights_only_state(modules, config), folder / COMMON)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         folder.rename(root / RELEASE)
     finally:

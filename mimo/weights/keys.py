@@ -33,8 +33,8 @@ class StoredTensor:
     axes: tuple[int, ...]
 
 
-def global_name(key: str, index: Sequence[int]) -> str:
-    """The global name of the tensor at `index` on the stacked axes of `key`.
+def global_name(key: str, index: Sequence[int | str]) -> str:
+    """The global name of the tensor at `index` (numbers, or what stands for them) on the stacked axes of `key`.
 
     >>> global_name("decoder.layers.mlp.experts.experts.linear_fc1.weight", (7, 3))
     'decoder.layers.7.mlp.experts.3.linear_fc1.weight'
@@ -50,6 +50,21 @@ def global_name(key: str, index: Sequence[int]) -> str:
         key = f"{experts['experts']}{left.pop(0)}.{experts['rest']}"
     assert not left, f"{key} has more stacked axes than layers and experts: {tuple(index)}"
     return key
+
+
+def num_stacked_axes(key: str) -> int:
+    """How many leading axes of the tensor at `key` number layers and experts."""
+    return sum(pattern.fullmatch(key) is not None for pattern in (_STACKED_LAYERS, _STACKED_EXPERTS))
+
+
+def split_layer(name: str) -> tuple[str, int, str] | None:
+    """The block, the layer's number and the rest of a global name; None outside of a block.
+
+    >>> split_layer("decoder.layers.7.mlp.linear_fc1.weight")
+    ('decoder.layers.', 7, 'mlp.linear_fc1.weight')
+    """
+    layer = _LAYER.fullmatch(name)
+    return None if layer is None else (layer["block"], int(layer["number"]), layer["rest"])
 
 
 def is_expert(name: str) -> bool:

@@ -1,0 +1,32 @@
+"""Tables, counts and ranges as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, the first flush left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def format_bytes(count: int) -> str:
+    """Bytes, and the same in binary units from 1 KiB up."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count:,} B ({count / 1024**power:.1f} {unit})"
+    return f"{count} B"
+
+
+def span(numbers: range) -> str:
+    """`none`, `3` or `3-7`."""
+    if len(numbers) == 0:
+        return "none"
+    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"

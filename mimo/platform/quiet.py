@@ -1,0 +1,27 @@
+"""What the wheel says when it is imported, and nobody who runs a program can act on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+
+def quieten_wheel() -> None:
+    """Hide what the wheel says about its own internals, and torch about the wheel, at every start on every rank.
+
+    Nobody who runs a trainer can act on it. `python -W default` and PYTHONWARNINGS=default bring it back.
+    """
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # Without a GPU it warns that there is none: the wheel's import of kernels that are never built here.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    if sys.warnoptions:
+        return
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.")
+    # Compiling a source file names its path instead of its module.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
+    # Said at the place of the subclass.
+    warnings.filterwarnings("ignore", category=UserWarning, message=r"\w+ is experimental and still under active")
+    # The wheel's calls, which torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
