@@ -75,7 +75,8 @@ class ImportedTensor:
 
 @torch.no_grad()
 def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider, family_config: Any,
-              params_dtype: torch.dtype = torch.bfloat16, progress: Progress | None = None) -> Path:
+              params_dtype: torch.dtype = torch.bfloat16, progress: Progress | None = None,
+              config: str = "") -> Path:
     """Write a Hugging Face folder's weights as `SAVE/release`, a checkpoint of weights that --load takes.
 
     Args:
