@@ -75,8 +75,8 @@ def decoder_map(config: DecoderConfig, styles: Sequence[Style] = (CAUSAL_LM,)) -
 def outer_rules(config: DecoderConfig) -> list[Rule]:
     """Embedding, final norm and, where it is not tied, output layer.
 
-    The padding rows are those of a grid whose tensor-parallel size divides --make-vocab-size-divisible-by; a load and an
-    export take what the model or checkpoint has.
+    The padding rows are those of a grid whose tensor-parallel size divides --make-vocab-size-divisible-by; loads and
+    exports take what the model or the checkpoint has.
     """
     vocabulary = PaddedRows(config.vocab_size, config.padded_vocab_size())
     rules = [Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),

@@ -1,0 +1,83 @@
+"""The padded vocabulary of the decoder: the same loss as without padding, and nothing reaches the padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+from providers import causal_lm
+from tests.support.spawn import WorkerPool
+
+SEQ_LENGTH = 8
+SMALL = causal_lm.Config(
+    num_layers=1, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, vocab_size=37,
+    make_vocab_size_divisible_by=64, max_position_embeddings=16)
+
+
+def outcome_of(rank: int, vocab_size: int, unit: int, tied: bool, language: GridSpec) -> dict[str, Any]:
+    """Loss of each token, logits of this rank, and its gradients of the vocabulary's rows, after setting them by name.
+
+    Rows beyond the tokens are large, so that they would be felt.
+    """
+    import dataclasses
+
+    import torch
+    from megatron.core.transformer.spec_utils import build_module
+
+    from mimo.grid.groups import Grids
+    from mimo.platform import current_platform
+    from mimo.weights.pieces import module_pieces
+    from tests.support.global_state import initial_value
+    from tests.support.provider_cases import context_of
+
+    config = dataclasses.replace(SMALL, vocab_size=vocab_size, make_vocab_size_divisible_by=unit,
+                                 untie_embeddings_and_output_weights=not tied)
+    with Grids(Layout("disjoint", language.size, (), language), "gloo") as grids:
+        current_platform().seed(7, tp_rank=0, ep_rank=0, expt_tp_rank=0)
+        context = dataclasses.replace(context_of(grids, LANGUAGE, SEQ_LENGTH), sequence_parallel=False)
+        model = build_module(causal_lm.provider.language_spec(config, context))
+        pieces = {piece.name: piece for piece in module_pieces(model, grids.collections[LANGUAGE])
+                  if piece.name.endswith(("word_embeddings.weight", "output_layer.weight"))}
+        with torch.no_grad():
+            for parameter, name in ((value, name) for name, value in model.named_parameters()):
+                if name not in pieces and parameter.ndim > 1:  # split parts differ: the layers add nothing
+                    parameter.zero_()
+            for name, piece in pieces.items():
+                rows = torch.full((piece.shape[0], config.hidden_size), 9.0)
+                rows[:vocab_size] = initial_value(name, (vocab_size, config.hidden_size))
+                piece.tensor.copy_(rows[piece.slices])
+        ids = torch.arange(2 * SEQ_LENGTH).view(2, SEQ_LENGTH) * 5 % vocab_size
+        inputs = {"input_ids": ids, "position_ids": torch.arange(SEQ_LENGTH).expand(2, -1), "attention_mask": None}
+        loss = model(**inputs, labels=ids.roll(-1, 1))
+        loss.sum().backward()
+        gradients = {name: value.grad for name, value in model.named_parameters() if name in pieces}
+        return {"loss": loss.detach(), "logits": model(**inputs).detach(), "gradients": gradients,
+                "first_rows": {name: pieces[name].slices[0].start for name in gradients}}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("vocab_size", "world_size"), [(37, 1), (37, 2), (20, 4)])
+def test_padding_changes_no_loss_and_gets_no_gradient(pool: WorkerPool, tied: bool, vocab_size: int,
+                                                      world_size: int) -> None:
+    import torch
+
+    (plain,) = pool.run(outcome_of, vocab_size, 1, tied, GridSpec(LANGUAGE), world_size=1)
+    assert plain["logits"].shape == (2, SEQ_LENGTH, vocab_size)
+    # With four ranks the last two hold nothing but padding.
+    padded = pool.run(outcome_of, vocab_size, 64, tied, GridSpec(LANGUAGE, tp=world_size), world_size=world_size)
+    logits = torch.cat([rank["logits"] for rank in padded], dim=-1)
+    assert logits.shape[-1] == 64
+    torch.testing.assert_close(logits[..., :vocab_size], plain["logits"], rtol=1e-6, atol=1e-6)
+    assert (logits[..., vocab_size:] == torch.finfo(torch.float32).min).all()
+    for rank in padded:
+        torch.testing.assert_close(rank["loss"], plain["loss"], rtol=1e-6, atol=1e-6)
+        for name, gradient in rank["gradients"].items():
+            first = rank["first_rows"][name]
+            real = max(0, min(len(gradient), vocab_size - first))
+            torch.testing.assert_close(gradient[:real], plain["gradients"][name][first:first + real], rtol=1e-5,
+                                       atol=1e-6)
+            assert not gradient[real:].any()
+    assert len(padded[0]["gradients"]) == (1 if tied else 2)

@@ -1,0 +1,164 @@
+"""Text models as plain data, and configurations of every family there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mimo.config.cli import parse
+from mimo.config.validate import validate
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+from mimo.registry import model_provider
+from providers import causal_lm, llava
+
+PROVIDER = model_provider("causal_lm")
+SMALL = causal_lm.Config(
+    num_layers=4, hidden_size=64, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=96, kv_channels=16,
+    vocab_size=1000, max_position_embeddings=64, rotary_base=5e5, norm_epsilon=1e-4, moe_ffn_hidden_size=48)
+MOE = {"num_experts": 6, "moe_router_topk": 3}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+# Hugging Face family -> what its decoders have beyond Llama's.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+    "qwen2": {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
+    "qwen3": {"qk_layernorm": True},
+    "qwen3_moe": {"qk_layernorm": True, "moe_router_pre_softmax": True, **MOE},
+    # Its experts have the width that dense layers have elsewhere.
+    "mixtral": {"ffn_hidden_size": 48, **MOE},
+}
+
+
+def layout(**language: int) -> Layout:
+    decoder = GridSpec(LANGUAGE, **language)
+    return Layout("disjoint", decoder.size, (), decoder)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_defaults_equal_those_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    full = transformers.AutoConfig.for_model(kind).to_dict()
+    assert causal_lm.from_hf({"model_type": kind}) == causal_lm.from_hf(full)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_configuration_comes_back_from_hugging_face(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = dataclasses.replace(SMALL, **FAMILIES[kind])
+    written = json.loads(json.dumps(PROVIDER.hf_config(config)))
+    assert written["model_type"] == kind and written["architectures"][0].endswith("ForCausalLM")
+    assert hasattr(transformers, written["architectures"][0])
+    # Fields that a family does not have stay as they are in `base`.
+    assert causal_lm.from_hf(written, config) == config
+    transformers.AutoConfig.for_model(**json.loads(json.dumps(written))).save_pretrained(tmp_path)
+    assert causal_lm.from_hf(tmp_path, config) == config
+    assert PROVIDER.hf_config(dataclasses.replace(SMALL, hf_config=str(tmp_path))) == written
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_llava_configuration_comes_back_from_hugging_face(clip: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = {field.name for field in dataclasses.fields(causal_lm.Config)}
+    config = llava.Config(
+        **{name: value for name, value in vars(SMALL).items() if name in fields}, image_token_id=7,
+        vision_image_size=32, vision_patch_size=8, vision_num_channels=1, vision_hidden_size=48, vision_num_layers=5,
+        vision_num_unused_layers=0, vision_num_attention_heads=6, vision_ffn_hidden_size=80, vision_norm_epsilon=1e-3,
+        vision_class_token=clip, vision_pre_layernorm=clip, vision_patch_bias=not clip,
+        vision_hidden_act="quick_gelu" if clip else "gelu_tanh")
+    config = dataclasses.replace(config, **FAMILIES["qwen2"])
+    written = json.loads(json.dumps(llava.provider.hf_config(config)))
+    assert llava.from_hf(written, config) == config
+    transformers.LlavaConfig(**json.loads(json.dumps(written))).save_pretrained(tmp_path)
+    assert llava.from_hf(tmp_path, config) == config
+    assert json.loads((tmp_path / "config.json").read_text())["image_seq_length"] == 16
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    (dataclasses.replace(SMALL, add_qkv_bias=True, qk_layernorm=True), "--add-qkv-bias together with --qk-layernorm"),
+    (dataclasses.replace(SMALL, add_qkv_bias=True, **MOE), "--add-qkv-bias together with --num-experts 6"),
+    (dataclasses.replace(SMALL, moe_router_pre_softmax=True, **MOE), "--moe-router-pre-softmax without --qk-layernorm"),
+    (llava.Config(projector_hidden_size=64), "--projector-hidden-size 64"),
+    (llava.Config(vision_final_layernorm=True), "--vision-final-layernorm"),
+    (llava.Config(vision_patch_bias=True), "--vision-class-token, --vision-pre-layernorm, --vision-patch-bias"),
+    (llava.Config(vision_class_token=False, vision_pre_layernorm=False), "none of them"),
+])
+def test_what_has_no_hugging_face_family_is_named(config: Any, words: str) -> None:
+    provider = llava.provider if isinstance(config, llava.Config) else PROVIDER
+    with pytest.raises(ValueError, match=words):
+        provider.hf_config(config)
+
+
+def test_sizes_of_mixtral_and_of_llama_3() -> None:
+    mixtral = causal_lm.from_hf({"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 512})
+    assert (mixtral.num_experts, mixtral.moe_router_topk, mixtral.moe_ffn_hidden_size) == (4, 2, 512)
+    assert (mixtral.rotary_base, mixtral.query_groups, mixtral.qk_layernorm) == (1e6, 8, False)
+    for rope in ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}):
+        llama = causal_lm.from_hf({"model_type": "llama", "tie_word_embeddings": True, **rope})
+        assert (llama.rotary_base, llama.use_rope_scaling, llama.rope_scaling_factor) == (5e5, True, 32.0)
+        assert not llama.untie_embeddings_and_output_weights
+    # Llama 3 8B was trained at the length that its scaling starts from, which then need not be repeated.
+    short = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+    causal_lm.from_hf({"model_type": "llama", "max_position_embeddings": 8192, "rope_scaling": short})
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"model_type": "gemma"}, "model_type = 'gemma' is not supported"),
+    ({"model_type": "llava"}, "model_type = 'llava' is not supported"),
+    ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window = 4096"),
+    ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+    ({"model_type": "llama", "attention_bias": True}, "attention_bias = True"),
+    ({"model_type": "llama", "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "rope_scaling.low_freq_factor = 2.0"),
+    ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type = 'yarn'"),
+    ({"model_type": "llama", "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "factor"}},
+     "rope_scaling.factor is missing"),
+])
+def test_an_unsupported_value_is_an_error_that_names_its_key(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match="--hf-config: ") as caught:
+        causal_lm.from_hf(change)
+    assert words in str(caught.value)
+
+
+def test_a_text_model_has_no_encoder_and_needs_no_flag_for_it() -> None:
+    flags = "--model-provider causal_lm --dataset-provider mock --train-iters 1 --seq-length 64 --llm-tp 2".split()
+    config = parse(flags)
+    assert validate(config, 2).encoders == ()
+    assert validate(parse([*flags, "--llm-only"]), 2).encoders == ()
+    for wrong, words in (("--encoder-tp 2", "a model without encoder has no encoder grid: leave out --encoder-tp 2"),
+                         ("--encoder-lr 1", "a run without encoder has no use for --encoder-lr 1.0"),
+                         ("--freeze vision", "unknown part vision; known are language")):
+        with pytest.raises(ValueError, match=words):
+            validate(parse([*flags, *wrong.split()]), 2)
+    spec = PROVIDER.token_spec(config.model_family)
+    assert (spec.vocab_size, spec.image_token_id, PROVIDER.special_token_ids(config.model_family)) == (32000, -1, {})
+    with pytest.raises(ValueError, match="16 x 16 pixels: a text model takes no images"):
+        PROVIDER.num_image_tokens(config.model_family, "vision", 16, 16)
+    with pytest.raises(ValueError, match="a text model has no encoder vision"):
+        PROVIDER.encoder_spec(config.model_family, "vision", None)
+
+
+def test_problems_name_where_the_sizes_come_from(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 5}))
+    with pytest.raises(ValueError, match="--num-layers 5 is not divisible by --llm-pp 2") as caught:
+        PROVIDER.validate(dataclasses.replace(SMALL, hf_config=str(tmp_path)), layout(pp=2, tp=3), 64)
+    lines = str(caught.value).splitlines()
+    assert lines[-1] == f"(model sizes from --hf-config {tmp_path})" and len(lines) > 3
+
+
+@given(st.integers(1, 300_000), st.integers(1, 512), st.integers(1, 16))
+def test_the_vocabulary_is_padded_as_little_as_possible(vocab_size: int, unit: int, tp: int) -> None:
+    config = causal_lm.Config(vocab_size=vocab_size, make_vocab_size_divisible_by=unit)
+    padded = config.padded_vocab_size(tp)
+    assert padded % unit == 0 and padded % tp == 0
+    assert vocab_size <= padded < vocab_size + math.lcm(unit, tp)
+    if unit % tp == 0:
+        assert padded == config.padded_vocab_size()
+    shapes = {shape.name: shape.shape for shape in PROVIDER.parameter_shapes(config, LANGUAGE)}
+    assert shapes["output_layer.weight"][0] == config.padded_vocab_size()
