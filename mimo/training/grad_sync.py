@@ -41,8 +41,11 @@ class GradSync:
         pg_collection: Any = None,
         force_all_reduce: bool = False,
     ) -> None:
-        """Reduce every module's gradients. The signature is the wheel's `finalize_model_grads_func`; `model`,
-        `num_tokens` and `pg_collection` describe one module there and are not used."""
+        """Reduce every module's gradients, and move its routers' expert biases by the load of the step.
+
+        The signature is the wheel's `finalize_model_grads_func`; `model`, `num_tokens` and `pg_collection` describe one
+        module there and are not used.
+        """
         for name, wrapped in self.built.wrapped.items():
             complete_registration(wrapped)
             with self.watchdog.waiting("gradient reduction", module=name):
