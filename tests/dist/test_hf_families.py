@@ -95,3 +95,15 @@ def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, sa
     assert found.keys() == expected.keys()
     for key, logits in found.items():
         assert torch.equal(logits, expected[key]), key
+
+
+@pytest.mark.parametrize("name", ["clip-llama", "siglip-qwen3"])
+def test_modules_come_from_models_of_their_own(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str) -> None:
+    folder, _ = saved(name)
+    parts = [str(tmp_path / part) for part in ("tower", "text")]
+    pool.run(hf_families.save_parts, name, *parts, world_size=1)
+    (found,) = pool.run(hf_families.load_parts, name, str(folder), *parts, world_size=1)
+    projector = [f"input_projections.0.linear_fc{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
+    assert found["absent"] == {"vision": projector}
+    assert sorted(key.split()[0] for key in found["changed"]) == sorted(f"vision.{tensor}" for tensor in projector)
+    assert found["text"] == []

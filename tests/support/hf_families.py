@@ -190,3 +190,44 @@ def export(rank: int, name: str, folder: str, out: str) -> None:
         load(parts, model=folder)
         provider = model_provider(parts.config.model.model_provider)
         export_model(parts.built, parts.grids, provider, parts.config.model_family, out)
+
+
+def save_parts(rank: int, name: str, tower: str, text: str) -> None:
+    """Save the vision tower and the language model of a LLaVA as models of their own."""
+    from transformers import AutoModelForCausalLM
+
+    model = build_hf(name)
+    model.model.vision_tower.save_pretrained(tower)
+    language = AutoModelForCausalLM.from_config(model.config.text_config)
+    language.model.load_state_dict(model.model.language_model.state_dict())
+    language.lm_head.load_state_dict(model.lm_head.state_dict())
+    language.save_pretrained(text)
+
+
+def load_parts(rank: int, name: str, folder: str, tower: str, text: str) -> dict[str, Any]:
+    """Load a LLaVA whole, then over other values from its parts, and its language model into a text model.
+
+    Returns:
+        `absent`: what the parts lack; `changed`: names of tensors that differ from those of the whole; `text`: the same
+        for the text model.
+    """
+    from mimo.model.build import named_modules_of
+    from mimo.weights.pieces import module_pieces
+
+    def tensors(parts: Any) -> dict[str, torch.Tensor]:
+        return {f"{module}.{piece.name} {piece.slices}": piece.tensor.clone()
+                for module, part in named_modules_of(parts.built.model)
+                for piece in module_pieces(part, parts.grids.collections[module])}
+
+    with trainer_of(flags_of(name, folder, ("--layout", "colocated")), 1) as parts:
+        load(parts, model=folder)
+        whole = tensors(parts)
+        with torch.no_grad():
+            for parameter in parts.built.model.parameters():
+                parameter.fill_(7.0)
+        report = load(parts, vision=tower, language=text)
+        changed = [key for key, value in tensors(parts).items() if not torch.equal(value, whole[key])]
+    with trainer_of(("--model-provider", "causal_lm", "--hf-config", text, *BASE), 1) as parts:
+        load(parts, model=folder)
+        differs = [key for key, value in tensors(parts).items() if not torch.equal(value, whole[key])]
+    return {"absent": report.absent, "changed": changed, "text": differs}
