@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.utils import sharded_state_dict_default
@@ -149,18 +150,38 @@ def flat_range(
 def spread_replicas(saved: Iterable[Saved], grids: Grids) -> list[ShardedTensor]:
     """The pieces of `saved`, each with one writer among its data-parallel replicas, so that all write alike.
 
-    The replicas of a rank hold the same pieces in the same order, so each finds the same writers without a message.
+    The writer's copy has 0 as the last number of its replica id.
+    """
+    pieces = []
+    for piece, group, writer in _with_writers(saved, grids):
+        place = (group.rank() - writer) % group.size()
+        pieces.append(replace(piece, replica_id=(*piece.replica_id[:-1], place)))
+    return pieces
+
+
+@torch.no_grad()
+def broadcast_from_writers(saved: Iterable[Saved], grids: Grids) -> None:
+    """Send each piece from the replica that `spread_replicas` chose to the others. Collective over each module."""
+    for piece, group, writer in _with_writers(saved, grids):
+        if group.size() > 1:
+            # As bytes, which every backend sends.
+            dist.broadcast(piece.data.view(-1).view(torch.uint8), src=dist.get_global_rank(group, writer), group=group)
+
+
+def _with_writers(
+    saved: Iterable[Saved], grids: Grids
+) -> Iterator[tuple[ShardedTensor, dist.ProcessGroup, int]]:
+    """(piece, its replicas' group, rank of the chosen one in it): always the one that has least so far.
+
+    The replicas of a rank hold the same pieces in the same order, so each finds the same choice without a message.
     """
     loads: dict[tuple[str, bool], list[int]] = {}
-    pieces = []
     for tensor in saved:
         groups = grids.collections[tensor.module]
         group = groups.expt_dp if tensor.is_expert else groups.dp_cp
         load = loads.setdefault((tensor.module, tensor.is_expert), [0] * group.size())
         for piece in tensor.pieces:
-            assert isinstance(piece.replica_id, tuple), piece
+            assert isinstance(piece.replica_id, tuple) and piece.replica_id[-1] == group.rank(), piece
             writer = load.index(min(load))
             load[writer] += piece.data.numel() * piece.data.element_size()
-            place = (piece.replica_id[-1] - writer) % group.size()
-            pieces.append(replace(piece, replica_id=(*piece.replica_id[:-1], place)))
-    return pieces
+            yield piece, group, writer

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from mimo.checkpoint import paths
 from mimo.checkpoint.agree import from_first_rank, gather, raise_together
 from mimo.checkpoint.differences import config_differences
-from mimo.checkpoint.entries import PROJECTOR
+from mimo.checkpoint.entries import PROJECTOR, broadcast_from_writers
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, read_common, read_index
 from mimo.checkpoint.rng import restore_rng, rng_objects
@@ -87,7 +87,10 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded
         # Imported weights have no run whose flags could differ.
         notes = [] if folder.name == paths.RELEASE else config_differences(common["config"], state.config)
         objects = {} if weights_only else _objects(state, index, notes)
-        loaded = _load(state, folder, {**entries, **objects})
+        # One replica of each weight reads it, as one wrote it, and the network carries it to the others.
+        read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
+        loaded = _load(state, folder, {**entries, "model": read, **objects})
+        broadcast_from_writers(saved, state.grids)
         _finish_optimizer(state, common, held, continued, folder)
     for module, parts in sorted((fresh or {}).items()):
         notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]

@@ -1,91 +1,130 @@
-"""Writes what the wheel has planned: to host memory, then to disk, in a thread if asked, with checksums."""
+"""Writes this rank's files of a checkpoint: from host memory, in threads, summing what goes to disk."""
 
 from __future__ import annotations
 
-import queue
+import json
+import os
 import threading
+import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.planner import WriteItem
+
+from mimo.checkpoint.plan import Plan, PlannedFile
 
 _ALIGNMENT = 64
 
 
-def use_local_results() -> None:
-    """Have the wheel hand over write results inside this process.
-
-    Its own queue is a manager process, for writers that are processes; here they are threads.
-    """
-    if not isinstance(filesystem_async._results_queue, queue.Queue):
-        filesystem_async._results_queue = queue.Queue()
-
-
 class HostBuffer:
-    """Host memory that a checkpoint's tensors are copied into, kept between saves (page-locked on CUDA).
+    """Host memory that a plan's tensors are copied into before writing, kept between saves; page-locked on CUDA.
 
     Attributes:
         capacity_bytes: size of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._on_cuda = device.type == "cuda"
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unlock: weakref.finalize[Any, HostBuffer] | None = None
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes allocated so far."""
         return self._memory.numel()
 
-    def reserve(self, num_bytes: int) -> None:
-        """Grow to at least `num_bytes`, touching every page so that the first copy is as fast as later ones."""
-        if num_bytes > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of `tensors` in this memory, each with a storage of exactly its own bytes."""
+    def lay_out(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Give each of `tensors` its place; returns the places, each a tensor with a storage of its own bytes."""
         sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        self.reserve(sum(sizes))
-        place, copies = 0, []
+        self._sources, self._targets = list(tensors), []
+        self._reserve(sum(sizes))
+        begin = 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            num_bytes = tensor.numel() * tensor.element_size()
-            # Through numpy a slice becomes a storage of its own: torch.save writes whole storages.
-            part = torch.from_numpy(self._memory[place: place + num_bytes].numpy())
-            copies.append(part.view(tensor.dtype).view(tensor.shape))
-            copies[-1].copy_(tensor, non_blocking=self._pinned)
-            place += size
-        torch.cuda.synchronize()
-        return copies
+            part = self._memory[begin: begin + tensor.numel() * tensor.element_size()]
+            self._targets.append(with_own_storage(part).view(tensor.dtype).view(tensor.shape))
+            begin += size
+        return self._targets
+
+    def fill(self) -> None:
+        """Copy the tensors as they are now."""
+        for target, source in zip(self._targets, self._sources, strict=True):
+            target.copy_(source, non_blocking=self._on_cuda)
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Grow to at least `num_bytes`, touching every page: the first copy is as fast as later ones."""
+        if num_bytes <= self._memory.numel():
+            return
+        if self._unlock is not None:
+            self._unlock()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        if self._on_cuda:
+            # torch's own allocator of page-locked memory takes the next power of two.
+            runtime, address = torch.cuda.cudart(), self._memory.data_ptr()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+            self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
+
+
+class SummedStream:
+    """A file that counts what is written to it and keeps a CRC-32 of each item.
+
+    Attributes:
+        error: the first error of the file. Whoever writes through C++ code gets another one for it.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.error: OSError | None = None
+        self._begin = self._place = self._checksum = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._checksum = zlib.crc32(data, self._checksum)
+        size = memoryview(data).nbytes
+        self._place += size
+        return size
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed when it is complete."""
+
+    def end_item(self) -> tuple[int, int, int]:
+        """(offset, length, checksum) of what was written since the last call."""
+        item = self._begin, self._place - self._begin, self._checksum
+        self._begin, self._checksum = self._place, 0
+        return item
 
 
 class Write:
     """The disk part of one save on this rank.
 
     Args:
-        request: the wheel's request: what to write, and its closing calls.
         folder: where the checkpoint is written.
-        buffer: where tensors are copied before writing; None writes them from where they are (on CUDA: after a copy).
+        plan: what this rank writes.
+        objects: objects by unique key, as bytes.
+        copies: what to write in place of the plan's tensors; None writes them from where they are.
 
     Attributes:
-        request: as given.
         num_bytes: bytes of tensors that this rank writes.
-        checksums: CRC-32 of each item by file name and offset, once it is done.
     """
 
-    def __init__(self, request: Any, folder: Path, buffer: HostBuffer | None) -> None:
-        self.request, self._folder = request, folder
-        arguments = list(request.async_fn_args)
-        self.num_bytes = 0
-        if request.async_fn is not None:
-            buckets = arguments[1]
-            tensors = [tensor for *_, (_, pairs) in buckets for _, tensor in pairs]
-            self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            arguments[1] = request.preload_fn() if buffer is None else _with_tensors(buckets, buffer.copy(tensors))
-        self._arguments = arguments
-        self.checksums: dict[str, dict[int, int]] = {}
+    def __init__(self, folder: Path, plan: Plan, objects: dict[str, bytes], copies: list[torch.Tensor] | None) -> None:
+        self._folder, self._plan, self._objects = folder, plan, objects
+        tensors = iter(plan.tensors if copies is None else copies)
+        self._tensors = [[next(tensors) for _ in file.tensors] for file in plan.files]
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in plan.tensors)
+        self._written = b"[]"
         self._error: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -106,29 +145,55 @@ class Write:
             self._thread = None
         return self._error
 
+    @property
+    def written(self) -> bytes:
+        """What `items_of` reads, once this is done: every item with its place and checksum."""
+        return self._written
+
     def run(self) -> None:
-        """Write everything, then read it back once for the checksums."""
-        if self.request.async_fn is None:
+        """Write all files, side by side."""
+        if not self._plan.files:
             return
         try:
-            self.request.async_fn(*self._arguments)
-            results = self._arguments[2].get_nowait()
-            if isinstance(results, Exception):
-                self._error = str(results)
-                return
-            self._sum(results)
-            self._arguments[2].put(results)
-        except (OSError, RuntimeError, AssertionError) as error:
+            with ThreadPoolExecutor(len(self._plan.files)) as pool:
+                found = list(pool.map(self._write_file, self._plan.files, self._tensors))
+        except OSError as error:
             self._error = f"{type(error).__name__}: {error}"
+            return
         finally:
-            self._arguments = []
+            self._tensors = []
+        self._written = json.dumps([item for items in found for item in items]).encode()
 
-    def _sum(self, results: dict[int, list[Any]]) -> None:
-        for written in results.values():
-            for place in (result.storage_data for result in written):
-                with (self._folder / place.relative_path).open("rb") as file:
-                    checksum = crc32_of(file, place.offset, place.length)
-                self.checksums.setdefault(place.relative_path, {})[place.offset] = checksum
+    def _write_file(self, planned: PlannedFile, tensors: list[torch.Tensor]) -> list[list[Any]]:
+        items = []
+        with (self._folder / planned.name).open("wb") as file:
+            stream = SummedStream(file)
+            for item in planned.objects:
+                stream.write(self._objects[item.index.fqn])
+                items.append(_described(item, planned.name, stream))
+            for (item, _), tensor in zip(planned.tensors, tensors, strict=True):
+                try:
+                    torch.save(with_own_storage(tensor.cpu()), stream)
+                except RuntimeError:
+                    if stream.error is None:
+                        raise
+                if stream.error is not None:
+                    raise stream.error
+                items.append(_described(item, planned.name, stream))
+            file.flush()
+            os.fsync(file.fileno())
+        return items
+
+
+def _described(item: WriteItem, name: str, stream: SummedStream) -> list[Any]:
+    offsets = None if item.index.offset is None else list(item.index.offset)
+    return [item.index.fqn, offsets, name, *stream.end_item()]
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous host tensor whose storage is its own bytes: `torch.save` writes whole storages."""
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)
 
 
 def crc32_of(file: Any, offset: int, length: int) -> int:
@@ -142,11 +207,3 @@ def crc32_of(file: Any, offset: int, length: int) -> int:
         checksum = zlib.crc32(block, checksum)
         length -= len(block)
     return checksum
-
-
-def _with_tensors(buckets: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
-    """The wheel's write buckets with other tensors in the same order."""
-    rest = iter(tensors)
-    return [
-        (path, key, (objects, [(item, next(rest)) for item, _ in pairs])) for path, key, (objects, pairs) in buckets
-    ]
