@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,7 +105,10 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
     folder.mkdir(parents=True)
     writer = _LazyWriter(folder, progress, len(tensors))
     try:
-        checkpoint.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, source), no_dist=True)
+        with warnings.catch_warnings():
+            # Of one process, which is meant, and of an argument of planners, which is taken.
+            warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
+            checkpoint.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, source), no_dist=True)
         (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")
         modules = (*provider.encoders(family_config), LANGUAGE)
         torch.save(weights_only_state(modules, config), folder / COMMON)

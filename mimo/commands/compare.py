@@ -1,0 +1,88 @@
+"""What differs between a checkpoint and the configuration of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mimo import registry
+from mimo.checkpoint.differences import config_differences
+from mimo.commands.contents import WEIGHTS, Contents
+from mimo.commands.rows import Row, rows_of
+from mimo.config.run import RunConfig
+from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.export import locate
+
+_NUMBERS = re.compile(r"\.(\d+|\{[\d,-]+\})(?=\.)")
+
+
+def flag_differences(contents: Contents, config: RunConfig) -> list[str]:
+    """One line for each flag whose value is another."""
+    return config_differences(contents.common["config"], config)
+
+
+def tensor_differences(contents: Contents, config: RunConfig) -> list[str]:
+    """One line for each tensor that the model of `config` wants and the checkpoint lacks, that the checkpoint has and
+    the model does not, or whose shape or dtype is another.
+
+    Names come from the provider's weight map, shapes from its `parameter_shapes`.
+    """
+    provider = registry.model_provider(config.model.model_provider)
+    modules = [LANGUAGE] if config.layout.llm_only else [*provider.encoders(config.model_family), LANGUAGE]
+    lines = [f"module {module} is not in the checkpoint" for module in modules if module not in contents.modules]
+    lines += [f"module {module} is not in this configuration" for module in contents.modules if module not in modules]
+    for module in modules:
+        if module in contents.modules:
+            lines += _names(contents, provider, config.model_family, module)
+            lines += _shapes(contents, provider, config.model_family, module)
+    return list(dict.fromkeys([*lines, *_dtypes(contents, config)]))
+
+
+def _names(contents: Contents, provider: ModelProvider, family: Any, module: str) -> list[str]:
+    try:
+        weight_map = provider.weight_map(family, module)
+    except ValueError as error:
+        return [f"names of {module} are not compared: {error}"]
+    tensors = {tensor.key: (torch_dtype(tensor.dtype), tensor.shape)
+               for tensor in contents.of(module) if tensor.kind == WEIGHTS}
+    _, problems = locate(tensors, module, weight_map)
+    return problems
+
+
+def _shapes(contents: Contents, provider: ModelProvider, family: Any, module: str) -> Iterator[str]:
+    rows = rows_of(tensor for tensor in contents.of(module) if tensor.kind == WEIGHTS)
+    for expected in provider.parameter_shapes(family, module):
+        for row in rows:
+            if _is_named(row, expected.name) and row.shape != expected.shape:
+                yield f"shape: {module}.{row.name} is {list(row.shape)}, this configuration has {list(expected.shape)}"
+
+
+def _is_named(row: Row, name: str) -> bool:
+    """Whether a row's tensors are what a provider's `parameter_shapes` calls `name`, without numbers and blocks."""
+    plain = _NUMBERS.sub("", row.name)
+    return plain == name or plain.endswith(f".{name}")
+
+
+def _dtypes(contents: Contents, config: RunConfig) -> Iterator[str]:
+    """Whether parameters are of the run's precision; those that always stay in float32 do not count."""
+    dtype = "bfloat16" if config.model.bf16 else "float32"
+    for module in contents.modules:
+        held: dict[str, int] = {}
+        for tensor in contents.of(module):
+            if tensor.kind == WEIGHTS:
+                held[tensor.dtype] = held.get(tensor.dtype, 0) + math.prod(tensor.shape)
+        most = max(held, key=lambda name: held[name], default=dtype)
+        if most != dtype:
+            yield (f"dtype: weights of {module} are {most}, this configuration has {dtype} "
+                   f"({'--bf16' if config.model.bf16 else '--no-bf16'})")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name without `torch.`."""
+    dtype = vars(torch)[name]
+    assert isinstance(dtype, torch.dtype), name
+    return dtype

@@ -1,0 +1,108 @@
+"""`mimo export`: a checkpoint's weights as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from mimo import registry
+from mimo.checkpoint.reader import read_common
+from mimo.commands.contents import checkpoint_folder
+from mimo.commands.flags import ExportFlags
+from mimo.commands.model import CONFIG_JSON, config_of_checkpoint, read_config_json
+from mimo.commands.progress import tensor_bar
+from mimo.grid.text import counted, format_bytes
+from mimo.weights.export import ExportOptions, export_checkpoint
+from mimo.weights.source import INDEX, weight_files
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_STAGED = ".exporting"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def export(flags: ExportFlags, run_flags: list[str]) -> int:
+    """Write the folder and say how to load it.
+
+    Raises:
+        ValueError: no checkpoint, or one that does not hold the model its configuration names; the folder is not empty.
+    """
+    out = Path(flags.out)
+    options = ExportOptions(flags.hf_base, "" if flags.dtype == "auto" else flags.dtype,
+                            parse_size(flags.max_shard_size, "--max-shard-size"))
+    _check_out(out, force=flags.force)
+    folder = checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo export")
+    common = read_common(folder)
+    if "config" not in common or "grids" not in common:
+        raise ValueError(f"{folder}: common.pt is not that of a checkpoint of this trainer")
+    config = config_of_checkpoint(common["config"], folder, run_flags)
+    provider = registry.model_provider(config.model.model_provider)
+    absent = [name for name in provider.encoders(config.model_family) if name not in common["grids"]]
+    if absent:
+        raise ValueError(f"{folder} holds {', '.join(common['grids'])} alone (--llm-only): a "
+                         f"{config.model.model_provider} needs {', '.join(absent)} too")
+    # Beside the files that are there, so that a failure leaves them as they were.
+    staged = out / _STAGED
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        with tensor_bar("exporting") as progress:
+            count = export_checkpoint(folder, staged, provider, config.model_family, options, progress)
+        _publish(staged, out)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    print("\n".join(_closing(out, folder, count, flags)))
+    return 0
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Bytes of a size such as `5GB` (10^9 each), `512MiB` (2^20 each), `1000`.
+
+    Raises:
+        ValueError: not a size, or nothing.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{flag} {text}: not a size such as 5GB, 512MiB or 1000000")
+    unit = (match[2] or "B").upper()
+    base = 1024 if "I" in unit else 1000
+    size = int(float(match[1]) * base ** "BKMGT".index(unit[0]))
+    if size < 1:
+        raise ValueError(f"{flag} {text}: must be above 0")
+    return size
+
+
+def _check_out(out: Path, *, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; give a folder")
+    held = sorted(path.name for path in out.iterdir() if path.name != _STAGED) if out.is_dir() else []
+    if held and not force:
+        raise ValueError(f"{out} is not empty ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}); give another "
+                         "folder, or --force to write into it")
+
+
+def _publish(staged: Path, out: Path) -> None:
+    """Put the new files in place; weights of an earlier model would be loaded with them and go first."""
+    for path in [*weight_files(out), out / INDEX]:
+        path.unlink(missing_ok=True)
+    for path in sorted(staged.rglob("*")):
+        target = out / path.relative_to(staged)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            path.replace(target)
+
+
+def _closing(out: Path, folder: Path, count: int, flags: ExportFlags) -> list[str]:
+    files = weight_files(out)
+    size = sum(path.stat().st_size for path in files)
+    lines = [f"{folder} -> {out}: {counted(count, 'tensor')}, {counted(len(files), 'file')}, {format_bytes(size)}"]
+    architectures = (read_config_json(out) or {}).get("architectures") or ["AutoModel"]
+    lines.append(f"  transformers.{architectures[0]}.from_pretrained({str(out)!r})")
+    if (out / CONFIG_JSON).is_file() and any((out / name).is_file() for name in _TOKENIZERS):
+        lines.append(f"  vllm serve {out}")
+    elif flags.hf_base:
+        lines.append(f"  --hf-base {flags.hf_base} has no tokenizer; put one there for servers such as vLLM")
+    else:
+        lines.append("  no tokenizer in it: give --hf-base, the model that training started from, for servers such as "
+                     "vLLM")
+    return lines

@@ -1,0 +1,103 @@
+"""Flags of the commands. Importing this needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+
+
+@dataclass(frozen=True)
+class InspectFlags:
+    """Print what a checkpoint holds: for each module its tensors with shapes, dtypes, counts and bytes, the optimizer
+    state, progress, random generators, data streams, and the grids it was saved on.
+
+    A configuration given with --config, or as flags of a run after a lone --, is compared with it.
+    """
+
+    checkpoint: Positional[Annotated[str, arg(metavar="CHECKPOINT")]]
+    """Folder of a run's checkpoints (--save), whose latest is taken, or one checkpoint's own folder."""
+    ckpt_step: Annotated[int | None, arg(metavar="INT")] = None
+    """Iteration to take instead of the latest."""
+    config: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FILE")] = ()
+    """TOML file of a run, such as a run_config.toml: say which flags and tensors differ."""
+    tensors: FlagCreatePairsOff[bool] = False
+    """List every tensor, those of the optimizer too."""
+    verify: FlagCreatePairsOff[bool] = False
+    """Read every file and compare checksums; exit code 1 if anything is damaged."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print JSON instead of text."""
+
+
+@dataclass(frozen=True)
+class ExportFlags:
+    """Write the weights of a checkpoint as a Hugging Face folder: safetensors, config.json and, with --hf-base, the
+    tokenizer.
+
+    The model is the one that the checkpoint's own configuration says; flags of a run after a lone -- change it
+    (-- --hf-config PATH, where that file has moved).
+    """
+
+    checkpoint: Positional[Annotated[str, arg(metavar="CHECKPOINT")]]
+    """Folder of a run's checkpoints (--save), whose latest is taken, or one checkpoint's own folder."""
+    out: Positional[Annotated[str, arg(metavar="OUT")]]
+    """Folder to write."""
+    ckpt_step: Annotated[int | None, arg(metavar="INT")] = None
+    """Iteration to take instead of the latest."""
+    hf_base: Annotated[str, arg(metavar="PATH")] = ""
+    """Folder of the Hugging Face model that training started from: its config.json, tokenizer and processor files are
+    carried along, and tensors that training has no use for."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of the weights; auto: as they are in the checkpoint."""
+    max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
+    """Size of a file at most: a number with KB, MB, GB, KiB, MiB, GiB, or of bytes."""
+    force: FlagCreatePairsOff[bool] = False
+    """Write into a folder that is not empty; weights in it are replaced."""
+
+
+@dataclass(frozen=True)
+class ImportFlags:
+    """Write the weights of a Hugging Face folder as a checkpoint that --load takes on any layout.
+
+    Flags of a run after a lone -- set sizes that its config.json does not say.
+    """
+
+    hf_path: Positional[Annotated[str, arg(metavar="HF_PATH")]]
+    """Folder with config.json and safetensors."""
+    save: Positional[Annotated[str, arg(metavar="SAVE")]]
+    """Folder of checkpoints to make."""
+    model_provider: Annotated[str | None, arg(metavar="NAME")] = None
+    """Model family, as for training; left out: the one for the architecture that config.json names."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the parameters: bfloat16 for runs with --bf16, float32 for runs with --no-bf16."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command that was typed.
+
+    Attributes:
+        flags: its flags.
+        run_flags: what stood after a lone `--`.
+    """
+
+    flags: InspectFlags | ExportFlags | ImportFlags
+    run_flags: list[str] = field(default_factory=list)
+
+
+_COMMANDS: dict[str, type] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags}
+
+
+def parse_command(argv: list[str]) -> CommandLine:
+    """Read a command line; exits after --help, and with code 2 where it cannot be read."""
+    own, run_flags = argv, []
+    if "--" in argv:
+        place = argv.index("--")
+        own, run_flags = argv[:place], argv[place + 1:]
+    flags = tyro.extras.subcommand_cli_from_dict(
+        _COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
+        description="Checkpoints of mimo-hetero: look into one, turn one into a Hugging Face folder, and back. "
+                    "`mimo COMMAND --help` tells more.")
+    return CommandLine(flags, run_flags)

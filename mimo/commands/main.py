@@ -1,0 +1,53 @@
+"""The command `mimo`: reads the command line, runs one command, turns mistakes into one message."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, parse_command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: what was typed after `mimo`; `sys.argv` when None.
+
+    Returns:
+        The exit code: 0, 1 where `--verify` found damage, 2 for something that cannot be done.
+    """
+    # A provider named pkg.module:attr may lie in the folder the command was typed in.
+    sys.path.append(os.getcwd())
+    line = parse_command(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(line.flags, line.run_flags)
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has seen enough; nothing may be written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) -> int:
+    # Imported late: torch and Megatron take seconds, and --help needs neither.
+    from mimo.platform.quiet import quieten_wheel
+
+    quieten_wheel()
+    if isinstance(flags, InspectFlags):
+        from mimo.commands.inspect import inspect
+
+        return inspect(flags, run_flags)
+    if isinstance(flags, ExportFlags):
+        from mimo.commands.export import export
+
+        return export(flags, run_flags)
+    from mimo.commands.import_ import import_
+
+    return import_(flags, run_flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
