@@ -31,11 +31,15 @@ def raise_together(grids: Grids, error: str | None) -> None:
         ValueError: on the first rank that has one; with what the others say where that differs.
         ReportedElsewhereError: on the other ranks.
     """
-    errors = gather(grids, error)
+    raise_any(grids, gather(grids, error))
+
+
+def raise_any(grids: Grids, errors: list[str | None]) -> None:
+    """`raise_together` of errors, in rank order, that every rank knows already."""
     found = [rank for rank, message in enumerate(errors) if message is not None]
     if not found:
         return
     if grids.rank != found[0]:
         raise ReportedElsewhereError(f"rank {found[0]} reports what is wrong")
-    message = "\n".join(dict.fromkeys(errors[rank] for rank in found))
+    message = "\n".join(dict.fromkeys(message for message in errors if message is not None))
     raise ValueError(message)

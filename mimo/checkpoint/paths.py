@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: names, the tracker file, publishing, tidying. One process does each of these.
 
-A checkpoint is written under a name of its own (`.saving_iter_0000010`) and renamed once it is complete, so a folder
-`iter_*` is always whole; only then the tracker names it. Whatever interrupts a save leaves both as they were.
+A checkpoint is written under a name of its own (`.saving_iter_0000010`) and renamed once it is complete, and one that
+is deleted loses its name first, so a folder `iter_*` is always whole. The tracker names a checkpoint once it has its
+name. Whatever interrupts a save leaves both as they were.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ METADATA = "metadata.json"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".saving_"
 _REPLACED = ".replaced_"
+_DELETED = ".deleted_"
 
 
 def iteration_dir(root: Path, iteration: int) -> Path:
@@ -32,8 +34,9 @@ def begin(root: Path, iteration: int) -> Path:
     """
     root.mkdir(parents=True, exist_ok=True)
     _restore_replaced(root)
-    for leftover in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{_REPLACED}*")):
-        shutil.rmtree(leftover)
+    for prefix in (_UNFINISHED, _REPLACED, _DELETED):
+        for leftover in root.glob(f"{prefix}*"):
+            shutil.rmtree(leftover)
     folder = root / f"{_UNFINISHED}{iteration_dir(root, iteration).name}"
     folder.mkdir()
     return folder
@@ -58,19 +61,41 @@ def publish(root: Path, iteration: int, keep_last: int | None) -> Path:
         shutil.rmtree(replaced)
     if keep_last is not None:
         for old in [step for step in saved_iterations(root) if step != iteration][: -(keep_last - 1) or None]:
-            shutil.rmtree(iteration_dir(root, old))
+            deleted = root / f"{_DELETED}{iteration_dir(root, old).name}"
+            iteration_dir(root, old).rename(deleted)
+            shutil.rmtree(deleted)
     return final
 
 
 def write_tracker(root: Path, latest: str) -> None:
     """Name the latest checkpoint: an iteration, or `release` for imported weights. Replaced in one step."""
     temporary = root / f".{TRACKER}.new"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(latest)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(temporary, latest.encode())
     temporary.replace(root / TRACKER)
     _sync_folder(root)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a whole file that survives a crash of the machine."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_writable(root: Path, name: str) -> None:
+    """Write a file into the folder and remove it.
+
+    Args:
+        root: folder of the checkpoints; must be there.
+        name: distinguishes processes that do this together.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    probe = root / f".probe_{name}"
+    write_file(probe, b"probe")
+    probe.unlink()
 
 
 def discard(root: Path, iteration: int) -> None:

@@ -78,7 +78,7 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     plans = [None] * grids.layout.world_size if is_first else None
     dist.gather_object(local, plans, dst=0, group=grids.host)
     metadata = planner.create_global_plan(plans)[1] if is_first else None
-    files = []
+    files: list[PlannedFile] = []
     for items in _split_by_size_and_type(files_per_rank, local.items):
         if items:
             values = [(item, planner.resolve_data(item)) for item in items if item.type != WriteItemType.BYTE_IO]

@@ -49,7 +49,7 @@ class Publication:
 
     def __init__(self, root: Path, iteration: int, content: Content, keep_last: int | None) -> None:
         self._root, self._iteration, self._content, self._keep_last = root, iteration, content, keep_last
-        self._error: str | None = None
+        self._error: str | None = "the publisher has not run to its end"
         self._thread = threading.Thread(target=self._run, name="checkpoint publisher", daemon=True)
         self._thread.start()
 
@@ -67,12 +67,14 @@ class Publication:
         try:
             _write_content(paths.unfinished_dir(self._root, self._iteration), self._content)
             paths.publish(self._root, self._iteration, self._keep_last)
+            self._error = None
         except OSError as error:
             self._error = f"{type(error).__name__}: {error}"
 
 
 def _write_content(folder: Path, content: Content) -> None:
-    metadata, checksums = content.metadata, {}
+    metadata = content.metadata
+    checksums: dict[str, dict[int, int]] = {}
     metadata.storage_data = {}
     for of_rank in content.written:
         for fqn, offsets, name, offset, length, checksum in json.loads(of_rank):

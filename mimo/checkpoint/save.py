@@ -1,9 +1,14 @@
-"""Saving: plan with the wheel, write here, publish only what is complete on every rank."""
+"""Saving: plan with the wheel once, copy and write here, publish only what is complete on every rank.
+
+A save passes three stages. `save` agrees on what is written and copies it; a thread of each rank writes its files; once
+all are written a thread of rank 0 publishes the checkpoint. With --async-save training goes on during both threads, and
+`poll` moves from one stage to the next. The structure of a checkpoint does not change during a run: the second save and
+those after it reuse the plan of the first, for as long as every tensor is where it was.
+"""
 
 from __future__ import annotations
 
 import io
-import json
 import logging
 import pickle
 import time
@@ -12,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+import torch.distributed as dist
 
 from mimo.checkpoint import paths
-from mimo.checkpoint.agree import gather, raise_together
-from mimo.checkpoint.optimizer_state import steps_of
-from mimo.checkpoint.reader import CHECKSUMS, COMMON
+from mimo.checkpoint.agree import gather, raise_any, raise_together
+from mimo.checkpoint.optimizer_state import MOMENTS, Optimized, steps_of
+from mimo.checkpoint.plan import Plan, make_plan, serialized_objects
+from mimo.checkpoint.publish import Content, Publication
 from mimo.checkpoint.rng import rng_objects
 from mimo.checkpoint.state import (
     Progress,
@@ -28,27 +33,28 @@ from mimo.checkpoint.state import (
     optimizer_entries,
     stream_object,
 )
-from mimo.checkpoint.writer import HostBuffer, Write, use_local_results
+from mimo.checkpoint.writer import HostBuffer, Write
 from mimo.observe.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 # Files that a rank writes side by side.
 WRITERS_PER_RANK = 2
-CONFIG_FILE = "run_config.toml"
 
 
 @dataclass
 class _Pending:
-    """A save whose files are being written."""
+    """A save that is not published yet; `publication` is set on rank 0 once every rank has written its files."""
 
     iteration: int
     write: Write
     common: dict[str, Any]
+    is_written: bool = False
+    publication: Publication | None = None
 
 
 class Saver:
-    """Saves the checkpoints of a run. Every method is collective over the world.
+    """Saves the checkpoints of a run. Every method is collective over the world, its construction too.
 
     Args:
         state: what is saved.
@@ -58,6 +64,9 @@ class Saver:
         last_iteration: iteration of the last save begun; None before the first.
         last_stall_s: seconds the last `save` kept the caller.
         last_bytes: bytes of tensors this rank wrote in it.
+
+    Raises:
+        ValueError: a rank cannot write in the folder.
     """
 
     def __init__(self, state: RunState, watchdog: Watchdog) -> None:
@@ -66,19 +75,29 @@ class Saver:
         self._state, self._flags, self._watchdog = state, flags, watchdog
         self.root = Path(flags.save)
         self._buffer = HostBuffer(state.platform.device) if flags.async_save else None
-        # Plans are the same every time: the wheel reuses the first one after it has seen it twice.
-        self._strategy = TorchDistSaveShardedStrategy(thread_count=WRITERS_PER_RANK, cached_metadata=True)
+        self._plan: Plan | None = None
+        self._copies: list[torch.Tensor] | None = None
+        self._held: list[Optimized] = []
+        self._places: list[int] = []
         self._stream_owners: dict[str, int] | None = None
-        self._validated = False
         self._pending: _Pending | None = None
         self.last_iteration: int | None = None
         self.last_stall_s = 0.0
         self.last_bytes = 0
+        self._check_folder()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint is not published yet. The same on every rank."""
+        return self._pending is not None
 
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes a checkpoint in the background."""
-        return self._pending is not None and self._pending.write.is_running
+        pending = self._pending
+        if pending is None:
+            return False
+        return pending.write.is_running or pending.publication is not None and pending.publication.is_running
 
     def save(self, progress: Progress) -> None:
         """Save the run as it stands; with --async-save the files are written after this returns.
@@ -90,11 +109,11 @@ class Saver:
         began = time.perf_counter()
         with self._watchdog.limit(float("inf")), self._watchdog.waiting("checkpoint", iteration=progress.iteration):
             self.finish()
-            self._begin(progress.iteration)
-            write, common = self._plan(progress)
+            write, common = self._prepare(progress)
             self._pending = _Pending(progress.iteration, write, common)
             self.last_iteration, self.last_bytes = progress.iteration, write.num_bytes
             if self._buffer is not None:
+                self._buffer.fill()
                 write.start()
             else:
                 write.run()
@@ -102,13 +121,16 @@ class Saver:
         self.last_stall_s = time.perf_counter() - began
 
     def poll(self, any_writing: bool) -> None:
-        """Publish a checkpoint written in the background once every rank has written its part.
+        """Move a checkpoint that is written in the background to its next stage, once every rank is ready for that.
 
         Args:
             any_writing: `is_writing` of any rank, agreed by all.
+
+        Raises:
+            ValueError: as `finish`.
         """
         if self._pending is not None and not any_writing:
-            self.finish()
+            self._advance()
 
     def finish(self) -> None:
         """Wait for the checkpoint being written, if any, and publish it.
@@ -116,48 +138,108 @@ class Saver:
         Raises:
             ValueError: a rank could not write its part; names it and the last complete checkpoint.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        iteration = pending.iteration
+        iteration = self._pending.iteration
         with self._watchdog.limit(float("inf")), self._watchdog.waiting("checkpoint files", iteration=iteration):
-            error = pending.write.wait()
-            self._agree(pending.iteration, error)
-            for finalize in pending.write.request.finalize_fns:
-                finalize()
-            checksums = gather(self._state.grids, pending.write.checksums)
-            self._on_first_rank(pending.iteration, lambda: self._publish(pending, checksums))
+            while self._pending is not None:
+                self._advance()
+
+    def _advance(self) -> None:
+        """Complete the stage that the pending checkpoint is in; nothing is pending after the last, or an error."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        grids = self._state.grids
+        if not pending.is_written:
+            self._agree(pending.iteration, pending.write.wait())
+            written = [b""] * grids.layout.world_size if grids.rank == 0 else None
+            dist.gather_object(pending.write.written, written, dst=0, group=grids.host)
+            if written is not None:
+                assert self._plan is not None and self._plan.metadata is not None, "rank 0 plans for all"
+                content = Content(self._plan.metadata, written, pending.common)
+                pending.publication = Publication(self.root, pending.iteration, content, self._flags.keep_last)
+            pending.is_written = True
+            self._pending = pending
+            return
+        self._agree(pending.iteration, None if pending.publication is None else pending.publication.wait())
         logger.info("saved checkpoint of iteration %d in %s", pending.iteration, self.root)
 
-    def _begin(self, iteration: int) -> None:
+    def _check_folder(self) -> None:
+        """Refuse a folder that some rank cannot write, at the start of a run and not at its first save."""
+        grids, error = self._state.grids, None
+        try:
+            if grids.rank == 0:
+                self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            error = f"--save {self.root}: cannot be written: {problem}"
+        raise_together(grids, error)
+        try:
+            paths.check_writable(self.root, f"rank_{grids.rank}")
+        except OSError as problem:
+            error = f"--save {self.root}: rank {grids.rank} cannot write there: {problem}"
+            if not self.root.is_dir():
+                error += "; rank 0 has made it, so the ranks do not share this folder"
+        raise_together(grids, error)
+
+    def _prepare(self, progress: Progress) -> tuple[Write, dict[str, Any]]:
+        """Make the folder and the plan; whatever the ranks have to tell each other for a save goes in one message."""
+        state, grids, iteration = self._state, self._state.grids, progress.iteration
+        objects = self._objects()
+        state.complete_parameters()
+        places = self._tensor_places()
+        is_planned = self._plan is not None and places == self._places
+        sharded = objects if is_planned else {**objects, **self._tensors()}
         error = None
-        if self._state.grids.rank == 0:
+        if grids.rank == 0:
             try:
                 paths.begin(self.root, iteration)
             except OSError as problem:
                 error = f"--save {self.root}: cannot be written: {problem}"
-        raise_together(self._state.grids, error)
+        reports = gather(grids, (error, is_planned, steps_of(self._held)))
+        raise_any(grids, [report[0] for report in reports])
+        if not all(report[1] for report in reports):
+            self._make_plan(sharded if not is_planned else {**objects, **self._tensors()})
+        assert self._plan is not None
+        steps = _merged([report[2] for report in reports]) if self._flags.save_optim else None
+        folder = paths.unfinished_dir(self.root, iteration)
+        write = Write(folder, self._plan, serialized_objects(objects), self._copies)
+        return write, common_state(state, progress, steps)
 
-    def _plan(self, progress: Progress) -> tuple[Write, dict[str, Any]]:
-        """Have the wheel plan the save and copy what this rank writes."""
-        use_local_results()
-        state, steps = self._state, None
-        saved = state.saved()
-        sharded: dict[str, Any] = {"model": model_entries(state, saved)}
-        if self._flags.save_optim:
-            held = state.held(saved)
-            sharded["optimizer"] = optimizer_entries(held)
-            steps = _merged(gather(state.grids, steps_of(held)))
+    def _objects(self) -> dict[str, Any]:
+        """State of generators and data streams."""
+        objects: dict[str, Any] = {"loader": self._stream_objects()}
         if self._flags.save_rng:
-            sharded["rng"] = rng_objects(state.platform, state.grids)
-        sharded["loader"] = self._stream_objects()
-        common = common_state(state, progress, steps)
-        folder = paths.unfinished_dir(self.root, progress.iteration)
-        request = dist_checkpointing.save(
-            {**sharded, "common": {"iteration": progress.iteration}}, str(folder), self._strategy,
-            validate_access_integrity=not self._validated, async_sharded_save=True, async_strategy="mcore")
-        self._validated = True
-        return Write(request, folder, self._buffer), common
+            objects["rng"] = rng_objects(self._state.platform, self._state.grids)
+        return objects
+
+    def _tensors(self) -> dict[str, Any]:
+        """Weights and what the optimizers hold; notes where all of it lies."""
+        saved = self._state.saved()
+        tensors: dict[str, Any] = {"model": model_entries(self._state, saved)}
+        if self._flags.save_optim:
+            self._held = self._state.held(saved)
+            tensors["optimizer"] = optimizer_entries(self._held)
+        self._places = self._tensor_places()
+        return tensors
+
+    def _tensor_places(self) -> list[int]:
+        """Identities and addresses of everything that is saved: equal lists, the same tensors in the same memory.
+
+        No address can have gone to another tensor meanwhile: the plan keeps the memory of its tensors.
+        """
+        model = self._state.built.model
+        places = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        places += [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+        for inner in {id(one.inner): one.inner for one in self._held}.values():
+            places += [id(parameter) for group in inner.param_groups for parameter in group["params"]]
+        for one in self._held:
+            state = one.inner.state.get(one.main, {})
+            places += [one.main.data_ptr(), *(state[moment].data_ptr() for moment in MOMENTS if moment in state)]
+        return places
+
+    def _make_plan(self, sharded: dict[str, Any]) -> None:
+        self._plan = make_plan(sharded, self._state.grids, WRITERS_PER_RANK)
+        self._copies = None if self._buffer is None else self._buffer.lay_out(self._plan.tensors)
 
     def _stream_objects(self) -> dict[str, Any]:
         streams = self._state.streams["streams"]
@@ -178,30 +260,16 @@ class Saver:
     def _agree(self, iteration: int, error: str | None) -> None:
         """Stop every rank if one could not write; what was written is removed, a full disk has room again."""
         grids = self._state.grids
-        if any(gather(grids, error is not None)) and grids.rank == 0:
+        if error is not None:
+            error = f"rank {grids.rank} could not save iteration {iteration}: {error}"
+        errors = gather(grids, error)
+        if not any(errors):
+            return
+        if grids.rank == 0:
             paths.discard(self.root, iteration)
         steps = paths.saved_iterations(self.root)
         kept = f"the last complete checkpoint is that of iteration {steps[-1]}" if steps else "there is none before it"
-        if error is not None:
-            error = f"--save {self.root}: rank {grids.rank} could not save iteration {iteration}: {error}; {kept}"
-        raise_together(grids, error)
-
-    def _on_first_rank(self, iteration: int, action: Any) -> None:
-        error = None
-        if self._state.grids.rank == 0:
-            try:
-                action()
-            except OSError as problem:
-                error = f"{type(problem).__name__}: {problem}"
-        self._agree(iteration, error)
-
-    def _publish(self, pending: _Pending, checksums: list[dict[str, dict[int, int]]]) -> None:
-        folder = paths.unfinished_dir(self.root, pending.iteration)
-        merged = {name: items for of_rank in checksums for name, items in of_rank.items()}
-        (folder / CHECKSUMS).write_text(json.dumps(merged), encoding="utf-8")
-        torch.save(pending.common, folder / COMMON)
-        (folder / CONFIG_FILE).write_text(pending.common["config"], encoding="utf-8")
-        paths.publish(self.root, pending.iteration, self._flags.keep_last)
+        raise_any(grids, [error and f"--save {self.root}: {error}; {kept}" for error in errors])
 
 
 def _merged(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
@@ -226,5 +294,3 @@ def _plain_data_error(name: str, value: Any) -> str | None:
         return (f"the data stream {name} gives a state_dict that is not plain data (numbers, strings, lists, "
                 f"dictionaries, tensors), which a checkpoint cannot hold: {str(error).splitlines()[0]}")
     return None
-
-

@@ -60,10 +60,14 @@ class RunState:
     scheduler: OptimizerParamScheduler
     streams: dict[str, Any] = field(default_factory=lambda: {"consumed_samples": 0, "streams": {}})
 
-    def saved(self) -> list[Saved]:
-        """Parameters and buffers, complete: a gather that an overlapped step left open is finished first."""
+    def complete_parameters(self) -> None:
+        """Finish a gather of parameters that an overlapped step left open."""
         self.built.model.disable_forward_pre_hook()
         self.built.model.enable_forward_pre_hook()
+
+    def saved(self) -> list[Saved]:
+        """Parameters and buffers, complete."""
+        self.complete_parameters()
         return saved_tensors(self.built.model, self.grids)
 
     def held(self, saved: list[Saved]) -> list[Optimized]:

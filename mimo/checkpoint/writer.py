@@ -9,7 +9,7 @@ import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -125,7 +125,7 @@ class Write:
         self._tensors = [[next(tensors) for _ in file.tensors] for file in plan.files]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in plan.tensors)
         self._written = b"[]"
-        self._error: str | None = None
+        self._error: str | None = "the writer has not run to its end"
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -152,17 +152,15 @@ class Write:
 
     def run(self) -> None:
         """Write all files, side by side."""
-        if not self._plan.files:
-            return
         try:
-            with ThreadPoolExecutor(len(self._plan.files)) as pool:
+            with ThreadPoolExecutor(max(len(self._plan.files), 1)) as pool:
                 found = list(pool.map(self._write_file, self._plan.files, self._tensors))
+            self._written = json.dumps([item for items in found for item in items]).encode()
+            self._error = None
         except OSError as error:
             self._error = f"{type(error).__name__}: {error}"
-            return
         finally:
             self._tensors = []
-        self._written = json.dumps([item for items in found for item in items]).encode()
 
     def _write_file(self, planned: PlannedFile, tensors: list[torch.Tensor]) -> list[list[Any]]:
         items = []
@@ -173,7 +171,7 @@ class Write:
                 items.append(_described(item, planned.name, stream))
             for (item, _), tensor in zip(planned.tensors, tensors, strict=True):
                 try:
-                    torch.save(with_own_storage(tensor.cpu()), stream)
+                    torch.save(with_own_storage(tensor.cpu()), cast(BinaryIO, stream))
                 except RuntimeError:
                     if stream.error is None:
                         raise

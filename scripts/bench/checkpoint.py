@@ -1,0 +1,257 @@
+"""What checkpoints cost: seconds that a save stalls training (sync and async), against a bare copy of the same bytes.
+
+    python scripts/bench/checkpoint.py --device cpu
+    python scripts/bench/checkpoint.py --device cuda --dir /scratch
+    python scripts/bench/checkpoint.py --device cpu --nproc 2
+
+The last line of output is JSON. A stall is all that the main thread of the slowest rank spends on a save: until `save`
+returns, and for an async one the `poll` calls that publish it later. Each kind of save is done once before it is
+timed: the first one plans, and allocates what later ones reuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from mimo.checkpoint.save import Saver
+    from mimo.checkpoint.state import Progress, RunState
+    from mimo.training.loader import StepLoader
+    from mimo.training.step import TrainerParts
+
+# About 34 million parameters (14 bytes each: bf16 weights, fp32 copy and two moments), and 480 million.
+SIZES = {"cpu": {"hidden_size": 512, "num_layers": 8, "seq_length": 128, "global_batch_size": 1},
+         "cuda": {"hidden_size": 1536, "num_layers": 12, "seq_length": 2048, "global_batch_size": 4}}
+ASYNC_SHARE, COPY_SHARE = 0.05, 1.2
+
+
+def flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--nproc", type=int, default=1, help="processes to start, unless torchrun has started this one")
+    parser.add_argument("--dir", help="folder for checkpoints, emptied at the end; left out: a temporary one")
+    parser.add_argument("--repeats", type=int, default=5, help="timed saves of each kind")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps without a save")
+    for name in ("hidden-size", "num-layers", "seq-length", "global-batch-size"):
+        parser.add_argument(f"--{name}", type=int)
+    return parser.parse_args()
+
+
+@dataclass
+class Bench:
+    """A trainer on this rank, and what the measurements share."""
+
+    parts: TrainerParts
+    loader: StepLoader
+    state: RunState
+    progress: Progress
+
+    def agreed(self, seconds: float) -> float:
+        """The maximum over ranks."""
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.parts.grids.host)
+        return float(value)
+
+    def timed(self, action: Callable[[], Any]) -> float:
+        """Seconds of `action` on the slowest rank, all starting together."""
+        self.parts.platform.synchronize()
+        self.agreed(0.0)
+        began = time.perf_counter()
+        action()
+        self.parts.platform.synchronize()
+        return self.agreed(time.perf_counter() - began)
+
+    def step(self) -> None:
+        """One training iteration."""
+        from mimo.training.step import train_step
+
+        train_step(self.parts, self.loader.next_step())
+        self.progress.iteration += 1
+        self.progress.consumed_samples += self.parts.config.train.global_batch_size
+
+    def save(self, saver: Saver) -> float:
+        """Seconds until `save` returns."""
+        self.state.streams = self.loader.state_dict()
+        return self.timed(lambda: saver.save(self.progress))
+
+
+def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
+    """The mock model of the wanted size on the layout for this many processes."""
+    from mimo.config.cli import parse
+    from mimo.config.validate import num_microbatches, validate
+    from mimo.platform import get_platform
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sizes = {name: vars(arguments)[name] or size for name, size in SIZES[arguments.device].items()}
+    hidden, micro = sizes["hidden_size"], max(sizes["global_batch_size"] // world_size, 1)
+    options: dict[str, Any] = {
+        **sizes, "ffn_hidden_size": 4 * hidden, "num_attention_heads": 8, "num_query_groups": 8,
+        "device": arguments.device, "model_provider": "mock", "dataset_provider": "mock", "train_iters": 100000,
+        "save": folder, "keep_last": 1, "layout": "colocated", "encoder_dp": world_size, "llm_dp": world_size, "micro_batch_size": micro,
+        "global_batch_size": micro * world_size}
+    config = parse([text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))])
+    layout = validate(config, world_size)
+    device = get_platform(arguments.device)
+    device.set_device(int(os.environ["LOCAL_RANK"]))
+    device.init_process_group(rank, world_size, 600.0)
+    # Imported here: megatron must come after the platform is installed.
+    from mimo.checkpoint.state import Progress
+    from mimo.grid.groups import Grids
+    from mimo.observe.watchdog import Watchdog
+    from mimo.registry import dataset_provider, model_provider
+    from mimo.training.loader import StepLoader
+    from mimo.training.resume import run_state
+    from mimo.training.setup import setup_trainer
+
+    grids = Grids(layout, device.backend)
+    provider = model_provider("mock")
+    parts = setup_trainer(config, provider, grids, device, Watchdog(0.0, f"rank {rank}"))
+    loader = StepLoader(
+        layout, rank, model_provider=provider, model_config=config.model_family,
+        data_provider=dataset_provider("mock"), data_config=config.dataset, micro_batch_size=micro,
+        num_microbatches=num_microbatches(config), seq_length=config.train.seq_length, seed=1)
+    return Bench(parts, loader, run_state(parts, loader), Progress())
+
+
+def make_saver(bench: Bench, *, async_save: bool) -> Saver:
+    """A saver whose first save is done."""
+    from mimo.checkpoint.save import Saver
+
+    config = bench.parts.config
+    config = replace(config, checkpoint=replace(config.checkpoint, async_save=async_save))
+    saver = Saver(replace(bench.state, config=config), bench.parts.watchdog)
+    saver.save(bench.progress)
+    saver.finish()
+    return saver
+
+
+def measure_sync(bench: Bench, repeats: int) -> list[float]:
+    """Stalls of saves that write before they return."""
+    saver = make_saver(bench, async_save=False)
+    found = []
+    for _ in range(repeats):
+        bench.step()
+        found.append(bench.save(saver))
+    return found
+
+
+def measure_async(bench: Bench, repeats: int) -> dict[str, Any]:
+    """Stalls of saves that write in the background, and the steps taken meanwhile."""
+    saver = make_saver(bench, async_save=True)
+    begins, publishing, steps, written = [], [], [], []
+    for _ in range(repeats):
+        bench.step()
+        began = time.perf_counter()
+        begins.append(bench.save(saver))
+        publishing.append(0.0)
+        while saver.is_pending:
+            while (writing := bench.agreed(float(saver.is_writing))) and len(steps) < 1000:
+                steps.append(bench.timed(bench.step))
+            publishing[-1] += bench.timed(lambda: saver.poll(bool(writing)))  # noqa: B023 (called at once)
+        written.append(bench.agreed(time.perf_counter() - began))
+    return {"begin_s": begins, "publish_s": publishing, "step_s": steps, "until_published_s": written,
+            "bytes": saver.last_bytes, "iteration": saver.last_iteration}
+
+
+def measure_copy(bench: Bench, num_bytes: int, repeats: int) -> list[float]:
+    """Seconds of a bare copy of as many bytes to host memory that is there already (page-locked on CUDA)."""
+    import torch
+
+    device = bench.parts.platform.device
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return [bench.timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(repeats + 1)][1:]
+
+
+def measure_load(bench: Bench, folder: Path) -> float:
+    """Seconds to load the last checkpoint in place, every checksum compared; the files are in the page cache."""
+    from mimo.checkpoint.load import load_checkpoint
+
+    return bench.timed(lambda: load_checkpoint(bench.state, folder, bench.parts.watchdog))
+
+
+def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """All figures, times in seconds."""
+    import torch
+
+    bench = make_trainer(arguments, folder)
+    steps = [bench.timed(bench.step) for _ in range(arguments.steps + 2)][2:]
+    sync = measure_sync(bench, arguments.repeats)
+    background = measure_async(bench, arguments.repeats)
+    copies = measure_copy(bench, background["bytes"], arguments.repeats)
+    load_s = measure_load(bench, Path(folder) / f"iter_{background['iteration']:07d}")
+    sync_s, copy_s = statistics.median(sync), statistics.median(copies)
+    stalls = [begin + publish for begin, publish in zip(background["begin_s"], background["publish_s"], strict=True)]
+    async_s, step_s = statistics.median(stalls), statistics.median(steps)
+    during = statistics.median(background["step_s"]) if background["step_s"] else None
+    bench.loader.close()
+    return {
+        "device": arguments.device,
+        "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor(),
+        "world_size": bench.parts.grids.layout.world_size, "bytes_per_rank": background["bytes"],
+        "sync_stall_s": sync_s, "async_stall_s": async_s,
+        "async_save_s": statistics.median(background["begin_s"]),
+        "async_publish_s": statistics.median(background["publish_s"]),
+        "until_published_s": statistics.median(background["until_published_s"]),
+        "copy_s": copy_s, "copy_bytes_per_s": background["bytes"] / copy_s,
+        "async_over_sync": async_s / sync_s, "async_over_copy": async_s / copy_s,
+        "meets_target": async_s < ASYNC_SHARE * sync_s or async_s <= COPY_SHARE * copy_s,
+        "step_s": step_s, "step_during_save_s": during,
+        "step_slowdown": None if during is None else during / step_s, "load_s": load_s,
+        "all": {"sync_stall_s": sync, "async_stall_s": stalls, "copy_s": copies, "step_s": steps},
+    }
+
+
+def start_processes(number: int) -> int:
+    """This command again under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+    return subprocess.run([*command, *sys.argv], check=False).returncode
+
+
+def main() -> int:
+    arguments = flags()
+    if "RANK" not in os.environ:
+        if arguments.nproc > 1:
+            return start_processes(arguments.nproc)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    # What the wheel and torch warn of at every start says nothing here.
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    folder = Path(arguments.dir or tempfile.gettempdir()) / f"checkpoint-bench-{os.environ['MASTER_PORT']}"
+    try:
+        figures = measure(arguments, str(folder))
+    finally:
+        if os.environ["RANK"] == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+    if os.environ["RANK"] == "0":
+        print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
