@@ -94,6 +94,8 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded
         _finish_optimizer(state, common, held, continued, folder)
     for module, parts in sorted((fresh or {}).items()):
         notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]
+    # Each rank knows of its own modules; one rank shows the notes of all.
+    notes = list(dict.fromkeys(note for of_rank in gather(state.grids, notes) for note in of_rank))
     return _restore(state, folder, common, loaded, notes, weights_only=weights_only)
 
 
