@@ -107,10 +107,14 @@ class ShardWriter:
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
         self.folder, self.shards = folder, shards
-        folder.mkdir(parents=True, exist_ok=True)
         self._left: dict[str, tuple[Path, int, TensorInfo]] = {}
-        for shard in shards:
-            self._begin(shard)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for shard in shards:
+                self._begin(shard)
+        except OSError:
+            self.discard()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor; its dtype and shape are those that were announced.
