@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.support.equality import MOE
-from tests.support.resuming import assert_same_bits, train
+from mimo.grid.spec import GridSpec, Layout
+from tests.support.equality import MOE, TOLERANCE, part_of, run_oracle
+from tests.support.global_state import assemble, worst_errors
+from tests.support.resuming import (
+    NUM_STEPS,
+    SAVED_AT,
+    Run,
+    assert_same_bits,
+    find_differences,
+    refusal,
+    resave,
+    train,
+    whole_parameters,
+)
 from tests.support.spawn import WorkerPool
+from tests.support.steps import run_loop
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 # name -> (ranks, flags, flags of the run that saves)
@@ -31,3 +45,275 @@ def test_same_layout_continues_to_the_bit(pool: WorkerPool, tmp_path: Path, layo
     whole = pool.run(train, (*flags, *saving.split(), "--save", str(tmp_path)), world_size, world_size=world_size)
     rest = pool.run(train, (*flags, "--load", str(tmp_path)), world_size, world_size=world_size)
     assert_same_bits(whole, rest)
+
+
+# One checkpoint for all layouts: name -> (ranks, flags) of the run that saves, (ranks, flags) of those that load.
+ORIGINS = {
+    "dense": (3, "--llm-dp 2"),
+    "moe": (3, f"--llm-dp 2 --llm-ep 2 {' '.join(MOE)}"),
+    "dense-colocated-unsharded": (2, "--layout colocated --encoder-tp 2 --llm-tp 2 --sequence-parallel "
+                                  "--no-use-distributed-optimizer"),
+    "dense-pipelines": (4, "--encoder-pp 2 --llm-pp 2"),
+}
+OTHER_LAYOUTS = {
+    "llm-tp2": ("dense", 3, "--llm-tp 2 --sequence-parallel"),
+    "both-tp2-unsharded": ("dense", 4, "--encoder-tp 2 --llm-tp 2 --no-use-distributed-optimizer"),
+    "both-pp2": ("dense", 4, "--encoder-pp 2 --llm-pp 2"),
+    "encoder-dp2-llm-dp1": ("dense", 3, "--encoder-dp 2 --micro-batch-size 2"),
+    "colocated": ("dense", 2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
+    "one-process": ("dense", 1, "--layout colocated"),
+    "unsharded": ("dense", 3, "--llm-dp 2 --no-use-distributed-optimizer"),
+    "moe-ep1": ("moe", 2, ""),
+    "moe-ep4-of-dp4": ("moe", 4, "--layout colocated --encoder-dp 4 --llm-dp 4 --llm-ep 4"),
+    "moe-tp2-ep2-expert-tp1": ("moe", 3, "--llm-tp 2 --sequence-parallel --llm-ep 2"),
+    "moe-expert-tp2-unsharded": ("moe", 3, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2 "
+                                 "--no-use-distributed-optimizer"),
+    "moe-pp2": ("moe", 3, "--llm-pp 2"),
+    "from-colocated-to-disjoint": ("dense-colocated-unsharded", 3, "--llm-dp 2"),
+    "from-pipelines-to-tp2": ("dense-pipelines", 3, "--llm-tp 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def origins(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Run]]]:
+    found = {}
+    for name, (world_size, flags) in ORIGINS.items():
+        folder = tmp_path_factory.mktemp(name)
+        runs = pool.run(train, (*flags.split(), "--save", str(folder)), world_size, world_size=world_size)
+        found[name] = (folder, runs)
+    return found
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_any_layout_continues(pool: WorkerPool, origins: dict[str, tuple[Path, list[Run]]], layout: str) -> None:
+    origin, world_size, flags = OTHER_LAYOUTS[layout]
+    folder, whole = origins[origin]
+    model = MOE if origin == "moe" else ()
+    rest = pool.run(train, (*flags.split(), *model, "--load", str(folder)), world_size, world_size=world_size)
+    found = find_differences(whole, rest)
+    assert not found, "\n".join(found[:8] + [f"... {len(found)} differences"])
+
+
+def test_modules_may_change_places(pool: WorkerPool, origins: dict[str, tuple[Path, list[Run]]]) -> None:
+    folder, whole = origins["dense"]
+    layout = Layout("disjoint", 3, (GridSpec("vision", offset=2),), GridSpec("language", offset=0, dp=2))
+    rest = pool.run(train, ("--llm-dp", "2", "--load", str(folder)), 3, NUM_STEPS, (), layout, world_size=3)
+    assert not find_differences(whole, rest)
+
+
+ROUND_TRIPS = {
+    "dense-bf16": ("--llm-dp 2 --bf16", 4, "--encoder-tp 2 --llm-pp 2 --no-use-distributed-optimizer --bf16"),
+    "moe-bf16": (f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}", 4,
+                 "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 2 "
+                 f"--llm-expt-tp 2 --micro-batch-size 2 --bf16 {' '.join(MOE)}"),
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_another_layout_keeps_every_bit(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    """Loaded and saved again by another layout, a checkpoint is the same for the first one."""
+    flags, world_size, between = ROUND_TRIPS[name]
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    whole = pool.run(train, (*flags.split(), "--save", first), 3, world_size=3)
+    pool.run(resave, (*between.split(), "--load", first, "--save", second), world_size, world_size=world_size)
+    assert_same_bits(whole, pool.run(train, (*flags.split(), "--load", second), 3, world_size=3))
+
+
+CONSTANT = ("--global-batch-size", "4", "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0")
+STAGES = ("language,vision", "language", "vision,projector")
+SECOND_STAGES = {
+    "same-layout": (3, "--llm-dp 2"),
+    "colocated-tp2": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
+    "pipelines-unsharded": (4, "--encoder-pp 2 --llm-pp 2 --no-use-distributed-optimizer"),
+}
+
+
+@pytest.mark.parametrize("frozen", STAGES)
+def test_frozen_stage_then_everything_trains(pool: WorkerPool, tmp_path: Path, frozen: str) -> None:
+    """Parts that were frozen start with fresh moments and Adam's first update; the others go on."""
+    parts = frozenset(frozen.split(","))
+    oracle = pool.run(run_oracle, CONSTANT, 5, parts, SAVED_AT, world_size=1)[0]
+    first = pool.run(train, ("--llm-dp", "2", *CONSTANT, "--freeze", frozen, "--save", str(tmp_path)), 3, SAVED_AT,
+                     world_size=3)
+    assert first[0].losses == pytest.approx(oracle.losses[:SAVED_AT], rel=TOLERANCE)
+    for world_size, flags in SECOND_STAGES.values():
+        runs = pool.run(train, (*flags.split(), *CONSTANT, "--load", str(tmp_path)), world_size, 5,
+                        world_size=world_size)
+        for run in runs:
+            assert run.losses == pytest.approx(oracle.losses[SAVED_AT:], rel=TOLERANCE)
+            assert run.grad_norms == pytest.approx(oracle.grad_norms[SAVED_AT:], rel=TOLERANCE)
+            assert all(counts == {3 if part in parts else 5} for part, counts in run.updates.items()), run.updates
+            fresh = [line for line in run.lines if "its optimizer starts fresh" in line]
+            assert len(fresh) == len(parts) and all(any(f"{part} (" in line for line in fresh) for part in parts)
+        assert {part for run in runs for part in run.updates} == {"language", "vision", "projector"}
+        errors = worst_errors(assemble(oracle.parameters), [run.parameters for run in runs])
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_a_trained_part_may_be_frozen_later(pool: WorkerPool, origins: dict[str, tuple[Path, list[Run]]]) -> None:
+    folder, _ = origins["dense"]
+    flags = ("--llm-dp", "2", "--load", str(folder))
+    loaded = pool.run(train, flags, 3, SAVED_AT, world_size=3)
+    frozen = pool.run(train, (*flags, "--freeze", "vision"), 3, world_size=3)
+    before = whole_parameters(loaded)
+    for name, value in whole_parameters(frozen).items():
+        assert np.array_equal(value, before[name]) == (part_of(name) == "vision"), name
+    assert frozen[0].updates == {"projector": {NUM_STEPS}}
+    assert frozen[1].updates == {"language": {NUM_STEPS}}
+
+
+# What is taken from a checkpoint, on one process
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
+    """Checkpoints of iterations 2 and 4 of a run with dropout, and the run."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return folder, one_process(pool, *DROPOUT, "--save", folder, save_at=(2, 4))
+
+
+def one_process(pool: WorkerPool, *flags: str, until: int = NUM_STEPS, save_at: tuple[int, ...] = (2,)) -> Run:
+    """`train` with both modules on one process."""
+    run: Run = pool.run(train, ("--layout", "colocated", *flags), 1, until, save_at, world_size=1)[0]
+    return run
+
+
+def refused(pool: WorkerPool, *flags: str) -> str:
+    """What the start says to flags that it refuses, both modules on one process."""
+    message = pool.run(refusal, ("--layout", "colocated", *flags), 1, world_size=1)[0]
+    assert message, "not refused"
+    return message
+
+
+def test_everything_is_taken_unless_flags_say_otherwise(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    folder, whole = alone
+    rest = one_process(pool, *DROPOUT, "--load", folder)
+    assert len(rest.losses) == 3, "the latest checkpoint"
+    assert_same_bits([whole], [rest])
+    assert rest.lines == [f"loaded {folder}/iter_0000004"]
+
+
+def test_ckpt_step(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    folder, whole = alone
+    rest = one_process(pool, *DROPOUT, "--load", folder, "--ckpt-step", "2")
+    assert len(rest.losses) == 5
+    assert_same_bits([whole], [rest])
+    message = refused(pool, "--load", folder, "--ckpt-step", "3")
+    assert "--ckpt-step 3" in message and "iter_0000003" in message and "complete: 2, 4" in message
+
+
+def test_finetune_takes_only_the_weights(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    folder, whole = alone
+    at_4 = one_process(pool, "--load", folder, until=4)
+    start = one_process(pool, *DROPOUT, "--load", folder, "--finetune", until=0)
+    assert np.array_equal(*(flat_parameters(run) for run in (start, at_4)))
+    run = one_process(pool, *DROPOUT, "--load", folder, "--finetune", until=1)
+    assert (run.iteration, run.consumed_samples) == (1, 4)
+    assert run.keys == whole.keys[:1]
+    assert run.learning_rates == whole.learning_rates[:1]
+    assert set.union(*run.updates.values()) == {1}
+    assert run.losses[0] != whole.losses[0]
+
+
+def flat_parameters(run: Run) -> np.ndarray:
+    """Every weight of a run on one process."""
+    return np.concatenate([value.ravel() for _, value in sorted(whole_parameters([run]).items())])
+
+
+def test_no_load_optim(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    folder, whole = alone
+    run = one_process(pool, *DROPOUT, "--load", folder, "--no-load-optim", until=5)
+    assert set.union(*run.updates.values()) == {1}
+    assert run.losses == whole.losses[4:5], "weights and generators"
+    assert run.learning_rates == whole.learning_rates[4:5] and run.keys == whole.keys[4:5]
+    again = one_process(pool, *DROPOUT, "--load", folder, until=5)
+    assert not np.array_equal(flat_parameters(run), flat_parameters(again)), "the moments matter"
+
+
+def test_no_load_scheduler(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    folder, whole = alone
+    run = one_process(pool, *DROPOUT, "--load", folder, "--no-load-scheduler", until=5)
+    assert run.learning_rates == whole.learning_rates[:1] != whole.learning_rates[4:5]
+    assert run.losses == whole.losses[4:5] and run.updates["language"] == {5}
+
+
+def test_no_load_rng(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    folder, whole = alone
+    run = one_process(pool, *DROPOUT, "--load", folder, "--no-load-rng", until=5)
+    assert run.losses[0] == pytest.approx(whole.losses[4], rel=0.1) and run.losses[0] != whole.losses[4]
+    assert run.keys == whole.keys[4:5] and run.updates["language"] == {5}
+
+
+def test_no_save_optim(pool: WorkerPool, tmp_path: Path) -> None:
+    whole = one_process(pool, "--save", str(tmp_path), "--no-save-optim", until=3)
+    flags = ("--load", str(tmp_path))
+    message = refused(pool, *flags)
+    assert "holds no optimizer (--no-save-optim)" in message and "--no-load-optim" in message
+    run = one_process(pool, *flags, "--no-load-optim", until=3)
+    assert run.losses == whole.losses[2:] and run.updates["language"] == {1}
+    assert one_process(pool, *flags, "--finetune", until=0).iteration == 0
+    full = one_process(pool, "--save", str(tmp_path / "full"), until=3)
+    assert full.saved_bytes > 2.9 * whole.saved_bytes, "two moments of fp32 beside fp32 weights"
+
+
+def test_no_save_rng(pool: WorkerPool, tmp_path: Path) -> None:
+    whole = one_process(pool, *DROPOUT, "--save", str(tmp_path), "--no-save-rng", until=3)
+    run = one_process(pool, *DROPOUT, "--load", str(tmp_path), until=3)
+    assert run.losses != whole.losses[2:] and run.updates == whole.updates
+    assert any("random generators of vision, language start from --seed" in line for line in run.lines)
+
+
+def test_generators_of_another_grid_are_reported(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    lines = pool.run(train, ("--load", alone[0]), 2, 4, world_size=2)[0].lines
+    assert not any("random generators" in line for line in lines), "sizes are the same, places are not"
+    lines = pool.run(train, ("--load", alone[0], "--llm-dp", "2"), 3, 4, world_size=3)[1].lines
+    assert any("random generators of language" in line for line in lines)
+
+
+def test_keep_last_and_many_saves(pool: WorkerPool, tmp_path: Path) -> None:
+    """The wheel reuses its plan of the first saves for the later ones: those must hold what they should too."""
+    flags = ("--save", str(tmp_path), "--keep-last", "2", "--async-save")
+    whole = one_process(pool, *DROPOUT, *flags, save_at=(1, 2, 3, 4, 5))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
+    for step, remaining in ((4, 3), (5, 2)):
+        rest = one_process(pool, *DROPOUT, "--load", str(tmp_path), "--ckpt-step", str(step))
+        assert len(rest.losses) == remaining
+        assert_same_bits([whole], [rest])
+
+
+def test_changed_flags_are_reported(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    changed = ("--lr", "1e-3", "--no-use-distributed-optimizer", "--global-batch-size", "2", "--hidden-dropout", "0.2")
+    lines = one_process(pool, *DROPOUT, "--load", alone[0], *changed, until=0).lines
+    assert lines[0] == f"loaded {alone[0]}/iter_0000004"
+    assert [line.strip() for line in lines[1:]] == [
+        "--global-batch-size 2 (checkpoint: 4)", "--hidden-dropout 0.2 (checkpoint: 0.1)",
+        "--lr 0.001 (checkpoint: 0.002)", "--use-distributed-optimizer False (checkpoint: True)"]
+
+
+def test_nothing_to_load(pool: WorkerPool, tmp_path: Path) -> None:
+    nowhere, fresh = str(tmp_path / "nowhere"), str(tmp_path / "fresh")
+    run = one_process(pool, "--load", fresh, "--save", fresh, until=0)
+    assert run.lines == [f"--load {fresh} holds no checkpoint yet: the run starts fresh"]
+    assert refused(pool, "--load", nowhere).startswith(f"--load {nowhere} does not exist")
+    assert refused(pool, "--load", str(tmp_path)).startswith(f"--load {tmp_path} holds no checkpoint")
+    assert refused(pool, "--load", nowhere, "--save", str(tmp_path)).startswith(f"--load {nowhere} does not exist")
+
+
+def test_the_loop_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+    """The whole loop: records after a restart are those of the uninterrupted run; the last iteration is saved too."""
+    folder = str(tmp_path / "checkpoints")
+    flags = ("--llm-dp", "2", *DROPOUT, "--global-batch-size", "4")
+    first = (*flags, "--train-iters", "3", "--save", folder, "--save-interval", "2", "--async-save")
+    whole = pool.run(run_loop, first, 3, str(tmp_path / "first"), world_size=3)
+    assert sorted(path.name for path in Path(folder).glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+    rest = pool.run(run_loop, (*flags, "--train-iters", "3", "--load", folder, "--ckpt-step", "2"), 3,
+                    str(tmp_path / "second"), world_size=3)
+    for before, after in zip(whole, rest, strict=True):
+        assert [record.iteration for record in after] == [3]
+        for figure in ("lm_loss", "grad_norm", "consumed_samples", "module_learning_rates"):
+            assert vars(after[0])[figure] == vars(before[2])[figure], figure
+    done = pool.run(run_loop, (*flags, "--train-iters", "3", "--load", folder), 3, str(tmp_path / "third"),
+                    world_size=3)
+    assert done == [[], [], []], "nothing is left to do"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.support.equality import Outcome, assert_equal, run_layout, run_oracle
+from tests.support.equality import Outcome, assert_equal, part_of, run_layout, run_oracle
 from tests.support.global_state import initial_value
 from tests.support.spawn import WorkerPool
 
@@ -50,13 +50,6 @@ def run_frozen(rank: int, flags: tuple[str, ...], world_size: int) -> FrozenOutc
     has_optimizer = {name: info.optimizer is not None for name, info in parts.optimizer.module_infos.items()
                      if info.is_active}
     return FrozenOutcome(outcome, has_optimizer, current_learning_rates(parts.config, parts.scheduler, ("vision",)))
-
-
-def part_of(key: str) -> str:
-    """Which part of --freeze a parameter belongs to."""
-    if "modality_submodules" not in key:
-        return "language"
-    return "projector" if "input_projections" in key else "vision"
 
 
 def check(oracle: Outcome, ranks: list[FrozenOutcome], frozen: set[str]) -> None:

@@ -193,8 +193,17 @@ def gather_routing(outcomes: list[Outcome]) -> dict[tuple[int, str], np.ndarray]
     return {place: np.concatenate([parts[split] for split in sorted(parts)]) for place, parts in shards.items()}
 
 
-def run_oracle(rank: int, flags: tuple[str, ...], frozen: tuple[str, ...] = ()) -> Outcome:
-    """One process, plain PyTorch: no schedule, DDP, bridge or Megatron optimizer. One sample at a time."""
+def run_oracle(rank: int, flags: tuple[str, ...], num_steps: int = NUM_STEPS, frozen: frozenset[str] = frozenset(),
+               frozen_steps: int = 0) -> Outcome:
+    """One process, plain PyTorch: no schedule, DDP, bridge or Megatron optimizer. One sample at a time.
+
+    Args:
+        rank: this process.
+        flags: added to the tests' small model.
+        num_steps: steps to train.
+        frozen: parts that do not train in the first `frozen_steps` steps.
+        frozen_steps: how many steps that are.
+    """
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     config = parse_config(*flags)
@@ -209,7 +218,9 @@ def run_oracle(rank: int, flags: tuple[str, ...], frozen: tuple[str, ...] = ()) 
     optimizer = _torch_adam(config, model)
     device = parts.platform.device
     routing: list[tuple[int, np.ndarray]] = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
+        for name, parameter in model.named_parameters() if frozen else ():
+            parameter.requires_grad_(step >= frozen_steps or part_of(name) not in frozen)
         microbatches = loader.next_step()
         hooks = watch_routing(model, routing) if step == 0 else []
         loss_sum, num_tokens = 0.0, 0.0
@@ -243,6 +254,13 @@ def run_oracle(rank: int, flags: tuple[str, ...], frozen: tuple[str, ...] = ()) 
     parts.watchdog.close()
     parts.grids.destroy()
     return outcome
+
+
+def part_of(name: str) -> str:
+    """Which part of --freeze a parameter of the whole model belongs to, by its name or its global key."""
+    if "modality_submodules" not in name:
+        return "language"
+    return "projector" if "input_projections" in name else "vision"
 
 
 def _note_facts(outcome: Outcome, microbatches: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mimo.grid.spec import Layout
 from tests.support.equality import TOLERANCE
 from tests.support.global_state import Piece, assemble, read_parameters, worst_errors
 from tests.support.steps import inner_optimizers, trainer_of
@@ -90,18 +91,20 @@ def update_counts(parts: Any) -> dict[str, set[int]]:
                     projector = group["max_lr"] == parts.config.optim.projector_lr
                     for parameter in group["params"]:
                         name = "projector" if projector and module != "language" else module
-                        counts.setdefault(name, set()).add(int(one.optimizer.state[parameter]["step"]))
+                        counts.setdefault(name, set()).add(int(one.optimizer.state[parameter].get("step", 0)))
     return counts
 
 
 def sample_keys(microbatches: Any) -> list[str]:
     """Keys of the samples of a step, as this rank holds them."""
-    return [key for batch in microbatches
-            for side in ([batch.text] if batch.text is not None else list(batch.encoders.values())) for key in side.keys]
+    sides = [side for batch in microbatches
+             for side in ([batch.text] if batch.text is not None else batch.encoders.values())]
+    return [key for side in sides for key in side.keys]
 
 
 @contextlib.contextmanager
-def started(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tuple[Any, Any, Any, Any, list[str]]]:
+def started(rank: int, flags: tuple[str, ...], world_size: int, layout: Layout | None = None
+            ) -> Iterator[tuple[Any, Any, Any, Any, list[str]]]:
     """A trainer that has loaded what its flags ask for: (parts, loader, state, progress, lines).
 
     Where there is something to load, all parameters are NaN before.
@@ -109,7 +112,7 @@ def started(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tupl
     from mimo.registry import model_provider
     from mimo.training.resume import run_state, start
 
-    with trainer_of(rank, (*SCHEDULE, *flags), world_size) as (parts, loader):
+    with trainer_of(rank, (*SCHEDULE, *flags), world_size, layout) as (parts, loader):
         if parts.config.checkpoint.load is not None:
             spoil(parts)
         state = run_state(parts, loader)
@@ -118,14 +121,14 @@ def started(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tupl
 
 
 def train(rank: int, flags: tuple[str, ...], world_size: int, until: int = NUM_STEPS,
-          save_at: tuple[int, ...] = (SAVED_AT,)) -> Run:
+          save_at: tuple[int, ...] = (SAVED_AT,), layout: Layout | None = None) -> Run:
     """Train on this rank until iteration `until`, from the checkpoint of --load if given; save with --save."""
     from mimo.checkpoint.save import Saver
     from mimo.optim.schedule import current_learning_rates
     from mimo.training.step import train_step
 
     run = Run()
-    with started(rank, flags, world_size) as (parts, loader, state, progress, run.lines):
+    with started(rank, flags, world_size, layout) as (parts, loader, state, progress, run.lines):
         saver = None if parts.config.checkpoint.save is None else Saver(state, parts.watchdog)
         while progress.iteration < until:
             microbatches = loader.next_step()
@@ -152,6 +155,29 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, until: int = NUM_S
     return run
 
 
+def resave(rank: int, flags: tuple[str, ...], world_size: int) -> None:
+    """Load on this rank and save at once."""
+    from mimo.checkpoint.save import Saver
+
+    with started(rank, flags, world_size) as (parts, loader, state, progress, _):
+        state.streams = loader.state_dict()
+        Saver(state, parts.watchdog).save(progress)
+
+
+def refusal(rank: int, flags: tuple[str, ...], world_size: int) -> str | None:
+    """What the start says where it refuses what the flags ask for; None where it does not. "" on ranks that leave
+    the word to another."""
+    from mimo.observe.errors import ReportedElsewhereError
+
+    try:
+        with started(rank, flags, world_size):
+            return None
+    except ValueError as error:
+        return str(error)
+    except ReportedElsewhereError:
+        return ""
+
+
 def assert_same_bits(uninterrupted: list[Run], resumed: list[Run]) -> None:
     """Every rank of a run that went on from a checkpoint did and holds exactly what the uninterrupted one did."""
     for rank, (whole, rest) in enumerate(zip(uninterrupted, resumed, strict=True)):
@@ -173,7 +199,7 @@ def whole_parameters(runs: list[Run]) -> dict[str, np.ndarray]:
 
 def find_differences(uninterrupted: list[Run], resumed: list[Run], tolerance: float = TOLERANCE) -> list[str]:
     """Where a run that went on, on any layout, differs by more than `tolerance`: losses, norms, rates, parameters."""
-    whole, found = uninterrupted[0], []
+    whole, found = uninterrupted[0], list[str]()
     for rank, rest in enumerate(resumed):
         steps = len(rest.losses)
         assert 0 < steps < len(whole.losses)
@@ -188,6 +214,11 @@ def find_differences(uninterrupted: list[Run], resumed: list[Run], tolerance: fl
     errors = worst_errors(whole_parameters(uninterrupted), [rest.parameters for rest in resumed])
     found += [f"parameter {name}: relative error {error:.2e}" for name, error in errors.items()
               if not error < tolerance]
+    for step in range(len(resumed[0].losses)):
+        expected, seen = ({key for run in runs for key in run.keys[step - len(resumed[0].losses)]}
+                          for runs in (uninterrupted, resumed))
+        if seen != expected:
+            found.append(f"samples of step {step} after the load: {sorted(seen)} are not {sorted(expected)}")
     wanted = {name: counts for run in uninterrupted for name, counts in run.updates.items()}
     for rank, rest in enumerate(resumed):
         found += [f"updates of {name} on rank {rank}: {counts}" for name, counts in rest.updates.items()

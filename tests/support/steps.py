@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mimo.config.validate import validate
+from mimo.grid.spec import Layout
 from tests.support import equality
 from tests.support.global_state import set_parameters
 
@@ -39,10 +40,11 @@ def inner_optimizers(module_optimizer: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def trainer_of(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tuple[Any, Any]]:
-    """A trainer as in `run_layout`, and its loader, for tests that take their own steps."""
+def trainer_of(rank: int, flags: tuple[str, ...], world_size: int, layout: Layout | None = None
+               ) -> Iterator[tuple[Any, Any]]:
+    """A trainer as in `run_layout`, and its loader, for tests that take their own steps; `layout` if not the flags'."""
     config = equality.parse_config(*flags)
-    layout = validate(config, world_size)
+    layout = layout or validate(config, world_size)
     parts = equality.make_trainer(config, layout)
     loader = equality.make_loader(config, layout, rank)
     try:
