@@ -63,3 +63,14 @@ def test_other_layouts_go_on(tmp_path: Path) -> None:
             load = ("--load", str(tmp_path / "whole/saved"), "--ckpt-step", str(STEP))
             resumed = run(tmp_path / layout, layout, "--no-bf16", *load)
             np.testing.assert_allclose(resumed, whole[STEP:], rtol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize("before", ["local", "transformer_engine"])
+def test_layer_implementations_share_checkpoints(tmp_path: Path, before: str) -> None:
+    after = {"local": "transformer_engine", "transformer_engine": "local"}[before]
+    flags = ("--no-bf16", "--save-interval", str(STEP))
+    whole = run(tmp_path / "whole", "disjoint", *flags, "--transformer-impl", before)
+    load = ("--load", str(tmp_path / "whole/saved"), "--ckpt-step", str(STEP))
+    resumed = run(tmp_path / "resumed", "disjoint", "--no-bf16", "--transformer-impl", after, *load)
+    np.testing.assert_allclose(resumed, whole[STEP:], rtol=1e-4)

@@ -142,7 +142,7 @@ def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> t
         shards = [torch.empty_like(logits) for _ in range(group.size())]
         dist.all_gather(shards, logits.contiguous(), group=group)
         found.append(torch.cat(shards, dim=-1)[..., :VOCAB_SIZE])
-        zero = torch.zeros(())
+        zero = torch.zeros((), device=logits.device)
         return zero, zero.int(), zero
 
     with torch.no_grad():

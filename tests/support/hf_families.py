@@ -166,7 +166,7 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
         dist.all_gather(shards, logits.contiguous(), group=group)
         assert batch.text is not None
         found.update(zip(batch.text.keys, torch.cat(shards, dim=-1), strict=True))
-        zero = torch.zeros(())
+        zero = torch.zeros((), device=logits.device)
         return zero, zero.int(), zero
 
     with trainer_of(flags, world_size) as parts:

@@ -1,0 +1,86 @@
+"""One rank of the family test on GPUs: `torchrun families_worker.py FOLDER IMPL`, all layouts of its number of ranks.
+
+Prints one line of JSON on rank 0: for each family and layout the largest difference from Hugging Face's logits, and the
+names whose exported tensors are not the source's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+TEXT = {1: ["--llm-dp 1"], 2: ["--llm-tp 2", "--llm-pp 2"]}
+MOE = {1: ["--llm-dp 1"], 2: ["--llm-tp 2 --sequence-parallel --llm-ep 2", "--llm-pp 2", "--llm-dp 2 --llm-ep 2"]}
+LLAVA = {1: ["--layout colocated"], 2: ["--encoder-dp 1"]}
+
+
+def main(folder: str, impl: str) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from mimo.platform import get_platform
+
+    platform = get_platform("cuda")
+    platform.set_device(int(os.environ["LOCAL_RANK"]))
+    platform.init_process_group(rank, world_size, 120)
+    from tests.support import deepseek, hf_families
+
+    found: dict[str, Any] = {}
+    device = ["--device", "cuda", "--transformer-impl", impl]
+    for name in hf_families.MODELS:
+        layouts = LLAVA if name in hf_families.LLAVA_MODELS else MOE if name in ("qwen3-moe", "mixtral") else TEXT
+        source = Path(folder) / name
+        expected = share(hf_families.save_hf(rank, name, str(source)) if rank == 0 else None)
+        for number, flags in enumerate(layouts[world_size]):
+            out = Path(folder) / f"{name}-{world_size}-{number}"
+            ours = hf_families.logits_of(rank, name, str(source), (*flags.split(), *device), world_size, str(out))
+            errors = [float((logits.cpu()[:, : hf_families.VOCAB_SIZE] - expected[key]).abs().max())
+                      for key, logits in ours.items()]
+            found[f"{name} {flags}"] = summary(errors, source, out)
+    for variant in deepseek.VARIANTS:
+        source = Path(folder) / variant
+        reference = share(deepseek.save_hf_model(rank, variant, str(source))["logits"] if rank == 0 else None)
+        for number, flags in enumerate(MOE[world_size]):
+            out = Path(folder) / f"{variant}-{world_size}-{number}"
+            placed = ("--hf-config", str(source), *flags.split(), *device)
+            logits = deepseek.logits_of(rank, placed, world_size, str(out))
+            errors = [] if logits is None else [float((logits.cpu() - reference).abs().max())]
+            found[f"deepseek {variant} {flags}"] = summary(errors, source, out)
+    if rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def share(value: Any) -> Any:
+    """The first rank's value."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def summary(errors: list[float], source: Path, out: Path) -> dict[str, Any]:
+    """The largest error of all ranks, and what was not exported as it came."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, errors)
+    ours, theirs = tensors_of(out), tensors_of(source)
+    wrong = sorted(ours.keys() ^ theirs.keys())
+    wrong += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
+    return {"error": max(error for of_rank in gathered for error in of_rank), "not exported": wrong}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder of safetensors."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
