@@ -245,4 +245,5 @@ def _with_dtype(configuration: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     changed: dict[str, Any] = {
         key: _with_dtype(value, dtype) if key.endswith("_config") and isinstance(value, dict)
         and not value.keys().isdisjoint(DTYPE_KEYS) else value for key, value in configuration.items()}
-    return changed | {key: dtype for key in DTYPE_KEYS if key in configuration} or changed | {DTYPE_KEYS[0]: dtype}
+    keys = [key for key in DTYPE_KEYS if key in configuration] or DTYPE_KEYS[:1]
+    return changed | dict.fromkeys(keys, dtype)

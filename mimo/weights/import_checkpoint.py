@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections import deque
@@ -137,6 +138,8 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
             problems += found
             if not found and all(part in source.tensors for part in match.sources(rule)):
                 tensors.append(_imported(match, rule, stored[name], source, dtype))
+        sizes = {tuple(shape.shape) for shape in provider.parameter_shapes(family_config, module)}
+        problems += _unknown_shapes([tensor for tensor in tensors if tensor.key.startswith(f"{module}.")], sizes)
     problems += _uneven(tensors)
     report(f"{source.path} does not fit the model", problems)
     return tensors
@@ -149,18 +152,30 @@ def _imported(match: ModuleMatch, rule: Rule, place: StoredTensor, source: HfSou
     return ImportedTensor(f"{match.module}.{place.key}", place, tuple(whole.shape), dtype, rule, sources)
 
 
-def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:
-    """Tensors whose shape differs from that of most others of their stack."""
-    stacks: dict[str, list[ImportedTensor]] = {}
+def _unknown_shapes(tensors: list[ImportedTensor], sizes: set[tuple[int, ...]]) -> Iterator[str]:
+    """Tensors of a shape that no parameter of their module has. No model is built here that would tell each one's."""
     for tensor in tensors:
-        stacks.setdefault(tensor.key, []).append(tensor)
-    for key, stack in stacks.items():
-        shapes = [tensor.shape for tensor in stack]
-        usual = max(set(shapes), key=shapes.count)
-        for tensor in stack:
+        # What stays in float32 may be a buffer, which a provider does not list.
+        if tensor.shape not in sizes and not tensor.rule.keep_fp32:
+            yield (f"shape: {', '.join(tensor.sources)} make {list(tensor.shape)} for {tensor.rule.megatron}; no "
+                   "parameter of the model has this shape")
+
+
+def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:
+    """Tensors whose shape differs from that of most others with the same place in their layer or expert."""
+    alike: dict[str, list[ImportedTensor]] = {}
+    for tensor in tensors:
+        # The module's name keeps those of two modules apart.
+        place = f"{tensor.key.partition('.')[0]}.{tensor.rule.megatron}"
+        alike.setdefault(re.sub(r"\.\d+\.", ".N.", place), []).append(tensor)
+    for group in alike.values():
+        shapes = [tensor.shape for tensor in group]
+        usual = max(shapes, key=shapes.count)
+        example = group[shapes.index(usual)]
+        for tensor in group:
             if tensor.shape != usual:
-                yield (f"shape: {', '.join(tensor.sources)} make {list(tensor.shape)} for {tensor.rule.megatron}; the "
-                       f"other layers of {key} have {list(usual)}")
+                yield (f"shape: {', '.join(tensor.sources)} make {list(tensor.shape)} for {tensor.rule.megatron}; "
+                       f"{', '.join(example.sources)} make {list(usual)} for {example.rule.megatron}")
 
 
 class _LazyPlanner(SavePlanner):

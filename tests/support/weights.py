@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -62,6 +64,12 @@ def family(flags: tuple[str, ...]) -> tuple[Any, Any]:
     return model_provider(config.model.model_provider), config.model_family
 
 
+def alone(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Flags for one process that holds everything."""
+    provider, config = family(flags)
+    return (*flags, "--layout", "colocated") if provider.encoders(config) else flags
+
+
 def held_pieces(built: Any, grids: Any) -> dict[str, list[Any]]:
     """This rank's pieces by module."""
     from mimo.model.build import named_modules_of
@@ -72,8 +80,7 @@ def held_pieces(built: Any, grids: Any) -> dict[str, list[Any]]:
 
 def write_source(rank: int, flags: tuple[str, ...], folder: str, dtype: torch.dtype = torch.float32) -> list[str]:
     """A folder of random tensors in two files, as one process of the model says; gives the names."""
-    alone = ("--layout", "colocated") if family(flags)[0].encoders(family(flags)[1]) else ()
-    with built_model((*flags, *alone), 1) as (built, grids, provider, config):
+    with built_model(alone(flags), 1) as (built, grids, provider, config):
         shapes = {module: {piece.name: piece.shape for piece in pieces}
                   for module, pieces in held_pieces(built, grids).items()}
         maps = {module: provider.weight_map(config, module) for module in shapes}
@@ -198,7 +205,7 @@ def sharded_entries(built: Any, grids: Any) -> dict[str, Any]:
 def save_live(rank: int, flags: tuple[str, ...], world_size: int, folder: str, release: str) -> None:
     """Load a folder on this layout and save the weights as the wheel does."""
     from megatron.core import dist_checkpointing
-
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from mimo.weights.load import HfPaths, load_hf
 
     with built_model(flags, world_size) as (built, grids, provider, config):
@@ -206,7 +213,10 @@ def save_live(rank: int, flags: tuple[str, ...], world_size: int, folder: str, r
         if rank == 0:
             Path(release).mkdir(parents=True)
         torch.distributed.barrier(group=grids.host)
-        dist_checkpointing.save(sharded_entries(built, grids), release)
+        with pytest.MonkeyPatch.context() as patch:
+            # The wheel's own is a process that outlives its worker.
+            patch.setattr(filesystem_async, "_results_queue", queue.Queue())
+            dist_checkpointing.save(sharded_entries(built, grids), release)
 
 
 def import_folder(rank: int, flags: tuple[str, ...], folder: str, save: str, dtype: torch.dtype) -> str:
@@ -221,3 +231,159 @@ def export_release(rank: int, flags: tuple[str, ...], release: str, out: str, ba
     from mimo.weights.export import ExportOptions, export_checkpoint
 
     return export_checkpoint(release, out, *family(flags), ExportOptions(base=base, max_shard_bytes=30_000))
+
+
+def spoiled_loads(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
+    """What a load says where one source tensor is missing, renamed, or of another shape; all of them in turn.
+
+    A change of a tensor -> lines of the error; no line where the load went through.
+    """
+    from dataclasses import replace
+
+    from mimo.weights import load
+    from mimo.weights.source import HfSource
+
+    whole = HfSource(folder).catalog
+    found = {}
+    with built_model(alone(flags), 1) as (built, grids, provider, config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "_fill", lambda *args: None)
+        for name, entry in whole.tensors.items():
+            rest = {other: value for other, value in whole.tensors.items() if other != name}
+            shape = entry.shape
+            changes = {"delete": rest, "rename": {**rest, f"{name}x": entry},
+                       "grow": {**rest, name: replace(entry, shape=(shape[0] + 1, *shape[1:]))},
+                       "widen": {**rest, name: replace(entry, shape=(*shape[:-1], shape[-1] * 2))},
+                       "flatten": {**rest, name: replace(entry, shape=(*shape, 1))},
+                       "quantize": {**rest, name: replace(entry, dtype=torch.float8_e4m3fn)}}
+            for kind, tensors in changes.items():
+                spoiled = replace(whole, tensors=tensors)
+                patch.setattr(load, "_catalogs", lambda grids, paths, folders, spoiled=spoiled: {folders[0]: spoiled})
+                found[f"{kind} {name}"] = error_lines(
+                    lambda: load.load_hf(built, grids, provider, config, load.HfPaths(model=folder)))
+    return found
+
+
+def error_lines(call: Any) -> list[str]:
+    """Lines of the ValueError that a call raises; none where it does not."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+def spoiled_imports(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
+    """As `spoiled_loads`, for an import without a model."""
+    from dataclasses import replace
+
+    from mimo.weights import import_checkpoint
+    from mimo.weights.source import HfSource
+
+    provider, config = family(flags)
+    source, found = HfSource(folder), {}
+    whole = source.catalog
+    for name, entry in whole.tensors.items():
+        rest = {other: value for other, value in whole.tensors.items() if other != name}
+        changes = {"delete": rest, "rename": {**rest, f"{name}x": entry},
+                   "grow": {**rest, name: replace(entry, shape=(entry.shape[0] + 1, *entry.shape[1:]))},
+                   "flatten": {**rest, name: replace(entry, shape=(*entry.shape, 1))}}
+        for kind, tensors in changes.items():
+            source.catalog = replace(whole, tensors=tensors)
+            found[f"{kind} {name}"] = error_lines(
+                lambda: import_checkpoint._plan(source, provider, config, torch.bfloat16))
+    return found
+
+
+def load_with_a_lost_file(rank: int, flags: tuple[str, ...], world_size: int, folder: str,
+                          blind: int) -> tuple[list[str], bool]:
+    """Rank `blind` does not find the files: what this rank's load says, and whether its weights are as before."""
+    from mimo.weights import load
+
+    with built_model(flags, world_size) as (built, grids, provider, config):
+        before = {name: value.clone() for name, value in built.model.state_dict().items()
+                  if isinstance(value, torch.Tensor)}
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == blind:
+                patch.setattr(load.HfSource, "missing_files", lambda self: ["gone.safetensors is not there"])
+            lines = error_lines(lambda: load.load_hf(built, grids, provider, config, load.HfPaths(model=folder)))
+        after = built.model.state_dict()
+        return lines, all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def load_modules(rank: int, flags: tuple[str, ...], world_size: int, paths: dict[str, str],
+                 expected_of: dict[str, str]) -> tuple[dict[str, list[str]], list[str], list[str], int]:
+    """Load modules from folders of their own.
+
+    Gives what the report calls absent, the wrong names against the modules' whole folder, the names that changed, and
+    reads of the source by this rank.
+    """
+    from mimo.weights.load import HfPaths, load_hf
+    from mimo.weights.source import HfSource
+
+    with built_model(flags, world_size) as (built, grids, provider, config):
+        before = [piece.tensor.clone() for pieces in held_pieces(built, grids).values() for piece in pieces]
+        reads, read = [], HfSource.read
+
+        def count(source: Any, name: str, rows: slice | None = None) -> torch.Tensor:
+            reads.append(name)
+            return read(source, name, rows)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HfSource, "read", count)
+            report = load_hf(built, grids, provider, config, HfPaths(**paths))
+        expected = {}
+        for module, folder in expected_of.items():
+            expected |= {name: value for name, value in expected_tensors(provider, config, Path(folder)).items()
+                         if name.startswith(f"{module} ")}
+        wrong, changed = [], []
+        for module, pieces in held_pieces(built, grids).items():
+            for piece in pieces:
+                name = f"{module} {piece.name}"
+                if name in expected and not torch.equal(expected[name][piece.slices].to(piece.tensor.dtype),
+                                                        piece.tensor):
+                    wrong.append(name)
+                if not torch.equal(before.pop(0), piece.tensor):
+                    changed.append(name)
+        return report.absent, wrong, changed, len(reads)
+
+
+def peak_bytes(call: Any) -> int:
+    """Most bytes of tensors that are alive at once during a call, what it reads from files included."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alive: dict[int, tuple[Any, int]] = {}
+            self.peak = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (list, tuple)) else [result]:
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                    storage = StorageWeakRef(tensor.untyped_storage())
+                    _, known = self.alive.get(storage.cdata, (None, 0))
+                    self.alive[storage.cdata] = storage, max(known, tensor.nbytes)
+            self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+            return result
+
+    with Count() as count:
+        call()
+    return count.peak
+
+
+def peaks(rank: int, flags: tuple[str, ...], folder: str, scratch: str) -> dict[str, int]:
+    """Peak bytes of an import and of the export of what it wrote."""
+    from mimo.weights.export import export_checkpoint
+    from mimo.weights.import_checkpoint import import_hf
+
+    provider, config = family(flags)
+    done: list[tuple[int, int]] = []
+    found = {"import": peak_bytes(lambda: import_hf(folder, f"{scratch}/save", provider, config, torch.float32,
+                                                    lambda count, total, name: done.append((count, total))))}
+    assert done == [(number + 1, len(done)) for number in range(len(done))]
+    found["export"] = peak_bytes(lambda: export_checkpoint(f"{scratch}/save/release", f"{scratch}/out", provider,
+                                                           config))
+    return found
