@@ -34,7 +34,7 @@ def restore_rng(platform: Platform, state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     platform.set_rng_state({
         **state,
-        "python": (version, tuple(words), gauss),
+        "python": (version, tuple(words.tolist()), gauss),
         "numpy": (kind, keys.numpy().astype(np.uint32), *rest),
     })
 
@@ -45,7 +45,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     tracker = {name: value.clone() if isinstance(value, torch.Tensor) else value
                for name, value in state["tracker"].items()}
     return {
-        "python": [version, list(words), gauss],
+        "python": [version, torch.tensor(words), gauss],
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
         "torch": state["torch"].clone(),
         "device": state["device"].clone(),

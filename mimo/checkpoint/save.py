@@ -78,6 +78,7 @@ class Saver:
         self._plan: Plan | None = None
         self._copies: list[torch.Tensor] | None = None
         self._held: list[Optimized] = []
+        self._counted: list[Optimized] = []
         self._places: list[int] = []
         self._stream_owners: dict[str, int] | None = None
         self._pending: _Pending | None = None
@@ -188,17 +189,17 @@ class Saver:
         state.complete_parameters()
         places = self._tensor_places()
         is_planned = self._plan is not None and places == self._places
-        sharded = objects if is_planned else {**objects, **self._tensors()}
+        tensors = {} if is_planned else self._tensors()
         error = None
         if grids.rank == 0:
             try:
                 paths.begin(self.root, iteration)
             except OSError as problem:
                 error = f"--save {self.root}: cannot be written: {problem}"
-        reports = gather(grids, (error, is_planned, steps_of(self._held)))
+        reports = gather(grids, (error, is_planned, steps_of(self._counted)))
         raise_any(grids, [report[0] for report in reports])
         if not all(report[1] for report in reports):
-            self._make_plan(sharded if not is_planned else {**objects, **self._tensors()})
+            self._make_plan({**objects, **(tensors or self._tensors())})
         assert self._plan is not None
         steps = _merged([report[2] for report in reports]) if self._flags.save_optim else None
         folder = paths.unfinished_dir(self.root, iteration)
@@ -218,6 +219,8 @@ class Saver:
         tensors: dict[str, Any] = {"model": model_entries(self._state, saved)}
         if self._flags.save_optim:
             self._held = self._state.held(saved)
+            steps_of(self._held)  # counts differ nowhere inside a part, so one of each is asked from now on
+            self._counted = list({(one.saved.module, one.saved.part): one for one in self._held}.values())
             tensors["optimizer"] = optimizer_entries(self._held)
         self._places = self._tensor_places()
         return tensors
@@ -227,9 +230,10 @@ class Saver:
 
         No address can have gone to another tensor meanwhile: the plan keeps the memory of its tensors.
         """
-        model = self._state.built.model
-        places = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
-        places += [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+        places = []
+        for module in self._state.built.model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                places += [id(tensor), 0 if tensor is None else tensor.data_ptr()]
         for inner in {id(one.inner): one.inner for one in self._held}.values():
             places += [id(parameter) for group in inner.param_groups for parameter in group["params"]]
         for one in self._held:

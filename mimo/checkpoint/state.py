@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -59,6 +60,11 @@ class RunState:
     optimizer: HeteroOptimizer
     scheduler: OptimizerParamScheduler
     streams: dict[str, Any] = field(default_factory=lambda: {"consumed_samples": 0, "streams": {}})
+
+    @cached_property
+    def config_toml(self) -> str:
+        """The flags as TOML."""
+        return to_toml(self.config)
 
     def complete_parameters(self) -> None:
         """Finish a gather of parameters that an overlapped step left open."""
@@ -117,7 +123,7 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "frozen": sorted(config.model.frozen),
         "grids": {name: _sizes(spec) for name, spec in state.grids.layout.grids.items()},
         "lanes": state.grids.layout.num_lanes,
-        "config": to_toml(config),
+        "config": state.config_toml,
     }
 
 

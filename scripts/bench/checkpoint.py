@@ -109,8 +109,8 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
     options: dict[str, Any] = {
         **sizes, "ffn_hidden_size": 4 * hidden, "num_attention_heads": 8, "num_query_groups": 8,
         "device": arguments.device, "model_provider": "mock", "dataset_provider": "mock", "train_iters": 100000,
-        "save": folder, "keep_last": 1, "layout": "colocated", "encoder_dp": world_size, "llm_dp": world_size, "micro_batch_size": micro,
-        "global_batch_size": micro * world_size}
+        "save": folder, "keep_last": 1, "layout": "colocated", "encoder_dp": world_size, "llm_dp": world_size,
+        "micro_batch_size": micro, "global_batch_size": micro * world_size}
     config = parse([text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))])
     layout = validate(config, world_size)
     device = get_platform(arguments.device)
@@ -209,7 +209,7 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     bench.loader.close()
     return {
         "device": arguments.device,
-        "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor(),
+        "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine(),
         "world_size": bench.parts.grids.layout.world_size, "bytes_per_rank": background["bytes"],
         "sync_stall_s": sync_s, "async_stall_s": async_s,
         "async_save_s": statistics.median(background["begin_s"]),
