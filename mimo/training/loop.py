@@ -114,9 +114,9 @@ class TrainingLoop:
     def _start(self, loader: StepLoader) -> RunLogger:
         """Load what the run starts from and open its records."""
         self.state = run_state(self.parts, loader)
-        self.progress, lines = start(self.state, self.provider, loader, self.watchdog)
         if self.config.checkpoint.save is not None:
             self.saver = Saver(self.state, self.watchdog)
+        self.progress, lines = start(self.state, self.provider, loader, self.watchdog)
         logger = RunLogger(
             self.config.observe,
             active=self.is_logging_rank,
