@@ -15,7 +15,7 @@ from mimo.commands.contents import WEIGHTS, Contents
 from mimo.commands.rows import Row, rows_of
 from mimo.config.run import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
-from mimo.weights.export import locate
+from mimo.weights.keys import stored_tensors
 
 _NUMBERS = re.compile(r"\.(\d+|\{[\d,-]+\})(?=\.)")
 
@@ -42,15 +42,23 @@ def tensor_differences(contents: Contents, config: RunConfig) -> list[str]:
     return list(dict.fromkeys([*lines, *_dtypes(contents, config)]))
 
 
-def _names(contents: Contents, provider: ModelProvider, family: Any, module: str) -> list[str]:
+def _names(contents: Contents, provider: ModelProvider, family: Any, module: str) -> Iterator[str]:
     try:
         weight_map = provider.weight_map(family, module)
     except ValueError as error:
-        return [f"names of {module} are not compared: {error}"]
-    tensors = {tensor.key: (torch_dtype(tensor.dtype), tensor.shape)
-               for tensor in contents.of(module) if tensor.kind == WEIGHTS}
-    _, problems = locate(tensors, module, weight_map)
-    return problems
+        yield f"names of {module} are not compared: {error}"
+        return
+    wanted = {place.key: place.axes for place in stored_tensors(rule.megatron for rule in weight_map.rules).values()}
+    held = {tensor.name: tensor.shape for tensor in contents.of(module) if tensor.kind == WEIGHTS}
+    for name, axes in wanted.items():
+        if name not in held:
+            yield f"missing: {module}.{name} is not in the checkpoint"
+        elif held[name][:len(axes)] != axes:
+            yield (f"shape: {module}.{name} has {list(held[name][:len(axes)])} layers (experts), this configuration "
+                   f"{list(axes)}")
+    for name in held:
+        if name not in wanted:
+            yield f"not used: {module}.{name} {list(held[name])} is not in this configuration"
 
 
 def _shapes(contents: Contents, provider: ModelProvider, family: Any, module: str) -> Iterator[str]:

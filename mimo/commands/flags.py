@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
@@ -87,7 +88,7 @@ class CommandLine:
     run_flags: list[str] = field(default_factory=list)
 
 
-_COMMANDS: dict[str, type] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags}
+_COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags}
 
 
 def parse_command(argv: list[str]) -> CommandLine:

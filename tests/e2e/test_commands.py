@@ -1,0 +1,239 @@
+"""`mimo inspect`, `mimo export` and `mimo import` as a user types them, on checkpoints of short real runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.support import hf_families
+from tests.support.launch import ROOT, losses, torchrun
+from tests.support.spawn import WorkerPool
+
+MOCK = ("--model-provider", "mock", "--dataset-provider", "mock", "--num-experts", "4", "--num-layers", "2")
+BATCH = tuple("--device cpu --seq-length 24 --micro-batch-size 2 --global-batch-size 4 --mock-min-length 5 "
+              "--mock-max-length 12 --mock-images-max 2".split())
+SETTINGS = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+                         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+# model of `hf_families` -> flags of a run on two processes
+JOURNEYS = {"clip-llama": ("--dataset-provider", "mock"),
+            "qwen3-moe": ("--llm-only", "--dataset-provider", "mock", "--mock-text-only-fraction", "1", "--llm-dp", "2",
+                          "--llm-ep", "2", "--micro-batch-size", "1")}
+
+
+def mimo(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run one command and check its exit code."""
+    done = subprocess.run([sys.executable, "-m", "mimo", *map(str, words)], cwd=ROOT, env=SETTINGS, text=True,
+                          timeout=200, capture_output=True, check=False)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
+    return done
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    return found
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two checkpoints of a small mixture of experts; the projector did not train."""
+    folder = tmp_path_factory.mktemp("run")
+    done = torchrun(2, *MOCK, "--device", "cpu", "--seq-length", "128", "--train-iters", "2", "--freeze", "projector",
+                    "--save-interval", "1", "--save", str(folder / "save"), "--run-dir", str(folder / "metrics"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    return folder / "save"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerPool]:
+    """A process that may import transformers and Megatron."""
+    pool = WorkerPool(1)
+    yield pool
+    pool.close()
+
+
+def test_the_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, attribute = scripts["mimo"].partition(":")
+    assert callable(vars(importlib.import_module(module))[attribute])
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ([], ("inspect", "export", "import")),
+    (["--help"], ("inspect", "export", "import")),
+    (["inspect", "--help"], ("CHECKPOINT", "--ckpt-step", "--config", "--tensors", "--verify", "--json")),
+    (["export", "--help"], ("CHECKPOINT", "OUT", "--hf-base", "--dtype", "--max-shard-size", "--force")),
+    (["import", "--help"], ("HF_PATH", "SAVE", "--model-provider", "--dtype")),
+])
+def test_help_imports_no_torch(words: list[str], expected: tuple[str, ...]) -> None:
+    code = ("import sys\nfrom mimo.commands.main import main\ntry:\n"
+            f"    main({words!r})\nexcept SystemExit as ended:\n    assert not ended.code\n"
+            "assert not {'torch', 'megatron'} & set(sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [word for word in expected if word not in done.stdout] == []
+
+
+def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    cases: dict[str, tuple[list[str], str]] = {
+        "no folder": (["inspect", str(tmp_path / "nowhere")], "no such folder"),
+        "no checkpoint": (["inspect", str(tmp_path)], "no checkpoint"),
+        "no such step": (["inspect", str(save), "--ckpt-step", "7"], "complete: 1, 2"),
+        "no such file": (["inspect", str(save), "--config", "nowhere.toml"], "--config nowhere.toml"),
+        "unknown run flag file": (["inspect", str(save), "--", "--model-provider", "nowhere:model"], "nowhere:model"),
+        "folder with files": (["export", str(save), str(tmp_path / "full")], "notes.txt"),
+        "size": (["export", str(save), str(tmp_path / "out"), "--max-shard-size", "5 apples"], "size 5 apples"),
+        "no weights": (["import", str(tmp_path / "nowhere"), str(tmp_path / "save")], "no such folder"),
+        "architecture": (["import", str(tmp_path / "hf"), str(tmp_path / "save")], "BertForMaskedLM"),
+        "no config.json": (["import", str(tmp_path / "full"), str(tmp_path / "save")], "--model-provider"),
+    }
+    # One process: each start takes seconds.
+    code = ("import contextlib, io, json, sys\nfrom mimo.commands.main import main\nfound = {}\n"
+            "for name, words in json.load(sys.stdin).items():\n    error = io.StringIO()\n"
+            "    with contextlib.redirect_stderr(error):\n        code = main(words)\n"
+            "    found[name] = code, error.getvalue()\nprint(json.dumps(found))")
+    typed = json.dumps({name: words for name, (words, _) in cases.items()})
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=SETTINGS, text=True, input=typed,
+                          timeout=200, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name, (_, expected) in cases.items():
+        exit_code, message = found[name]
+        assert exit_code == 2, name
+        assert message.startswith("error: ") and expected in message, f"{name}: {message}"
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "out").exists() and not (tmp_path / "save").exists()
+
+
+def test_inspect_tells_what_a_checkpoint_holds(save: Path) -> None:
+    before = sorted(path.stat().st_mtime_ns for path in save.rglob("*"))
+    text = mimo("inspect", save, "--config", save / "iter_0000002" / "run_config.toml").stdout
+    assert f"{save}/iter_0000002" in text
+    assert "iteration 2, 16 consumed samples" in text and "frozen: projector" in text
+    assert "no flag differs" in text and "no tensor differs" in text
+    row = next(line.split() for line in text.splitlines() if "mlp.experts.{0-3}.linear_fc2.weight" in line)
+    assert row == ["decoder.layers.{0-1}.mlp.experts.{0-3}.linear_fc2.weight", "8", "128", "x", "64", "bfloat16",
+                   "65,536", "131,072"]
+    report: dict[str, Any] = json.loads(mimo("inspect", save, "--ckpt-step", "1", "--verify", "--json").stdout)
+    assert (report["iteration"], report["consumed_samples"], report["damage"]) == (1, 8, [])
+    assert report["optimizer_steps"] == {"vision": {"vision": 1}, "language": {"language": 1}}
+    assert report["grids"]["language"]["offset"] == 1
+    assert report["rng"] == {"vision": [1, 1, 1], "language": [1, 1, 1]}
+    assert report["streams"] == ["language/0", "vision/0"]
+    for module in ("vision", "language"):
+        totals, tensors = report["modules"][module]["totals"], report["modules"][module]["tensors"]
+        weights = [tensor for tensor in tensors if tensor["kind"] == "weights"]
+        assert totals["weights"]["parameters"] == sum(math.prod(tensor["shape"]) for tensor in weights)
+        assert totals["weights"]["bytes"] == 2 * totals["weights"]["parameters"]
+        trained = [tensor for tensor in weights if "input_projections" not in tensor["name"]]
+        assert len(trained) < len(weights) or module == "language"
+        for kind in ("exp_avg", "exp_avg_sq", "fp32_param"):
+            assert totals[kind]["parameters"] == sum(tensor["parameters"] for tensor in trained)
+    assert sorted(path.stat().st_mtime_ns for path in save.rglob("*")) == before
+
+
+def test_inspect_names_what_differs_from_a_run(save: Path) -> None:
+    flags = (*MOCK[:4], "--num-experts", "8", "--num-layers", "2", "--ffn-hidden-size", "64", "--vision-patch-bias",
+             "--no-vision-pre-layernorm", "--no-bf16", "--vocab-size", "512")
+    report = json.loads(mimo("inspect", save, "--json", "--", *flags).stdout)
+    flags_that_differ = " ".join(report["differences"]["flags"])
+    for words in ("--num-experts 8 (checkpoint: 4)", "--bf16 False", "--vision-patch-bias True"):
+        assert words in flags_that_differ
+    found = report["differences"]["tensors"]
+    expected = {
+        "missing: vision.encoders.vit.conv1.bias": "not in the checkpoint",
+        "not used: vision.encoders.vit.ln_pre.weight": "[64]",
+        "shape: language.decoder.layers.mlp.experts.experts.linear_fc1.weight": "[2, 4]",
+        "shape: language.decoder.layers.{0-1}.mlp.router.weight": "[8, 128]",
+        "dtype: weights of vision": "--no-bf16",
+    }
+    for start, part in expected.items():
+        assert [line for line in found if line.startswith(start) and part in line], f"{start}: {found}"
+    assert not [line for line in found if "linear_proj" in line]
+
+
+def test_verify_names_what_is_damaged(save: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "iter_0000002"
+    shutil.copytree(save / "iter_0000002", copy)
+    files = sorted(copy.glob("*.distcp"))
+    data = bytearray(files[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    files[0].write_bytes(data)
+    files[1].unlink()
+    files[2].write_bytes(files[2].read_bytes()[:-100])
+    done = mimo("inspect", copy, "--verify", "--json", code=1)
+    damage = json.loads(done.stdout)["damage"]
+    for name, words in zip(files, ("(checksum)", "is missing; it holds", "ends 100 bytes early"), strict=False):
+        lines = [line for line in damage if name.name in line]
+        assert len(lines) == 1 and words in lines[0], f"{name.name}: {damage}"
+        assert "vision." in lines[0] or "language." in lines[0]
+    (copy / ".metadata").write_bytes(b"cposix\nsystem\n.")
+    assert "posix.system, which is not data" in mimo("inspect", copy, code=2).stderr
+    assert "damaged" in mimo("inspect", copy, "--verify", code=1).stderr
+
+
+@pytest.mark.parametrize("name", JOURNEYS)
+def test_from_hugging_face_to_training_and_back(worker: WorkerPool, tmp_path: Path, name: str) -> None:
+    source, save, out = tmp_path / "hf", tmp_path / "save", tmp_path / "out"
+    before = worker.run(hf_families.save_hf, name, str(source))[0]
+    (source / "tokenizer.json").write_text("{}")
+    told = mimo("import", source, tmp_path / "imported", "--dtype", "float32").stdout
+    shown = told.splitlines()[-1].split("train_hetero.py ")[1].split()
+    assert shown[-2:] == ["--load", str(tmp_path / "imported")]
+    flags = (*shown[:-2], *BATCH, *JOURNEYS[name])
+    runs = {"direct": ("--load-hf", str(source), "--train-iters", "2", "--lr", "1e-2", "--save", str(save)),
+            "imported": (*shown[-2:], "--train-iters", "1")}
+    for run, more in runs.items():
+        done = torchrun(2, *flags, *more, "--run-dir", str(tmp_path / run))
+        assert done.returncode == 0, done.stdout[-3000:]
+    assert losses(tmp_path / "imported") == losses(tmp_path / "direct")[:1], "the first step starts from equal weights"
+    assert "iteration 2, 8 consumed samples" in mimo("inspect", save).stdout
+    told = mimo("export", save, out, "--hf-base", source).stdout
+    assert f"from_pretrained({str(out)!r})" in told and f"vllm serve {out}" in told
+    assert (out / "tokenizer.json").is_file()
+    after = worker.run(hf_families.reloaded_logits, name, str(out), str(source))[0]
+    assert after.keys() == before.keys()
+    for key, logits in after.items():
+        assert torch.isfinite(logits).all()
+        assert (logits - before[key]).abs().max() > 1e-3, "training changed nothing"
+
+
+@pytest.mark.parametrize("name", JOURNEYS)
+def test_import_and_export_give_the_same_tensors(worker: WorkerPool, tmp_path: Path, name: str) -> None:
+    source, save, out = tmp_path / "hf", tmp_path / "save", tmp_path / "out"
+    worker.run(hf_families.save_hf, name, str(source))
+    mimo("import", source, save, "--dtype", "float32")
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "release"
+    mimo("export", save, out, "--hf-base", source, "--max-shard-size", "100KB")
+    theirs, ours = tensors_of(source), tensors_of(out)
+    assert len(list(out.glob("*.safetensors"))) > 1 and theirs.keys() == ours.keys()
+    different = [key for key in theirs if theirs[key].dtype != ours[key].dtype or not theirs[key].equal(ours[key])]
+    assert different == []
+    (out / "notes.txt").write_text("mine")
+    mimo("export", save, out, "--force", "--dtype", "bfloat16", "--hf-base", source)
+    assert {path.name for path in out.iterdir()} == {"config.json", "generation_config.json", "model.safetensors",
+                                                     "notes.txt"}
+    smaller = tensors_of(out)
+    assert smaller.keys() == theirs.keys()
+    assert {tensor.dtype for tensor in smaller.values()} == {torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
