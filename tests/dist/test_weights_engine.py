@@ -121,6 +121,9 @@ def test_lower_precision_in_and_out(pool: WorkerPool, sources: Sources, tmp_path
     for wrong, compared, elements in pool.run(weights.load_and_export, (*flags, "--llm-dp", "2"), 3,
                                               str(tmp_path / "half"), str(tmp_path / "out"), world_size=3):
         assert wrong == [] and compared == elements  # the model is in float32
+    for _, wrong, changed, _ in pool.run(weights.load_modules, (*flags, "--llm-dp", "2", "--bf16"), 3, {
+            "model": str(tmp_path / "half")}, dict.fromkeys((VISION, LANGUAGE), str(tmp_path / "half")), world_size=3):
+        assert wrong == [] and changed
     pool.run(weights.import_folder, flags, str(tmp_path / "half"), str(tmp_path / "save"), torch.bfloat16, world_size=1)
     pool.run(weights.export_release, flags, str(tmp_path / "save/release"), str(tmp_path / "again"), "", world_size=1)
     assert_same(tmp_path / "again", tmp_path / "half")

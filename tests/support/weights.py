@@ -206,6 +206,7 @@ def save_live(rank: int, flags: tuple[str, ...], world_size: int, folder: str, r
     """Load a folder on this layout and save the weights as the wheel does."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     from mimo.weights.load import HfPaths, load_hf
 
     with built_model(flags, world_size) as (built, grids, provider, config):
