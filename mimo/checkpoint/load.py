@@ -17,7 +17,7 @@ from mimo.checkpoint.agree import from_first_rank, gather, raise_together
 from mimo.checkpoint.differences import config_differences
 from mimo.checkpoint.entries import PROJECTOR, broadcast_from_writers
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
-from mimo.checkpoint.reader import DataOnlyLoadStrategy, read_common, read_index
+from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_common, read_index
 from mimo.checkpoint.rng import restore_rng, rng_objects
 from mimo.checkpoint.state import Progress, RunState, model_entries, optimizer_entries, stream_object
 from mimo.observe.watchdog import Watchdog
@@ -157,8 +157,10 @@ def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadat
     if state.grids.rank == 0:
         asked = set().union(*(report[2] for report in reports))
         left = {key for key in stored if key not in asked and _concerns(key, state, common, wants_optimizer)}
+        gaps = {f"{key}: its pieces leave something out or overlap" for key in asked
+                if key in stored and not is_covered(stored[key])}
         error = _listing(folder, set().union(*(report[0] for report in reports)),
-                         set().union(*(report[1] for report in reports)), left)
+                         set().union(*(report[1] for report in reports)), left, gaps)
     raise_together(state.grids, error)
 
 
@@ -170,15 +172,17 @@ def _concerns(key: str, state: RunState, common: dict[str, Any], wants_optimizer
     modules = state.grids.layout.grids
     if key.startswith("mimo."):
         module = key.split(".")[1]
+        if module not in modules:
+            return module not in common["grids"]
         part = PROJECTOR if ".input_projections." in key else module
-        return wants_optimizer and module in modules and part not in state.config.model.frozen
+        return wants_optimizer and part not in state.config.model.frozen
     return key.split(".")[0] in modules or key.split(".")[0] not in common["grids"]
 
 
-def _listing(folder: Path, missing: set[str], clashes: set[str], left: set[str]) -> str | None:
+def _listing(folder: Path, missing: set[str], clashes: set[str], left: set[str], gaps: set[str]) -> str | None:
     lines = []
     for title, found in (("missing in the checkpoint", missing), ("of another shape or dtype", clashes),
-                         ("in the checkpoint, but not in this run", left)):
+                         ("in the checkpoint, but not in this run", left), ("incomplete in the checkpoint", gaps)):
         if found:
             lines += [f"{title} ({len(found)}):", *(f"  {name}" for name in sorted(found)[:MAX_LISTED])]
             lines += [f"  ... and {len(found) - MAX_LISTED} more"] if len(found) > MAX_LISTED else []
@@ -198,6 +202,8 @@ def _objects(state: RunState, index: Metadata, notes: list[str]) -> dict[str, An
     lanes = sorted(ShardedObject.empty_from_unique_key(key).key.split(".")[2:] for key in stored
                    if key.startswith("mimo.loader."))
     names = ["/".join(lane) for lane in lanes]
+    if not names:
+        notes.append("the data starts at its beginning: the checkpoint holds no state of data streams")
     if names and state.streams["streams"]:
         own = [name for name in state.streams["streams"] if name in names]
         if len(own) < len(state.streams["streams"]):

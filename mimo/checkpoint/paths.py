@@ -118,7 +118,7 @@ def latest(root: Path) -> str | None:
     tracker = root / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text(encoding="utf-8").strip()
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text != RELEASE and not text.isdecimal():
         raise ValueError(f"{tracker} holds {text!r}: neither an iteration nor {RELEASE!r}. Write the iteration of a "
                          f"complete checkpoint into it ({_listed(root)}), or give --ckpt-step")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import pickle
+import re
 import warnings
 import zipfile
 import zlib
+from collections import Counter
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -78,11 +83,38 @@ def read_common(folder: Path) -> dict[str, Any]:
         common = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} has no {COMMON}: not a checkpoint of this trainer, or an incomplete one") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged: {_reason(error)}") from error
     if not isinstance(common, dict):
         raise ValueError(f"{path} does not hold a dictionary")
     return common
+
+
+def _reason(error: Exception) -> str:
+    """Why torch did not read something. Its own words for code in a file would have people turn the check off."""
+    refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if refused is not None:
+        return f"it refers to {refused[1]}, which is not data"
+    if isinstance(error, pickle.UnpicklingError) or not str(error):
+        return "it is not what torch.save writes"
+    return str(error).splitlines()[0]
+
+
+def is_covered(stored: TensorStorageMetadata) -> bool:
+    """Whether the stored pieces of a tensor cover it exactly once.
+
+    The mixed difference over all axes of a box's indicator is +1 or -1 at its corners and 0 elsewhere, and no two
+    functions have the same; so the pieces add up to the tensor if the signed corners do.
+    """
+    if any(len(chunk.offsets) != len(stored.size) or len(chunk.sizes) != len(stored.size) for chunk in stored.chunks):
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    boxes = [(1, chunk.offsets, chunk.sizes) for chunk in stored.chunks]
+    for weight, offsets, sizes in (*boxes, (-1, (0,) * len(stored.size), stored.size)):
+        ends = [((begin, 1), (begin + size, -1)) for begin, size in zip(offsets, sizes, strict=True)]
+        for corner in itertools.product(*ends):
+            corners[tuple(place for place, _ in corner)] += weight * math.prod(sign for _, sign in corner)
+    return not any(corners.values())
 
 
 class CheckedReader(FileSystemReader):
@@ -98,7 +130,10 @@ class CheckedReader(FileSystemReader):
         self._folder = folder
         self._checksums: dict[str, dict[str, int]] | None = None
         if verify and (folder / CHECKSUMS).is_file():
-            self._checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+            try:
+                self._checksums = json.loads((folder / CHECKSUMS).read_bytes())
+            except ValueError as error:
+                raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index. Raises ValueError as `read_index`."""
@@ -117,7 +152,10 @@ class CheckedReader(FileSystemReader):
         problems: list[str] = []
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            if item.storage_index in self.storage_data:
+                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            else:
+                problems.append(f"{item.storage_index.fqn}: the index does not say where a piece of it is")
         for name, items in sorted(by_file.items()):
             self._read_file(name, items, planner, problems)
         if problems:
@@ -161,7 +199,7 @@ class CheckedReader(FileSystemReader):
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-            problems.append(f"{what}: {str(error).splitlines()[0]}")
+            problems.append(f"{what}: {_reason(error)}")
             return None
 
 
@@ -186,7 +224,19 @@ class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
         try:
             self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise ValueError(f"{name} of the checkpoint holds more than data: {error}") from error
+            raise ValueError(f"{name} of the checkpoint is damaged: {_reason(error)}") from error
+
+
+def _load_here(state: dict[str, Any], reader: CheckedReader, planner: DataOnlyPlanner) -> None:
+    """Load by torch, without other ranks.
+
+    Its exception, not an `Exception`, would pass by those who let the other ranks know; its cause is raised instead.
+    """
+    try:
+        checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        (cause, _), = error.failures.values()
+        raise cause from None
 
 
 class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
@@ -210,7 +260,7 @@ class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
         with warnings.catch_warnings():
             # Of what the wheel hands to torch: a class that is to go, an order of arguments that is its own.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-            checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
+            _load_here(state, reader, planner)
         values = {key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = torch_strategy._replace_sharded_keys_with_state_dict_keys(values, flat_mapping, names)
         torch_strategy._restore_dict_types(loaded, sharded_state_dict)
