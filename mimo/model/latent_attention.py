@@ -2,7 +2,8 @@
 
 The wheel's layer takes the tensor-parallel group of two of its collectives from global state, gives one projection no
 group, loses part of the rotary key's gradient with column-parallel down projections, asks for a norm that queries
-without a low-rank projection do not have, and cannot be built with its own PyTorch attention.
+without a low-rank projection do not have, saves replicated projections of Transformer Engine once for each
+tensor-parallel rank, and cannot be built with its own PyTorch attention.
 """
 
 from __future__ import annotations
@@ -64,6 +65,15 @@ class LatentAttention(MLASelfAttention):
     """
 
     config: MLATransformerConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Transformer Engine's replicated layers are built without a group and would then count every tensor-parallel
+        # rank's copy as the one to save.
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            layer = vars(self)["_modules"].get(name)
+            if layer is not None and vars(layer).get("_tp_group", self.tp_group) is None:
+                layer._tp_group = self.tp_group
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         # In place of the wheel's choice, which puts a norm before `linear_q_proj` wherever there is one on keys.
