@@ -33,9 +33,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) -> int:
     # Imported late: torch and Megatron take seconds, and --help needs neither.
+    from mimo.platform import get_platform
     from mimo.platform.quiet import quieten_wheel
 
     quieten_wheel()
+    # No command needs a GPU; and without one to compile for, importing Megatron takes half the time.
+    get_platform("cpu")
     if isinstance(flags, InspectFlags):
         from mimo.commands.inspect import inspect
 

@@ -74,6 +74,14 @@ def provider_name(given: str | None, folder: Path) -> str:
     raise ValueError(f"{folder / CONFIG_JSON} names {named}; {hint}")
 
 
+def check_hf_config(config: RunConfig, folder: Path) -> None:
+    """Raise ValueError where a checkpoint's model is described by a file that is not there any more."""
+    path = str(vars(config.model_family).get("hf_config") or "")
+    if path and not Path(path).exists():
+        raise ValueError(f"{folder} was made with --hf-config {path}, which is not there; give its place at the end "
+                         "of the command: -- --hf-config PATH")
+
+
 def takes_hf_config(provider: Any) -> bool:
     """Whether a provider's sizes can come from a Hugging Face config.json (`--hf-config`)."""
     return any(field.name == "hf_config" for field in dataclasses.fields(provider.Config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm
 
-from mimo.checkpoint.reader import CHECKSUMS
+from mimo.checkpoint.paths import METADATA
+from mimo.checkpoint.reader import CHECKSUMS, is_covered
 from mimo.checkpoint.writer import crc32_of
 from mimo.commands.contents import WEIGHTS, Contents
 
@@ -24,30 +24,34 @@ def damage(contents: Contents) -> tuple[list[str], list[str]]:
         A line for everything that is damaged, missing or left over, with the names of the tensors; and notes on what
         could not be checked.
     """
-    problems = [*_incomplete(contents.index), *_uneven_optimizer(contents)]
-    path, notes = contents.folder / CHECKSUMS, []
-    checksums: dict[str, dict[str, int]] | None = None
-    if path.is_file():
+    problems, notes = [*_incomplete(contents.index), *_uneven_optimizer(contents)], []
+    read: dict[str, Any] = {}
+    for name in (METADATA, CHECKSUMS):
         try:
-            checksums = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            problems.append(f"{CHECKSUMS} is not JSON: {error}")
-    else:
-        notes.append(f"there is no {CHECKSUMS}: only the lengths of the files were checked")
+            read[name] = json.loads((contents.folder / name).read_bytes())
+        except FileNotFoundError:
+            notes.append(f"there is no {name}")
+        except ValueError as error:
+            problems.append(f"{name} is damaged: {error}")
+    checksums = read.get(CHECKSUMS)
+    if checksums is None:
+        notes.append("without checksums only the lengths of the files were compared")
     return problems + list(_damaged_items(contents.folder, contents.index, checksums)), notes
 
 
 def _incomplete(index: Metadata) -> Iterator[str]:
-    """Tensors of which pieces are missing in the index."""
+    """Objects and tensors of which something is in no file."""
     stored = {(place.fqn, place.offset) for place in index.storage_data}
     for key, entry in index.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             if (key, None) not in stored:
                 yield f"{key} is in the index and in no file"
             continue
-        held = sum(math.prod(chunk.sizes) for chunk in entry.chunks if (key, chunk.offsets) in stored)
-        if held != math.prod(entry.size):
-            yield f"{key}: {held} of its {math.prod(entry.size)} elements are in files"
+        lacking = [chunk for chunk in entry.chunks if (key, chunk.offsets) not in stored]
+        for chunk in lacking:
+            yield f"{key}: the piece at {list(chunk.offsets)} of {list(chunk.sizes)} is in no file"
+        if not is_covered(entry):
+            yield f"{key}: its pieces leave something out or overlap"
 
 
 def _uneven_optimizer(contents: Contents) -> Iterator[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mimo import registry
+from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, parse_command
 from mimo.config.cli import FileConfig, parse
 from mimo.config.run import RunConfig
 from mimo.config.toml_file import flag_name, typed_fields
@@ -29,6 +30,9 @@ OTHER_FLAGS = {
     "--slow": "scripts/test.sh",
     "--upgrade-package": "scripts/compile_requirements.sh",
     "--nproc-per-node": None,
+    "--shutdown-timeout": None,
+    "--requeue": None,
+    "--signal": None,
 }
 
 
@@ -66,9 +70,14 @@ def test_the_readme_shows_the_examples_as_they_are() -> None:
 
 @pytest.mark.parametrize(("processes", "flags"), training_commands(),
                          ids=[str(place) for place in range(len(training_commands()))])
-def test_every_command_is_accepted(processes: int | None, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_path: Path,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    # models/NAME stands for a folder that a reader has: one of a LLaVA.
+    llava = registry.model_provider("llava")
+    (tmp_path / "config.json").write_text(json.dumps(llava.hf_config(llava.Config())))
+    flags = [str(tmp_path) if flag.startswith("models/") else flag for flag in flags]
     if "--print-config" in flags:
         with pytest.raises(SystemExit) as ended:
             parse(flags)
@@ -78,8 +87,19 @@ def test_every_command_is_accepted(processes: int | None, flags: list[str], monk
     validate(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
 
 
+def mimo_commands() -> list[list[str]]:
+    return [shlex.split(command)[1:] for page in PAGES for command in commands(page) if command.startswith("mimo ")]
+
+
+@pytest.mark.parametrize("words", mimo_commands(), ids=[" ".join(words) for words in mimo_commands()])
+def test_every_mimo_command_is_accepted(words: list[str]) -> None:
+    line = parse_command(words)
+    parse(line.run_flags)
+
+
 def test_every_flag_exists() -> None:
-    configs = [FileConfig, *(type(section) for section in vars(RunConfig()).values() if section is not None)]
+    configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags]
+    configs += [*(type(section) for section in vars(RunConfig()).values() if section is not None)]
     configs += [
         registry.model_provider(name).Config for name in ("llava", "mock", "tests.support.own_provider:provider")
     ]
