@@ -1,0 +1,73 @@
+"""Killed while it saves: every checkpoint that has its name is whole, and the next process goes on from the latest."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.checkpoint import paths
+from tests.support.killing import STARTS_WITHIN_S, Processes, forking
+
+NUM_KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    with forking() as context:
+        yield context
+
+
+def kill_at_random(processes: Processes, generator: random.Random) -> bool:
+    """Kill a process a random time after it has begun to write. Returns whether it was still writing."""
+    process, connection = processes.start()
+    for _ in range(generator.randrange(3)):
+        processes.published = max(processes.published, connection.recv())
+    deadline = time.monotonic() + STARTS_WITHIN_S
+    while not list(processes.folder.glob(".saving_*")) and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    # A save of this model takes some 50 ms.
+    time.sleep(generator.random() * 0.06)
+    process.kill()
+    processes.end(process, connection)
+    return bool(list(processes.folder.glob(".saving_*")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_killed_at_random_moments(context: Any, tmp_path: Path, async_save: bool) -> None:
+    processes, generator = Processes(context, tmp_path, async_save), random.Random(7)
+    interrupted = sum(kill_at_random(processes, generator) for _ in range(NUM_KILLS))
+    assert interrupted >= NUM_KILLS // 4, "most kills missed the save"
+    assert processes.published > 0
+
+
+def kill_before(processes: Processes, change: int | str) -> None:
+    process, connection = processes.start(die_at=change)
+    processes.end(process, connection)
+
+
+@pytest.mark.slow
+def test_killed_before_any_change_of_a_file(context: Any, tmp_path: Path) -> None:
+    """Every step of two saves, of which the first replaces a checkpoint and the second deletes one."""
+    processes = Processes(context, tmp_path, False)
+    kill_before(processes, 100)
+    assert processes.published >= 3
+    for change in range(1, 45):
+        kill_before(processes, change)
+
+
+def test_killed_between_a_name_and_the_next(context: Any, tmp_path: Path) -> None:
+    processes = Processes(context, tmp_path, True)
+    kill_before(processes, 60)
+    published = processes.published
+    assert published >= 2
+    kill_before(processes, "os.rename .saving")
+    assert not paths.iteration_dir(tmp_path, published).exists(), "the one that is replaced has lost its name"
+    for change in (".distcp", ".new latest", "os.remove .deleted"):
+        kill_before(processes, change)
+    assert processes.published > published
