@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import threading
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from mimo.checkpoint import paths
-from mimo.checkpoint.reader import CHECKSUMS, COMMON
+from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 
 CONFIG_FILE = "run_config.toml"
-INDEX = ".metadata"
 
 
 @dataclass
@@ -84,9 +84,10 @@ def _write_content(folder: Path, content: Content) -> None:
     metadata.storage_meta, metadata.version = StorageMeta(), CURRENT_DCP_VERSION
     common = io.BytesIO()
     torch.save(content.common, common)
-    paths.write_file(folder / INDEX, pickle.dumps(metadata))
+    for name, data in ((INDEX, pickle.dumps(metadata)), (COMMON, common.getvalue())):
+        paths.write_file(folder / name, data)
+        checksums[name] = {0: zlib.crc32(data)}
     paths.write_file(folder / CHECKSUMS, json.dumps(checksums).encode())
-    paths.write_file(folder / COMMON, common.getvalue())
     paths.write_file(folder / CONFIG_FILE, content.common["config"].encode())
     config = CheckpointingConfig("torch_dist", 1)
     paths.write_file(folder / paths.METADATA, json.dumps(asdict(config)).encode())

@@ -28,6 +28,10 @@ from torch.futures import Future
 
 CHECKSUMS = "checksums.json"
 COMMON = "common.pt"
+INDEX = ".metadata"
+# What pickle and torch.load raise for bytes that they did not write.
+_MALFORMED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, MemoryError, OSError,
+              OverflowError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile)
 _PLAIN = {("builtins", name) for name in ("set", "frozenset", "slice", "complex")} | {("collections", "OrderedDict")}
 _MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
 
@@ -53,19 +57,45 @@ class _DataOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not data")
 
 
+def read_checksums(folder: Path) -> dict[str, dict[str, int]] | None:
+    """CRC-32 of each stored item by file name and offset; None where the checkpoint has none.
+
+    Raises:
+        ValueError: the file of checksums is damaged.
+    """
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, dict[str, int]] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return found
+
+
+def _read_file(path: Path) -> io.BytesIO:
+    """A whole file. Raises ValueError where it has a checksum and other bytes."""
+    data = path.read_bytes()
+    expected = (read_checksums(path.parent) or {}).get(path.name, {}).get("0")
+    if expected is not None and zlib.crc32(data) != expected:
+        raise ValueError(f"{path} is damaged: its bytes are not those that were saved (checksum)")
+    return io.BytesIO(data)
+
+
 def read_index(folder: Path) -> Metadata:
     """The index of a checkpoint, `.metadata`: global tensors, their pieces and where they are stored.
 
     Raises:
         ValueError: it is missing, damaged, or holds more than data.
     """
-    path = folder / ".metadata"
+    path = folder / INDEX
     try:
-        with path.open("rb") as file:
-            metadata = _DataOnly(file).load()
+        file = _read_file(path)
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is not a checkpoint: it has no .metadata") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} is not a checkpoint: it has no {INDEX}") from error
+    try:
+        metadata = _DataOnly(file).load()
+    except _MALFORMED as error:
         raise ValueError(f"{path} is damaged or not the index of a checkpoint: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError(f"{path} is not the index of a checkpoint")
@@ -80,10 +110,12 @@ def read_common(folder: Path) -> dict[str, Any]:
     """
     path = folder / COMMON
     try:
-        common = torch.load(path, map_location="cpu", weights_only=True)
+        file = _read_file(path)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} has no {COMMON}: not a checkpoint of this trainer, or an incomplete one") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+    try:
+        common = torch.load(file, map_location="cpu", weights_only=True)
+    except _MALFORMED as error:
         raise ValueError(f"{path} is damaged: {_reason(error)}") from error
     if not isinstance(common, dict):
         raise ValueError(f"{path} does not hold a dictionary")
@@ -128,12 +160,7 @@ class CheckedReader(FileSystemReader):
     def __init__(self, folder: Path, verify: bool = True) -> None:
         super().__init__(folder)
         self._folder = folder
-        self._checksums: dict[str, dict[str, int]] | None = None
-        if verify and (folder / CHECKSUMS).is_file():
-            try:
-                self._checksums = json.loads((folder / CHECKSUMS).read_bytes())
-            except ValueError as error:
-                raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}") from error
+        self._checksums = read_checksums(folder) if verify else None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index. Raises ValueError as `read_index`."""
@@ -198,7 +225,7 @@ class CheckedReader(FileSystemReader):
             return data
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        except _MALFORMED as error:
             problems.append(f"{what}: {_reason(error)}")
             return None
 
