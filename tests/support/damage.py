@@ -33,7 +33,15 @@ def read_index(folder: Path) -> Metadata:
 
 
 def write_index(folder: Path, metadata: Any) -> None:
-    (folder / INDEX).write_bytes(pickle.dumps(metadata))
+    write_with_checksum(folder / INDEX, pickle.dumps(metadata))
+
+
+def write_with_checksum(path: Path, data: bytes) -> None:
+    """Replace a file as someone would who means it."""
+    path.write_bytes(data)
+    checksums = json.loads((path.parent / CHECKSUMS).read_text())
+    checksums[path.name] = {"0": zlib.crc32(data)}
+    (path.parent / CHECKSUMS).write_text(json.dumps(checksums))
 
 
 def tensors_of(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -277,7 +285,9 @@ class Plant:
             write_index(folder, metadata)
         elif self.where == COMMON:
             common = torch.load(folder / COMMON, weights_only=True)
-            torch.save({**common, "more": bomb}, folder / COMMON)
+            buffer = io.BytesIO()
+            torch.save({**common, "more": bomb}, buffer)
+            write_with_checksum(folder / COMMON, buffer.getvalue())
         else:
             assert isinstance(self.where, MetadataIndex)
             Replace(self.where, lambda value: [bomb])(folder)
