@@ -192,7 +192,9 @@ def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[Tenso
         ValueError: the base is another model: it lacks tensors, has others, or has them in other shapes.
     """
     written = {info.name: info for info in infos}
+    maps = list(maps)
     ignored = [pattern for weight_map in maps for pattern, _ in weight_map.ignored]
+    repeated = [pattern for weight_map in maps for pattern, _ in weight_map.repeated]
     problems, extra = [], []
     for name, info in written.items():
         if name not in base.tensors:
@@ -201,7 +203,7 @@ def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[Tenso
             problems.append(f"shape: {name} is {list(base.tensors[name].shape)} in the base, {list(info.shape)} in the "
                             "model")
     for name, entry in base.tensors.items():
-        if name in written:
+        if name in written or any(re.search(pattern, name) for pattern in repeated):
             continue
         if entry.dtype is None or not any(re.search(pattern, name) for pattern in ignored):
             problems.append(f"not used: {name} {list(entry.shape)} of the base is not in the model")

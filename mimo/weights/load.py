@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
+from mimo.observe.errors import ReportedElsewhereError
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.match import ModuleMatch, check_tensor, fitted, match_source, report
 from mimo.weights.pieces import ModelPiece, module_pieces, replica_group
@@ -70,8 +71,9 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         paths: where the weights are.
 
     Raises:
-        ValueError: on every rank, before anything is written: all that is missing, unused, of another shape or dtype,
-            not covered by the weight map, or unreadable.
+        ValueError: on the first rank, before anything is written: all that is missing, unused, of another shape or
+            dtype, not covered by the weight map, or unreadable.
+        ReportedElsewhereError: on the other ranks then.
     """
     maps = {module: provider.weight_map(family_config, module)
             for module in (*provider.encoders(family_config), LANGUAGE)}
@@ -95,10 +97,18 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
 
 
 def agree(grids: Grids, what: str, problems: list[str]) -> None:
-    """Raise the same ValueError on every rank of the world where any of them has problems. Collective."""
+    """Stop every rank of the world where any of them has problems. Collective.
+
+    Raises:
+        ValueError: on the first rank, with the problems of all.
+        ReportedElsewhereError: on the others.
+    """
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(grids.host))]
     dist.all_gather_object(gathered, sorted(set(problems)), group=grids.host)
-    report(what, [line for lines in gathered for line in lines])
+    lines = [line for of_rank in gathered for line in of_rank]
+    if lines and grids.rank != 0:
+        raise ReportedElsewhereError(f"{what}; rank 0 lists why")
+    report(what, lines)
 
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:
@@ -111,7 +121,10 @@ def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Cat
             box = [str(error)]
     dist.broadcast_object_list(box, src=0, group=grids.host)
     if isinstance(box[0], str):
-        raise ValueError(f"{' and '.join(paths.flag(folder) for folder in folders)}: {box[0]}")
+        what = " and ".join(paths.flag(folder) for folder in folders)
+        if grids.rank != 0:
+            raise ReportedElsewhereError(f"{what} cannot be read; rank 0 says why")
+        raise ValueError(f"{what}: {box[0]}")
     return dict(box[0])
 
 

@@ -60,7 +60,8 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
     for weight_map in others.values():
         style = weight_map.best_style(catalog.tensors)
         known |= {style.spell(name) for rule in weight_map.rules for name in rule.hf}
-    ignored = [pattern for weight_map in (*wanted.values(), *others.values()) for pattern, _ in weight_map.ignored]
+    ignored = [pattern for weight_map in (*wanted.values(), *others.values())
+               for pattern, _ in (*weight_map.ignored, *weight_map.repeated)]
     for name, entry in catalog.tensors.items():
         if name not in known and not any(re.search(pattern, name) for pattern in ignored):
             problems.append(f"not used: {name} {list(entry.shape)} ({entry.file})")

@@ -165,11 +165,14 @@ class WeightMap:
         styles: known spellings, the one to export first.
         ignored: (regular expression, reason) of source tensors, in a style's spelling, that the model has no use for:
             the named allow-list of an import. `re.search`ed.
+        repeated: (regular expression, reason) of source tensors that repeat others, such as the output layer of a model
+            with tied embeddings: passed over like `ignored` ones, and never copied into an export.
     """
 
     rules: tuple[Rule, ...]
     styles: tuple[Style, ...] = (Style("own names"),)
     ignored: tuple[tuple[str, str], ...] = ()
+    repeated: tuple[tuple[str, str], ...] = ()
 
     def best_style(self, names: Iterable[str]) -> Style:
         """The style under which most of the rules' tensors are among `names`."""

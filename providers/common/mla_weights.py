@@ -15,11 +15,10 @@ def latent_map(config: LatentDecoderConfig) -> WeightMap:
         rules += _attention_rules(config, megatron, hf)
         rules += _moe_rules(config, megatron, hf) if is_moe else _dense_rules(config, megatron, hf)
     ignored = [ROTARY_BUFFERS]
-    if not config.untie_embeddings_and_output_weights:
-        ignored.append(TIED_OUTPUT)
+    repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
     for layer in range(config.num_layers, config.num_layers + config.ignored_mtp_layers):
         ignored.append((rf"^model\.layers\.{layer}\.", "multi-token prediction is not built"))
-    return WeightMap(tuple(rules), (Style("DeepseekV3ForCausalLM"),), tuple(ignored))
+    return WeightMap(tuple(rules), (Style("DeepseekV3ForCausalLM"),), tuple(ignored), repeated)
 
 
 def _attention_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:

@@ -68,8 +68,8 @@ def decoder_map(config: DecoderConfig, styles: Sequence[Style] = (CAUSAL_LM,)) -
             rules.append(Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "post_attention_layernorm.weight",)))
             rules += gated_mlp_rules(megatron + "mlp.", [hf + f"mlp.{part}_proj.weight" for part in GATED_MLP],
                                      config.ffn_hidden_size)
-    ignored = (ROTARY_BUFFERS,) if config.untie_embeddings_and_output_weights else (ROTARY_BUFFERS, TIED_OUTPUT)
-    return WeightMap((*outer_rules(config), *rules), tuple(styles), ignored)
+    repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
+    return WeightMap((*outer_rules(config), *rules), tuple(styles), (ROTARY_BUFFERS,), repeated)
 
 
 def outer_rules(config: DecoderConfig) -> list[Rule]:

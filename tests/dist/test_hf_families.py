@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tests.support import hf_families
 from tests.support.hf_families import LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
@@ -107,3 +109,13 @@ def test_modules_come_from_models_of_their_own(pool: WorkerPool, saved: Saved, t
     assert found["absent"] == {"vision": projector}
     assert sorted(key.split()[0] for key in found["changed"]) == sorted(f"vision.{tensor}" for tensor in projector)
     assert found["text"] == []
+
+
+def test_a_stale_output_layer_of_a_tied_base_is_not_exported(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("qwen2-tied-one-key-head")
+    base = shutil.copytree(folder, tmp_path / "base")
+    tensors = tensors_of(base)
+    save_file(tensors | {"lm_head.weight": torch.ones_like(tensors["model.embed_tokens.weight"])},
+              base / "model.safetensors", {"format": "pt"})
+    pool.run(hf_families.logits_of, "qwen2-tied-one-key-head", str(base), (), 1, str(tmp_path / "out"), world_size=1)
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors)

@@ -265,10 +265,12 @@ def spoiled_loads(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, l
 
 
 def error_lines(call: Any) -> list[str]:
-    """Lines of the ValueError that a call raises; none where it does not."""
+    """Lines of the error that a call raises, on this rank or with its word that another says why; else none."""
+    from mimo.observe.errors import ReportedElsewhereError
+
     try:
         call()
-    except ValueError as error:
+    except (ValueError, ReportedElsewhereError) as error:
         return str(error).splitlines()
     return []
 
