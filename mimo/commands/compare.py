@@ -11,8 +11,8 @@ import torch
 
 from mimo import registry
 from mimo.checkpoint.differences import config_differences
-from mimo.commands.contents import WEIGHTS, Contents
-from mimo.commands.rows import Row, rows_of
+from mimo.commands.contents import Contents
+from mimo.commands.rows import WEIGHTS, Row, rows_of
 from mimo.config.run import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.keys import stored_tensors

@@ -13,39 +13,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mimo.checkpoint import paths
 from mimo.checkpoint.reader import read_common, read_index
+from mimo.commands.rows import WEIGHTS, StoredInfo
 
-WEIGHTS = "weights"
 _OPTIMIZER_STATE = ".optimizer.state."
-
-
-@dataclass(frozen=True)
-class StoredInfo:
-    """One global tensor of a checkpoint.
-
-    Attributes:
-        key: its key in the checkpoint.
-        module: the module it belongs to.
-        kind: `weights` (parameters and buffers), or a kind of optimizer state (`exp_avg`, `exp_avg_sq`, `fp32_param`).
-        name: name inside the module, the same for weights and optimizer state.
-        shape: global shape, stacked layers and experts in front.
-        dtype: torch's name of it, `bfloat16`.
-        num_pieces: pieces it is stored in.
-        num_bytes: bytes of its elements.
-    """
-
-    key: str
-    module: str
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_pieces: int
-    num_bytes: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

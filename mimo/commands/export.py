@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from mimo.commands.contents import checkpoint_folder
 from mimo.commands.flags import ExportFlags
 from mimo.commands.model import CONFIG_JSON, check_hf_config, config_of_checkpoint, read_config_json
 from mimo.commands.progress import tensor_bar
-from mimo.grid.text import counted, format_bytes
+from mimo.grid.text import counted, format_bytes, parse_bytes
 from mimo.weights.export import ExportOptions, export_checkpoint
 from mimo.weights.source import INDEX, weight_files
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _STAGED = ".exporting"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -29,7 +27,7 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
     """
     out = Path(flags.out)
     options = ExportOptions(flags.hf_base, "" if flags.dtype == "auto" else flags.dtype,
-                            parse_size(flags.max_shard_size, "--max-shard-size"))
+                            parse_bytes(flags.max_shard_size, "--max-shard-size"))
     _check_out(out, force=flags.force)
     folder = checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo export")
     common = read_common(folder)
@@ -53,23 +51,6 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
         shutil.rmtree(staged, ignore_errors=True)
     print("\n".join(_closing(out, folder, count, flags)))
     return 0
-
-
-def parse_size(text: str, flag: str) -> int:
-    """Bytes of a size such as `5GB` (10^9 each), `512MiB` (2^20 each), `1000`.
-
-    Raises:
-        ValueError: not a size, or nothing.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{flag} {text}: not a size such as 5GB, 512MiB or 1000000")
-    unit = (match[2] or "B").upper()
-    base = 1024 if "I" in unit else 1000
-    size = int(float(match[1]) * base ** "BKMGT".index(unit[0]))
-    if size < 1:
-        raise ValueError(f"{flag} {text}: must be above 0")
-    return size
 
 
 def _check_out(out: Path, *, force: bool) -> None:

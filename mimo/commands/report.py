@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mimo.checkpoint.differences import flat_config
-from mimo.commands.contents import WEIGHTS, Contents, StoredInfo
-from mimo.commands.rows import rows_of
+from mimo.commands.contents import Contents
+from mimo.commands.rows import WEIGHTS, StoredInfo, rows_of
 from mimo.grid.text import counted, format_bytes, span, table
 
 _TITLES = {WEIGHTS: "weights", "exp_avg": "optimizer, first moment (exp_avg)",

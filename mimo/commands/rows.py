@@ -1,4 +1,4 @@
-"""Equal tensors of many layers and experts as one row of a table."""
+"""Stored tensors, and equal ones of many layers and experts as one row of a table. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,39 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mimo.commands.contents import StoredInfo
 from mimo.weights.keys import global_name, num_stacked_axes, split_layer
+
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class StoredInfo:
+    """One global tensor of a checkpoint.
+
+    Attributes:
+        key: its key in the checkpoint.
+        module: the module it belongs to.
+        kind: `weights` (parameters and buffers), or a kind of optimizer state (`exp_avg`, `exp_avg_sq`, `fp32_param`).
+        name: name inside the module, the same for weights and optimizer state.
+        shape: global shape, stacked layers and experts in front.
+        dtype: torch's name of it, `bfloat16`.
+        num_pieces: pieces it is stored in.
+        num_bytes: bytes of its elements.
+    """
+
+    key: str
+    module: str
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_pieces: int
+    num_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from mimo.checkpoint.paths import METADATA
 from mimo.checkpoint.reader import CHECKSUMS, is_covered
 from mimo.checkpoint.writer import crc32_of
-from mimo.commands.contents import WEIGHTS, Contents
+from mimo.commands.contents import Contents
+from mimo.commands.rows import WEIGHTS
 
 
 def damage(contents: Contents) -> tuple[list[str], list[str]]:

@@ -1,8 +1,11 @@
-"""Tables, counts and ranges as text."""
+"""Tables, counts, sizes and ranges as text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -23,6 +26,22 @@ def format_bytes(count: int) -> str:
         if count >= 1024**power:
             return f"{count:,} B ({count / 1024**power:.1f} {unit})"
     return f"{count} B"
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Bytes of a size such as `5GB` (10^9 each), `512MiB` (2^20 each) or `1000`.
+
+    Raises:
+        ValueError: not a size, or nothing; names the flag.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{flag} {text}: not a size such as 5GB, 512MiB or 1000000")
+    unit = (match[2] or "B").upper()
+    size = int(float(match[1]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+    if size < 1:
+        raise ValueError(f"{flag} {text}: must be above 0")
+    return size
 
 
 def span(numbers: range) -> str:

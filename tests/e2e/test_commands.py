@@ -27,10 +27,9 @@ BATCH = tuple("--device cpu --seq-length 24 --micro-batch-size 2 --global-batch-
               "--mock-max-length 12 --mock-images-max 2".split())
 SETTINGS = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
                          "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-# model of `hf_families` -> flags of a run on two processes
-JOURNEYS = {"clip-llama": ("--dataset-provider", "mock"),
-            "qwen3-moe": ("--llm-only", "--dataset-provider", "mock", "--mock-text-only-fraction", "1", "--llm-dp", "2",
-                          "--llm-ep", "2", "--micro-batch-size", "1")}
+# model of `hf_families` -> processes and flags of a run
+JOURNEYS = {"clip-llama": (2, ("--dataset-provider", "mock")),
+            "qwen3-moe": (1, ("--llm-only", "--dataset-provider", "mock", "--mock-text-only-fraction", "1"))}
 
 
 def mimo(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -194,6 +193,7 @@ def test_verify_names_what_is_damaged(save: Path, tmp_path: Path) -> None:
         lines = [line for line in damage if name.name in line]
         assert len(lines) == 1 and words in lines[0], f"{name.name}: {damage}"
         assert "vision." in lines[0] or "language." in lines[0]
+    (copy / "checksums.json").unlink()
     (copy / ".metadata").write_bytes(b"cposix\nsystem\n.")
     assert "posix.system, which is not data" in mimo("inspect", copy, code=2).stderr
     assert "damaged" in mimo("inspect", copy, "--verify", code=1).stderr
@@ -210,13 +210,16 @@ def test_from_hugging_face_to_training_and_back(worker: WorkerPool, tmp_path: Pa
     mimo("export", tmp_path / "imported", tmp_path / "same", "--hf-base", source, "--max-shard-size", "100KB")
     assert len(list((tmp_path / "same").glob("*.safetensors"))) > 1
     assert different(tensors_of(source), tensors_of(tmp_path / "same")) == []
-    flags = (*shown[:-2], *BATCH, *JOURNEYS[name])
-    runs = {"direct": ("--load-hf", str(source), "--train-iters", "2", "--lr", "1e-2", "--save", str(save)),
-            "imported": (*shown[-2:], "--train-iters", "1")}
+    processes, layout = JOURNEYS[name]
+    flags = (*shown[:-2], *BATCH, *layout)
+    runs = {"direct": ("--load-hf", str(source), "--train-iters", "2", "--lr", "1e-2", "--save", str(save))}
+    if name == "clip-llama":
+        runs["imported"] = (*shown[-2:], "--train-iters", "1")
     for run, more in runs.items():
-        done = torchrun(2, *flags, *more, "--run-dir", str(tmp_path / run))
+        done = torchrun(processes, *flags, *more, "--run-dir", str(tmp_path / run))
         assert done.returncode == 0, done.stdout[-3000:]
-    assert losses(tmp_path / "imported") == losses(tmp_path / "direct")[:1], "the first step starts from equal weights"
+    if "imported" in runs:
+        assert losses(tmp_path / "imported") == losses(tmp_path / "direct")[:1], "both start from the same weights"
     assert "iteration 2, 8 consumed samples" in mimo("inspect", save).stdout
     told = mimo("export", save, out, "--hf-base", source).stdout
     assert f"from_pretrained({str(out)!r})" in told and f"vllm serve {out}" in told
