@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import finish, records, start_torchrun, torchrun
+from tests.support.launch import find_worker, finish, records, start_torchrun, torchrun
 
 TINY = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --seq-length 64 --global-batch-size 4
 --train-iters 3 --watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
@@ -83,14 +83,6 @@ def test_a_sample_that_is_bad_on_both_sides(tmp_path: Path) -> None:
 
 
 # Told to stop
-
-def find_worker(launcher: int, rank: int) -> int:
-    """Process id of a rank under a torchrun process."""
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-    raise LookupError(f"process {launcher} has no worker of rank {rank}")
-
 
 def test_sigterm_to_one_worker_ends_the_run_in_order(tmp_path: Path) -> None:
     process = start_torchrun(2, *TINY, "--train-iters", "100000", "--run-dir", str(tmp_path))

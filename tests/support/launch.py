@@ -41,6 +41,14 @@ def torchrun(num_processes: int, *flags: str, timeout_s: float = 280,
     return finish(start_torchrun(num_processes, *flags, **environment), timeout_s)
 
 
+def find_worker(launcher: int, rank: int) -> int:
+    """Process id of a rank under a torchrun process."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise LookupError(f"process {launcher} has no worker of rank {rank}")
+
+
 def records(run_dir: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
