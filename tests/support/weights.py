@@ -234,6 +234,11 @@ def export_release(rank: int, flags: tuple[str, ...], release: str, out: str, ba
     return export_checkpoint(release, out, *family(flags), ExportOptions(base=base, max_shard_bytes=30_000))
 
 
+def export_errors(rank: int, flags: tuple[str, ...], release: str, out: str, base: str) -> list[str]:
+    """Lines of the error of `export_release`: a worker that raised would be replaced, which takes long."""
+    return error_lines(lambda: export_release(rank, flags, release, out, base))
+
+
 def spoiled_loads(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
     """What a load says where one source tensor is missing, renamed, or of another shape; all of them in turn.
 
