@@ -68,7 +68,9 @@ class HostBuffer:
         if self._on_cuda:
             # torch's own allocator of page-locked memory takes the next power of two.
             runtime, address = torch.cuda.cudart(), self._memory.data_ptr()
-            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+            code = int(runtime.cudaHostRegister(address, num_bytes, 0))
+            if code:
+                raise RuntimeError(f"{num_bytes} bytes of host memory cannot be page-locked (CUDA error {code})")
             self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
 

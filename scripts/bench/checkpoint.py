@@ -224,17 +224,20 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def start_processes(number: int) -> int:
-    """This command again under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
-    return subprocess.run([*command, *sys.argv], check=False).returncode
+def start_processes(arguments: argparse.Namespace) -> int:
+    """This command again under torchrun, which would take --nproc for its own."""
+    given = [text for name, value in vars(arguments).items() if value is not None and name != "nproc"
+             for text in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.nproc),
+               __file__, *given]
+    return subprocess.run(command, check=False).returncode
 
 
 def main() -> int:
     arguments = flags()
     if "RANK" not in os.environ:
         if arguments.nproc > 1:
-            return start_processes(arguments.nproc)
+            return start_processes(arguments)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
