@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import threading
+import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from mimo.checkpoint import paths
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 
 CONFIG_FILE = "run_config.toml"
+# Seconds that the publishing thread leaves to the one that has started it.
+START_S = 0.001
 
 
 @dataclass
@@ -64,6 +67,8 @@ class Publication:
         return self._error
 
     def _run(self) -> None:
+        # Whoever has started this thread goes on first. It would wait a whole switch interval of the interpreter.
+        time.sleep(START_S)
         try:
             _write_content(paths.unfinished_dir(self._root, self._iteration), self._content)
             paths.publish(self._root, self._iteration, self._keep_last)

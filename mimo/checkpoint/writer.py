@@ -149,7 +149,7 @@ class Write:
 
     @property
     def written(self) -> bytes:
-        """What `items_of` reads, once this is done: every item with its place and checksum."""
+        """Once this is done: every item with its place and checksum, as JSON."""
         return self._written
 
     def run(self) -> None:
