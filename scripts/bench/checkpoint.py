@@ -224,6 +224,12 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
+def end_process_group() -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
 def start_processes(arguments: argparse.Namespace) -> int:
     """This command again under torchrun, which would take --nproc for its own."""
     given = [text for name, value in vars(arguments).items() if value is not None and name != "nproc"
@@ -248,6 +254,7 @@ def main() -> int:
     folder = Path(arguments.dir or tempfile.gettempdir()) / f"checkpoint-bench-{os.environ['MASTER_PORT']}"
     try:
         figures = measure(arguments, str(folder))
+        end_process_group()
     finally:
         if os.environ["RANK"] == "0":
             shutil.rmtree(folder, ignore_errors=True)
