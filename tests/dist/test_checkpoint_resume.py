@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,15 +33,22 @@ SAME_LAYOUT = {
     "disjoint-llm-dp2": (3, "--llm-dp 2", ""),
     "colocated-bf16": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel "
                        "--bf16", "--async-save"),
-    "pp2": (4, "--encoder-pp 2 --llm-pp 2 --bf16", "--async-save"),
-    "tp2": (4, "--encoder-tp 2 --llm-tp 2 --no-use-distributed-optimizer", ""),
+    "pp2": (3, "--llm-pp 2 --bf16", "--async-save"),
+    "tp2": (3, "--llm-tp 2 --no-use-distributed-optimizer", ""),
+    "both-pp2": (4, "--encoder-pp 2 --llm-pp 2 --bf16", "--async-save"),
+    "both-tp2": (4, "--encoder-tp 2 --llm-tp 2 --no-use-distributed-optimizer", ""),
     "moe-ep2-bf16": (3, f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}", ""),
     "unsharded-optimizer-bf16": (3, "--encoder-dp 2 --micro-batch-size 2 --no-use-distributed-optimizer --bf16", ""),
     "overlapped": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3", "--async-save"),
 }
 
 
-@pytest.mark.parametrize("layout", SAME_LAYOUT)
+def with_slow(names: Iterable[str], slow: set[str]) -> list[Any]:
+    """Parameters of a test, some of which only the slow suite runs."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
+
+
+@pytest.mark.parametrize("layout", with_slow(SAME_LAYOUT, {"both-pp2", "both-tp2", "overlapped"}))
 def test_same_layout_continues_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world_size, flags, saving = SAME_LAYOUT[layout]
     flags = (*flags.split(), *DROPOUT)
@@ -74,28 +84,34 @@ OTHER_LAYOUTS = {
 }
 
 
+SLOW_LAYOUTS = {"unsharded", "moe-ep4-of-dp4", "moe-expert-tp2-unsharded", "moe-pp2", "from-pipelines-to-tp2"}
+Origins = Callable[[str], tuple[Path, list[Run]]]
+
+
 @pytest.fixture(scope="module")
-def origins(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Run]]]:
-    found = {}
-    for name, (world_size, flags) in ORIGINS.items():
+def origins(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Origins:
+    """Gives a checkpoint of ORIGINS and the uninterrupted run, made when first asked for."""
+    @cache
+    def find(name: str) -> tuple[Path, list[Run]]:
+        world_size, flags = ORIGINS[name]
         folder = tmp_path_factory.mktemp(name)
-        runs = pool.run(train, (*flags.split(), "--save", str(folder)), world_size, world_size=world_size)
-        found[name] = (folder, runs)
-    return found
+        return folder, pool.run(train, (*flags.split(), "--save", str(folder)), world_size, world_size=world_size)
+
+    return find
 
 
-@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
-def test_any_layout_continues(pool: WorkerPool, origins: dict[str, tuple[Path, list[Run]]], layout: str) -> None:
+@pytest.mark.parametrize("layout", with_slow(OTHER_LAYOUTS, SLOW_LAYOUTS))
+def test_any_layout_continues(pool: WorkerPool, origins: Origins, layout: str) -> None:
     origin, world_size, flags = OTHER_LAYOUTS[layout]
-    folder, whole = origins[origin]
+    folder, whole = origins(origin)
     model = MOE if origin == "moe" else ()
     rest = pool.run(train, (*flags.split(), *model, "--load", str(folder)), world_size, world_size=world_size)
     found = find_differences(whole, rest)
     assert not found, "\n".join(found[:8] + [f"... {len(found)} differences"])
 
 
-def test_modules_may_change_places(pool: WorkerPool, origins: dict[str, tuple[Path, list[Run]]]) -> None:
-    folder, whole = origins["dense"]
+def test_modules_may_change_places(pool: WorkerPool, origins: Origins) -> None:
+    folder, whole = origins("dense")
     layout = Layout("disjoint", 3, (GridSpec("vision", offset=2),), GridSpec("language", offset=0, dp=2))
     rest = pool.run(train, ("--llm-dp", "2", "--load", str(folder)), 3, NUM_STEPS, (), layout, world_size=3)
     assert not find_differences(whole, rest)
@@ -109,7 +125,7 @@ ROUND_TRIPS = {
 }
 
 
-@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("name", with_slow(ROUND_TRIPS, {"dense-bf16"}))
 def test_another_layout_keeps_every_bit(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     """Loaded and saved again by another layout, a checkpoint is the same for the first one."""
     flags, world_size, between = ROUND_TRIPS[name]
@@ -128,7 +144,7 @@ SECOND_STAGES = {
 }
 
 
-@pytest.mark.parametrize("frozen", STAGES)
+@pytest.mark.parametrize("frozen", with_slow(STAGES, {"vision,projector"}))
 def test_frozen_stage_then_everything_trains(pool: WorkerPool, tmp_path: Path, frozen: str) -> None:
     """Parts that were frozen start with fresh moments and Adam's first update; the others go on."""
     parts = frozenset(frozen.split(","))
@@ -150,8 +166,8 @@ def test_frozen_stage_then_everything_trains(pool: WorkerPool, tmp_path: Path, f
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def test_a_trained_part_may_be_frozen_later(pool: WorkerPool, origins: dict[str, tuple[Path, list[Run]]]) -> None:
-    folder, _ = origins["dense"]
+def test_a_trained_part_may_be_frozen_later(pool: WorkerPool, origins: Origins) -> None:
+    folder, _ = origins("dense")
     flags = ("--llm-dp", "2", "--load", str(folder))
     loaded = pool.run(train, flags, 3, SAVED_AT, world_size=3)
     frozen = pool.run(train, (*flags, "--freeze", "vision"), 3, world_size=3)
