@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests.support import hf_families
 from tests.support.hf_families import LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
+from tests.support.marks import slow_unless
 from tests.support.spawn import WorkerPool
 
 MAX_ERROR = 1e-4
@@ -36,10 +37,14 @@ LLAVA_LAYOUTS = {
     "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2"),
     "disjoint-pp2-tp2": (4, "--encoder-pp 2 --llm-tp 2 --sequence-parallel"),
 }
-CASES = [
-    *((name, *layout) for name in TEXT_MODELS for layout in (MOE_LAYOUTS if name in MOE else TEXT_LAYOUTS).items()),
-    *((name, *layout) for name in LLAVA_MODELS for layout in LLAVA_LAYOUTS.items()),
-]
+LAYOUTS_OF: dict[str, dict[str, tuple[int, str]]] = {
+    **{name: MOE_LAYOUTS if name in MOE else TEXT_LAYOUTS for name in TEXT_MODELS},
+    **dict.fromkeys(LLAVA_MODELS, LLAVA_LAYOUTS),
+}
+CASES = [(name, layout) for name, layouts in LAYOUTS_OF.items() for layout in layouts]
+# Layouts of the fast suite, where more than one process and disjoint grids.
+QUICK = {"llama": ("tp2",), "qwen2-tied-one-key-head": ("tp2", "pp2"), "qwen3-moe": ("tp2-ep2", "ep2"),
+         "mixtral": ("one-process",), "clip-llama": ("disjoint-tp2-pp2",)}
 Saved = Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
 
 
@@ -71,10 +76,11 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
             if tensor.dtype != ours[name].dtype or not torch.equal(tensor, ours[name])] == []
 
 
-@pytest.mark.parametrize(("name", "world_size", "flags"), [(name, *layout) for name, _, layout in CASES],
-                         ids=[f"{name}-{layout}" for name, layout, _ in CASES])
+@pytest.mark.parametrize(("name", "layout"), slow_unless(
+    lambda name, layout: layout in QUICK.get(name, ("one-process", "disjoint")), CASES, name=lambda *case: "-".join(case)))
 def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str,
-                                              world_size: int, flags: str) -> None:
+                                              layout: str) -> None:
+    world_size, flags = LAYOUTS_OF[name][layout]
     folder, expected = saved(name)
     out = tmp_path / "out"
     by_rank = pool.run(hf_families.logits_of, name, str(folder), tuple(flags.split()), world_size, str(out),
@@ -88,7 +94,7 @@ def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tm
     assert_same_tensors(tensors_of(out), tensors_of(folder))
 
 
-@pytest.mark.parametrize("name", hf_families.MODELS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("llama", "clip-llama"), hf_families.MODELS))
 def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, saved: Saved, tmp_path: Path,
                                                             name: str) -> None:
     folder, expected = saved(name)

@@ -199,6 +199,7 @@ def test_verify_names_what_is_damaged(save: Path, tmp_path: Path) -> None:
     assert "damaged" in mimo("inspect", copy, "--verify", code=1).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", JOURNEYS)
 def test_from_hugging_face_to_training_and_back(worker: WorkerPool, tmp_path: Path, name: str) -> None:
