@@ -116,13 +116,13 @@ def read_common(folder: Path) -> dict[str, Any]:
     try:
         common = torch.load(file, map_location="cpu", weights_only=True)
     except _MALFORMED as error:
-        raise ValueError(f"{path} is damaged: {_reason(error)}") from error
+        raise ValueError(f"{path} is damaged: {why_unreadable(error)}") from error
     if not isinstance(common, dict):
         raise ValueError(f"{path} does not hold a dictionary")
     return common
 
 
-def _reason(error: Exception) -> str:
+def why_unreadable(error: Exception) -> str:
     """Why torch did not read something. Its own words for code in a file would have people turn the check off."""
     refused = re.search(r"GLOBAL ([\w.]+)", str(error))
     if refused is not None:
@@ -226,7 +226,7 @@ class CheckedReader(FileSystemReader):
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except _MALFORMED as error:
-            problems.append(f"{what}: {_reason(error)}")
+            problems.append(f"{what}: {why_unreadable(error)}")
             return None
 
 
@@ -251,7 +251,7 @@ class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
         try:
             self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise ValueError(f"{name} of the checkpoint is damaged: {_reason(error)}") from error
+            raise ValueError(f"{name} of the checkpoint is damaged: {why_unreadable(error)}") from error
 
 
 def _load_here(state: dict[str, Any], reader: CheckedReader, planner: DataOnlyPlanner) -> None:

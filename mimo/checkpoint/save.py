@@ -24,6 +24,7 @@ from mimo.checkpoint.agree import gather, raise_any, raise_together
 from mimo.checkpoint.optimizer_state import MOMENTS, Optimized, steps_of
 from mimo.checkpoint.plan import Plan, make_plan, serialized_objects
 from mimo.checkpoint.publish import Content, Publication
+from mimo.checkpoint.reader import why_unreadable
 from mimo.checkpoint.rng import rng_objects
 from mimo.checkpoint.state import (
     Progress,
@@ -290,11 +291,11 @@ def _merged(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int
 def _plain_data_error(name: str, value: Any) -> str | None:
     """Why a stream's state could not be loaded again, or None."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
     try:
+        torch.save(value, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         return (f"the data stream {name} gives a state_dict that is not plain data (numbers, strings, lists, "
-                f"dictionaries, tensors), which a checkpoint cannot hold: {str(error).splitlines()[0]}")
+                f"dictionaries, tensors), which a checkpoint cannot hold: {why_unreadable(error)}")
     return None

@@ -21,6 +21,7 @@ from tests.support.resuming import (
     find_differences,
     refusal,
     resave,
+    started,
     train,
     whole_parameters,
 )
@@ -306,6 +307,34 @@ def test_changed_flags_are_reported(pool: WorkerPool, alone: tuple[str, Run]) ->
     assert [line.strip() for line in lines[1:]] == [
         "--global-batch-size 2 (checkpoint: 4)", "--hidden-dropout 0.2 (checkpoint: 0.1)",
         "--lr 0.001 (checkpoint: 0.002)", "--use-distributed-optimizer False (checkpoint: True)"]
+
+
+def save_streams(rank: int, flags: tuple[str, ...], world_size: int) -> list[str | None]:
+    """Save with data streams whose state is what a data set should not give; what is said, on this rank."""
+    from mimo.checkpoint.save import Saver
+    from mimo.observe.errors import ReportedElsewhereError
+
+    found: list[str | None] = []
+    with started(rank, flags, world_size) as (parts, _, state, progress, _):
+        for value in (np.random.default_rng(1), np.int64(3), lambda: None, open, {"position": 3}):
+            state.streams = {"consumed_samples": 0, "streams": {f"language/{rank}": {"state": value}}}
+            try:
+                Saver(state, parts.watchdog).save(progress)
+                found.append(None)
+            except ValueError as error:
+                found.append(str(error))
+            except ReportedElsewhereError:
+                found.append("")
+    return found
+
+
+def test_stream_states_that_could_not_be_loaded_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = ("--layout", "colocated", "--encoder-dp", "2", "--llm-dp", "2", "--save", str(tmp_path))
+    first, second = pool.run(save_streams, flags, 2, world_size=2)
+    assert first[-1] is None and second == ["", "", "", "", None]
+    for message, reason in zip(first[:-1], ("numpy", "numpy", "lambda", "open"), strict=True):
+        assert message is not None and "data stream language/0" in message and "not plain data" in message
+        assert reason in message.split("cannot hold: ")[1].splitlines()[0], message
 
 
 def test_nothing_to_load(pool: WorkerPool, tmp_path: Path) -> None:
