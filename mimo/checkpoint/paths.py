@@ -128,6 +128,8 @@ def latest(root: Path) -> str | None:
 def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = True) -> Path | None:
     """The checkpoint to load: that of `step`, or the latest. None where the folder holds none at all.
 
+    The latest is what the tracker names, without one the last complete iteration.
+
     A checkpoint's own folder may be given too. `repair` undoes an interrupted publication first; without it nothing is
     changed, for a folder that another process may be saving into.
 
@@ -141,11 +143,9 @@ def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = T
     name = latest(root) if step is None else str(step)
     source = str(root / TRACKER) if step is None else f"--ckpt-step {step}"
     if name is None:
+        # A first save that was stopped between its folder's name and the tracker has left a whole checkpoint.
         steps = saved_iterations(root)
-        if steps:
-            raise ValueError(f"{flag} {root} has checkpoints ({_listed(root)}) but no {TRACKER}: name one with "
-                             "--ckpt-step")
-        return None
+        return iteration_dir(root, steps[-1]) if steps else None
     folder = root / RELEASE if name == RELEASE else iteration_dir(root, int(name))
     if not (folder / METADATA).is_file():
         what = "is not complete, it has no metadata.json" if folder.is_dir() else "is not there"
