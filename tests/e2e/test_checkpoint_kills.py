@@ -38,6 +38,7 @@ def kill_at_random(processes: Processes, generator: random.Random) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_killed_at_random_moments(context: Any, tmp_path: Path, async_save: bool) -> None:
     processes, generator = Processes(context, tmp_path, async_save), random.Random(7)
@@ -52,6 +53,7 @@ def kill_before(processes: Processes, change: int | str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_before_any_change_of_a_file(context: Any, tmp_path: Path) -> None:
     """Every step of two saves, of which the first replaces a checkpoint and the second deletes one."""
     processes = Processes(context, tmp_path, False)
