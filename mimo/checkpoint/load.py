@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,6 @@ from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_common
 from mimo.checkpoint.rng import restore_rng, rng_objects
 from mimo.checkpoint.state import Progress, RunState, model_entries, optimizer_entries, stream_object
 from mimo.observe.watchdog import Watchdog
-
-logger = logging.getLogger(__name__)
-
-MAX_LISTED = 40
 
 
 @dataclass
@@ -184,8 +179,7 @@ def _listing(folder: Path, missing: set[str], clashes: set[str], left: set[str],
     for title, found in (("missing in the checkpoint", missing), ("of another shape or dtype", clashes),
                          ("in the checkpoint, but not in this run", left), ("incomplete in the checkpoint", gaps)):
         if found:
-            lines += [f"{title} ({len(found)}):", *(f"  {name}" for name in sorted(found)[:MAX_LISTED])]
-            lines += [f"  ... and {len(found) - MAX_LISTED} more"] if len(found) > MAX_LISTED else []
+            lines += [f"{title} ({len(found)}):", *(f"  {name}" for name in sorted(found))]
     return "\n".join([f"--load {folder} does not fit this run; nothing was loaded", *lines]) if lines else None
 
 
@@ -236,7 +230,7 @@ def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimi
     wrong = differing(held)
     error = None
     if wrong:
-        listed = ", ".join(wrong[:MAX_LISTED])
+        listed = ", ".join(wrong)
         error = (f"{folder}: weights are not the rounded fp32 copies of the optimizer: {listed}; the first step would "
                  "change them. The checkpoint is not consistent; --no-load-optim takes the weights")
     raise_together(state.grids, error)
@@ -255,4 +249,4 @@ def _restore(state: RunState, folder: Path, common: dict[str, Any], loaded: dict
     if loaded.get("loader"):
         streams = {"consumed_samples": common["loader_samples"], "streams": loaded["loader"]}
     progress = Progress(common["iteration"], common["consumed_samples"], common["skipped_iterations"])
-    return Loaded(folder, replace(progress), streams, notes)
+    return Loaded(folder, progress, streams, notes)

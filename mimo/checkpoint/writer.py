@@ -20,11 +20,7 @@ _ALIGNMENT = 64
 
 
 class HostBuffer:
-    """Host memory that a plan's tensors are copied into before writing, kept between saves; page-locked on CUDA.
-
-    Attributes:
-        capacity_bytes: size of the memory.
-    """
+    """Host memory that a plan's tensors are copied into before writing, kept between saves; page-locked on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -32,11 +28,6 @@ class HostBuffer:
         self._unlock: weakref.finalize[Any, HostBuffer] | None = None
         self._sources: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes allocated so far."""
-        return self._memory.numel()
 
     def lay_out(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Give each of `tensors` its place; returns the places, each a tensor with a storage of its own bytes."""

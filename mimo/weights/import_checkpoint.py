@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mimo.checkpoint.paths import RELEASE, write_tracker
-from mimo.checkpoint.reader import CHECKSUMS, COMMON
+from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 from mimo.checkpoint.state import weights_only_state
 from mimo.checkpoint.writer import crc32_of
 from mimo.protocols import LANGUAGE, ModelProvider
@@ -110,9 +111,11 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
             # Of one process, which is meant, and of an argument of planners, which is taken.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
             checkpoint.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, source), no_dist=True)
-        (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")
         modules = (*provider.encoders(family_config), LANGUAGE)
         torch.save(weights_only_state(modules, config), folder / COMMON)
+        for name in (INDEX, COMMON):
+            writer.checksums[name] = {"0": zlib.crc32((folder / name).read_bytes())}
+        (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         folder.rename(root / RELEASE)
     finally:

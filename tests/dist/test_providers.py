@@ -61,7 +61,7 @@ def copy_shards(whole: Any, split: Any, groups: Any, num_experts: int) -> dict[s
                 pieces[position] = str(int(pieces[position]) + groups.ep.rank() * local_experts)
                 names[name] = ".".join(pieces)
             source = full[names[name]]
-            part.copy_(cases.shard_of(name, source, part, getattr(part, "partition_stride", 1), group.rank()))
+            part.copy_(cases.shard_of(name, source, part, vars(part).get("partition_stride", 1), group.rank()))
     return names
 
 
@@ -78,12 +78,12 @@ def gradient_errors(whole: Any, split: Any, groups: Any, names: dict[str, str], 
             assert part.grad is None, name
             continue
         found, expert = part.grad, ".local_experts." in name
-        if getattr(part, "sequence_parallel", False) or "_layernorm" in name and "self_attention" in name:
+        if vars(part).get("sequence_parallel", False) or "_layernorm" in name and "self_attention" in name:
             dist.all_reduce(found, group=groups.tp)
         if expert and expert_dp > 1:
             dist.all_reduce(found, group=groups.expt_dp)
         rank = (groups.expt_tp if expert else groups.tp).rank()
-        expected = cases.shard_of(name, expected, found, getattr(part, "partition_stride", 1), rank)
+        expected = cases.shard_of(name, expected, found, vars(part).get("partition_stride", 1), rank)
         errors[name] = cases.relative_error(found, expected)
     return errors
 
