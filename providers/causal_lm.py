@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from mimo.protocols import BuildContext, ParameterShape
 from providers.common import hf, hf_config
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
+from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mimo.weights.rules import WeightMap
-
-TEXT_ONLY = TokenSpec(vocab_size=0, image_token_id=-1, image_size=0, num_channels=0)
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,15 @@ def resolve(config: Config) -> Config:
     return from_hf(config.hf_config, config) if config.hf_config else config
 
 
-class CausalLmProvider:
+class CausalLmProvider(TextProvider):
     """The `mimo.protocols.ModelProvider` of text models; every method takes unresolved configurations too."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf_config.ARCHITECTURES.values())
 
-    def encoders(self, config: Config) -> tuple[str, ...]:
-        """None: there is only the language model."""
-        return ()
+    def resolved(self, config: Config) -> Config:
+        """As `resolve`."""
+        return resolve(config)
 
     def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
         """Check sizes against each other, against the grid and against the sequence.
@@ -74,29 +73,9 @@ class CausalLmProvider:
             check_decoder_grid(config, layout.language, seq_length, problems)
         problems.report(f"--hf-config {source}" if source else "")
 
-    def token_spec(self, config: Config) -> TokenSpec:
-        """What a data set must produce: text alone."""
-        return dataclasses.replace(TEXT_ONLY, vocab_size=resolve(config).vocab_size)
-
-    def special_token_ids(self, config: Config) -> dict[str, int]:
-        """No placeholders."""
-        return {}
-
-    def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
-        """Raises ValueError: a text model takes no images."""
-        raise ValueError(f"an image of {height} x {width} pixels: a text model takes no images")
-
-    def hidden_size(self, config: Config) -> int:
-        """Width of the language model."""
-        return resolve(config).hidden_size
-
-    def num_experts(self, config: Config) -> int:
-        """Experts of every decoder layer; 0 for a dense one."""
-        return resolve(config).num_experts
-
     def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
         """Every parameter of `language`."""
-        self._check_module(module)
+        self.check_module(module)
         return decoder_shapes(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
@@ -109,25 +88,17 @@ class CausalLmProvider:
 
         return decoder_spec(resolve(config), context)
 
-    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Raises ValueError: there is no encoder."""
-        raise ValueError(f"a text model has no encoder {module}")
-
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Names of a text model's checkpoint; the language part of a LLaVA checkpoint is taken too."""
         from providers.common import weights
 
-        self._check_module(module)
+        self.check_module(module)
         found = weights.decoder_map(resolve(config), (weights.CAUSAL_LM, *weights.LLAVA_LANGUAGE))
         return dataclasses.replace(found, ignored=(*found.ignored, weights.LLAVA_VISION_TENSORS))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """The model as a config.json. Raises ValueError where no Hugging Face family has its parts together."""
         return hf_config.causal_lm_config(resolve(config))
-
-    @staticmethod
-    def _check_module(module: str) -> None:
-        assert module == LANGUAGE, f"a text model has the module {LANGUAGE}, not {module}"
 
 
 provider = CausalLmProvider()

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from mimo.protocols import BuildContext, ParameterShape
 from providers.common import hf
 from providers.common.checks import Problems
 from providers.common.hf_deepseek import deepseek_config, deepseek_sizes
 from providers.common.mla import LatentDecoderConfig, check_latent, check_latent_grid, latent_shapes
+from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -52,15 +53,15 @@ def resolve(config: Config) -> Config:
     return from_hf(config.hf_config, config) if config.hf_config else config
 
 
-class DeepseekV3Provider:
+class DeepseekV3Provider(TextProvider):
     """The `mimo.protocols.ModelProvider` of DeepSeek-V3; every method takes unresolved configurations too."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM",)
 
-    def encoders(self, config: Config) -> tuple[str, ...]:
-        """None: a text model."""
-        return ()
+    def resolved(self, config: Config) -> Config:
+        """As `resolve`."""
+        return resolve(config)
 
     def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
         """Check sizes against each other, against the grid and against the sequence.
@@ -74,29 +75,9 @@ class DeepseekV3Provider:
             check_latent_grid(config, layout.language, seq_length, problems)
         problems.report(f"--hf-config {source}" if source else "")
 
-    def token_spec(self, config: Config) -> TokenSpec:
-        """What a data set must produce: text. Placeholders get an id that no token has."""
-        return TokenSpec(resolve(config).vocab_size, image_token_id=-1, image_size=0, num_channels=0)
-
-    def special_token_ids(self, config: Config) -> dict[str, int]:
-        """None: there is no encoder."""
-        return {}
-
-    def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
-        """Raises ValueError: the model takes no images."""
-        raise ValueError(f"an image of {height} x {width} pixels: deepseek_v3 is a text model")
-
-    def hidden_size(self, config: Config) -> int:
-        """Width of the language model."""
-        return resolve(config).hidden_size
-
-    def num_experts(self, config: Config) -> int:
-        """Routed experts of a MoE layer."""
-        return resolve(config).num_experts
-
     def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
         """Every parameter of `language`."""
-        self._check_module(module)
+        self.check_module(module)
         return latent_shapes(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
@@ -109,24 +90,16 @@ class DeepseekV3Provider:
 
         return latent_decoder_spec(resolve(config), context)
 
-    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Raises ValueError: the model has no encoder."""
-        raise ValueError(f"deepseek_v3 has no encoder {module!r}")
-
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Rules of `language`, against `DeepseekV3ForCausalLM`."""
         from providers.common.mla_weights import latent_map
 
-        self._check_module(module)
+        self.check_module(module)
         return latent_map(resolve(config))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """The `DeepseekV3Config`. Raises ValueError for what transformers' model has no room for."""
         return deepseek_config(resolve(config))
-
-    @staticmethod
-    def _check_module(module: str) -> None:
-        assert module == LANGUAGE, f"deepseek_v3 has the module {LANGUAGE}, not {module}"
 
 
 provider = DeepseekV3Provider()

@@ -1,0 +1,53 @@
+"""What every text model's provider has in common: no encoder, no images, one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mimo.protocols import LANGUAGE, BuildContext, TokenSpec
+
+
+class TextProvider:
+    """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
+
+    A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest.
+    """
+
+    def resolved(self, config: Any) -> Any:
+        """`config` with the sizes of its `hf_config`, if it names one."""
+        raise AssertionError("a family resolves its own configuration")
+
+    def encoders(self, config: Any) -> tuple[str, ...]:
+        """None: there is only the language model."""
+        return ()
+
+    def token_spec(self, config: Any) -> TokenSpec:
+        """What a data set must produce: text. Placeholders get an id that no token has."""
+        return TokenSpec(self.resolved(config).vocab_size, image_token_id=-1, image_size=0, num_channels=0)
+
+    def special_token_ids(self, config: Any) -> dict[str, int]:
+        """No placeholders."""
+        return {}
+
+    def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
+        """Raises ValueError: a text model takes no images."""
+        raise ValueError(f"an image of {height} x {width} pixels: a text model takes no images")
+
+    def hidden_size(self, config: Any) -> int:
+        """Width of the language model."""
+        size: int = self.resolved(config).hidden_size
+        return size
+
+    def num_experts(self, config: Any) -> int:
+        """Routed experts of a MoE layer; 0 for a dense model."""
+        experts: int = self.resolved(config).num_experts
+        return experts
+
+    def encoder_spec(self, config: Any, module: str, context: BuildContext) -> Any:
+        """Raises ValueError: there is no encoder."""
+        raise ValueError(f"a text model has no encoder {module}")
+
+    @staticmethod
+    def check_module(module: str) -> None:
+        """Only `language` is asked for."""
+        assert module == LANGUAGE, f"a text model has the module {LANGUAGE}, not {module}"
