@@ -117,6 +117,10 @@ class TrainingLoop:
         if self.config.checkpoint.save is not None:
             self.saver = Saver(self.state, self.watchdog)
         self.progress, lines = start(self.state, self.provider, loader, self.watchdog)
+        flags = self.config.checkpoint
+        if self.saver is not None and flags.load == flags.save and self.progress.iteration:
+            # It is there: a finished run that is started again has nothing to write.
+            self.saver.last_iteration = self.progress.iteration
         logger = RunLogger(
             self.config.observe,
             active=self.is_logging_rank,

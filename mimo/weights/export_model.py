@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mimo.checkpoint.agree import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
@@ -131,8 +132,7 @@ def _gather_places(pieces: Mapping[str, Mapping[Any, ModelPiece]], grids: Grids)
     mine = [(module, piece.name, Place(grids.rank, tuple(part.start for part in piece.slices),
                                        tuple(part.stop for part in piece.slices), piece.shape, piece.tensor.dtype))
             for module, held in pieces.items() for piece in held.values()]
-    gathered: list[Any] = [None] * dist.get_world_size(grids.host)
-    dist.all_gather_object(gathered, mine, group=grids.host)
+    gathered = gather(grids, mine)
     places: Places = {module: {} for module in grids.layout.grids}
     for module, name, place in (entry for entries in gathered for entry in entries):
         places[module].setdefault(name, []).append(place)

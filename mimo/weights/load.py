@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mimo.checkpoint.agree import from_first_rank, gather, raise_together
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.observe.errors import ReportedElsewhereError
@@ -103,9 +104,7 @@ def agree(grids: Grids, what: str, problems: list[str]) -> None:
         ValueError: on the first rank, with the problems of all.
         ReportedElsewhereError: on the others.
     """
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(grids.host))]
-    dist.all_gather_object(gathered, sorted(set(problems)), group=grids.host)
-    lines = [line for of_rank in gathered for line in of_rank]
+    lines = [line for of_rank in gather(grids, sorted(set(problems))) for line in of_rank]
     if lines and grids.rank != 0:
         raise ReportedElsewhereError(f"{what}; rank 0 lists why")
     report(what, lines)
@@ -113,19 +112,14 @@ def agree(grids: Grids, what: str, problems: list[str]) -> None:
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:
     """What each folder holds, read by the first rank."""
-    box: list[Any] = [None]
-    if dist.get_rank(grids.host) == 0:
+    catalogs, error = {}, None
+    if grids.rank == 0:
         try:
-            box = [{folder: HfSource(folder).catalog for folder in folders}]
-        except ValueError as error:
-            box = [str(error)]
-    dist.broadcast_object_list(box, src=0, group=grids.host)
-    if isinstance(box[0], str):
-        what = " and ".join(paths.flag(folder) for folder in folders)
-        if grids.rank != 0:
-            raise ReportedElsewhereError(f"{what} cannot be read; rank 0 says why")
-        raise ValueError(f"{what}: {box[0]}")
-    return dict(box[0])
+            catalogs = {folder: HfSource(folder).catalog for folder in folders}
+        except ValueError as problem:
+            error = f"{' and '.join(paths.flag(folder) for folder in folders)}: {problem}"
+    raise_together(grids, error)
+    return dict(from_first_rank(grids, catalogs))
 
 
 def _plan(sources: Mapping[str, HfSource], maps: Mapping[str, WeightMap], folder_of: Mapping[str, str],

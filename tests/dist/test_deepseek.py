@@ -15,6 +15,7 @@ from tests.support import deepseek
 from tests.support.equality import Outcome, find_differences
 from tests.support.marks import slow_unless
 from tests.support.spawn import WorkerPool
+from tests.support.stored import safetensors_of
 
 MAX_ERROR = 1e-4
 # name -> (ranks, flags)
@@ -58,19 +59,13 @@ def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Any, tmp_
     assert len(last) == (1 if "pp" in layout else world_size)
     for found in last:
         assert float((found - expected["logits"]).abs().max()) <= MAX_ERROR
-    source, exported = tensors_of(folder), tensors_of(tmp_path)
+    source, exported = safetensors_of(folder), safetensors_of(tmp_path)
     assert exported.keys() == source.keys()
     for name, tensor in source.items():
         assert exported[name].dtype is tensor.dtype and torch.equal(exported[name], tensor), name
     if layout == "one-process":  # with a config.json of our own
         (reloaded,) = pool.run(deepseek.hf_logits_of, str(tmp_path), world_size=1)
         assert torch.equal(reloaded, expected["logits"])
-
-
-def tensors_of(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("variant", slow_unless(lambda variant: variant == "yarn", deepseek.VARIANTS))
@@ -139,7 +134,7 @@ def test_bias_stays_float32_in_a_bfloat16_model(pool: WorkerPool, saved: Any) ->
     (found,) = pool.run(deepseek.inspect_language, ("--hf-config", str(folder), "--bf16"), 1, world_size=1)
     assert found["dtypes"] == {torch.bfloat16}
     (bias,) = found["biases"].values()
-    expected = tensors_of(folder)["model.layers.1.mlp.gate.e_score_correction_bias"]
+    expected = safetensors_of(folder)["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert not torch.equal(expected, expected.bfloat16().float())
     assert bias.dtype is torch.float32 and torch.equal(bias, expected)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.support import hf_families
 from tests.support.hf_families import LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
 from tests.support.marks import slow_unless
 from tests.support.spawn import WorkerPool
+from tests.support.stored import safetensors_of
 
 MAX_ERROR = 1e-4
 MOE = ("qwen3-moe", "mixtral")
@@ -62,14 +62,6 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return get
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
-    return found
-
-
 def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     assert [name for name, tensor in theirs.items()
@@ -91,7 +83,7 @@ def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tm
             assert (logits[:, VOCAB_SIZE:] == torch.finfo(logits.dtype).min).all()
             assert logits.shape[1] > VOCAB_SIZE
     assert {key for found in by_rank for key in found} == expected.keys()
-    assert_same_tensors(tensors_of(out), tensors_of(folder))
+    assert_same_tensors(safetensors_of(out), safetensors_of(folder))
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("llama", "clip-llama"), hf_families.MODELS))
@@ -120,8 +112,8 @@ def test_modules_come_from_models_of_their_own(pool: WorkerPool, saved: Saved, t
 def test_a_stale_output_layer_of_a_tied_base_is_not_exported(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("qwen2-tied-one-key-head")
     base = shutil.copytree(folder, tmp_path / "base")
-    tensors = tensors_of(base)
+    tensors = safetensors_of(base)
     save_file(tensors | {"lm_head.weight": torch.ones_like(tensors["model.embed_tokens.weight"])},
               base / "model.safetensors", {"format": "pt"})
     pool.run(hf_families.logits_of, "qwen2-tied-one-key-head", str(base), (), 1, str(tmp_path / "out"), world_size=1)
-    assert_same_tensors(tensors_of(tmp_path / "out"), tensors)
+    assert_same_tensors(safetensors_of(tmp_path / "out"), tensors)

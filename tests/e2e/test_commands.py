@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests.support import hf_families
 from tests.support.launch import ROOT, losses, torchrun
 from tests.support.spawn import WorkerPool
+from tests.support.stored import safetensors_of
 
 MOCK = ("--model-provider", "mock", "--dataset-provider", "mock", "--num-experts", "4", "--num-layers", "2")
 BATCH = tuple("--device cpu --seq-length 24 --micro-batch-size 2 --global-batch-size 4 --mock-min-length 5 "
@@ -39,14 +39,6 @@ def mimo(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
     return done
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
-    return found
 
 
 def different(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> list[str]:
@@ -211,7 +203,7 @@ def test_from_hugging_face_to_training_and_back(worker: WorkerPool, tmp_path: Pa
     assert shown[-2:] == ["--load", str(tmp_path / "imported")]
     mimo("export", tmp_path / "imported", tmp_path / "same", "--hf-base", source, "--max-shard-size", "100KB")
     assert len(list((tmp_path / "same").glob("*.safetensors"))) > 1
-    assert different(tensors_of(source), tensors_of(tmp_path / "same")) == []
+    assert different(safetensors_of(source), safetensors_of(tmp_path / "same")) == []
     processes, layout = JOURNEYS[name]
     flags = (*shown[:-2], *BATCH, *layout)
     runs = {"direct": ("--load-hf", str(source), "--train-iters", "2", "--lr", "1e-2", "--save", str(save))}
@@ -247,7 +239,7 @@ def test_export_of_a_model_that_moved_into_a_folder_with_weights(worker: WorkerP
     mimo("export", save, out, "--force", "--dtype", "float16", "--hf-base", moved, "--", "--hf-config", moved)
     assert {path.name for path in out.iterdir()} == {"config.json", "generation_config.json", "model.safetensors",
                                                      "notes.txt"}
-    smaller = tensors_of(out)
-    assert smaller.keys() == tensors_of(moved).keys()
+    smaller = safetensors_of(out)
+    assert smaller.keys() == safetensors_of(moved).keys()
     assert {tensor.dtype for tensor in smaller.values()} == {torch.float16}
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 TEXT = {1: ["--llm-dp 1"], 2: ["--llm-tp 2", "--llm-pp 2"]}
 MOE = {1: ["--llm-dp 1"], 2: ["--llm-tp 2 --sequence-parallel --llm-ep 2", "--llm-pp 2", "--llm-dp 2 --llm-ep 2"]}
@@ -65,21 +64,14 @@ def share(value: Any) -> Any:
 
 def summary(errors: list[float], source: Path, out: Path) -> dict[str, Any]:
     """The largest error of all ranks, and what was not exported as it came."""
+    from tests.support.stored import safetensors_of
+
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, errors)
-    ours, theirs = tensors_of(out), tensors_of(source)
+    ours, theirs = safetensors_of(out), safetensors_of(source)
     wrong = sorted(ours.keys() ^ theirs.keys())
     wrong += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
     return {"error": max(error for of_rank in gathered for error in of_rank), "not exported": wrong}
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder of safetensors."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
-    return found
 
 
 if __name__ == "__main__":
