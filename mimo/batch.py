@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,19 @@ def map_tensors[T](value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 @dataclass
+class PackedSequences:
+    """Several sequences one behind the other in one row, which do not attend to each other.
+
+    Attributes:
+        cu_seqlens: int32 `[sequences + 1]`, where each starts; the last entry is the length of the row.
+        max_seqlen: tokens of the longest.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+
+
+@dataclass
 class TextBatch:
     """Language side of a microbatch, `b` samples of `s` tokens.
 
@@ -36,6 +50,10 @@ class TextBatch:
         position_ids: int64 `[b, s]`.
         placeholders: for each encoder module, where its rows go: int64 indices into `[s * b]`, in sample order.
         num_tokens: tokens of all samples, padding excluded.
+        packed: where the samples of packed rows start, padding as a sequence of its own, with `b` = 1; None: each row
+            is one sample.
+        num_skipped: bad samples that the data set passed over on the way to these.
+        unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
     """
 
     keys: tuple[str, ...]
@@ -46,6 +64,9 @@ class TextBatch:
     position_ids: torch.Tensor
     placeholders: dict[str, torch.Tensor]
     num_tokens: int
+    packed: PackedSequences | None = None
+    num_skipped: int = 0
+    unbalanced_image_tokens: int = 0
 
     def to(self, device: torch.device) -> TextBatch:
         """The same batch with its tensors on `device` (asynchronous from pinned memory)."""
@@ -60,14 +81,16 @@ class EncoderBatch:
         keys: sample keys.
         token_counts: tokens the encoder's output has for each sample (0 for a text-only one).
         lane_sizes: number of samples of each lane served, in lane order; sums to `len(keys)`.
-        inputs: keyword arguments of the encoder, for example `pixel_values` float `[images, C, H, W]`;
-            empty where no sample has an image.
+        inputs: what the encoder takes, empty where no sample has an image. Images of one size: `pixel_values` float
+            `[images, C, H, W]`. Images of any size: `pixel_values` float `[1, patches, C * P * P]`, image after image
+            and row by row; `imgs_sizes` int64 `[images, 2]`, height and width in pixels; `packed_seq_params`
+            `PackedSequences`, one sequence an image.
     """
 
     keys: tuple[str, ...]
     token_counts: tuple[int, ...]
     lane_sizes: tuple[int, ...]
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
 
     def to(self, device: torch.device) -> EncoderBatch:
         """The same batch with its tensors on `device` (asynchronous from pinned memory)."""

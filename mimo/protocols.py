@@ -6,9 +6,9 @@ Everything here is plain data or a `Protocol`. Importing this module needs numpy
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -47,14 +47,20 @@ class Lane:
 
 @dataclass
 class Sample:
-    """One training sample as one side of the bridge sees it.
+    """One training sample, or a pack of several, as one side of the bridge sees it: one row of a microbatch.
 
     Attributes:
-        key: name of the sample, unique in its data set; error messages show it.
+        key: name of the sample, unique in its data set; of a pack, those of its samples joined by a space. Messages show
+            it.
         tokens: int64 `[T]`; each image is ONE placeholder, expanded later: the id of the encoder module that takes it.
         target_mask: bool `[T]`; True where the token itself is a training target (an answer token).
         image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
         images: float32 `[C, height, width]` each; None on language lanes, which never read pixels.
+        lengths: of a pack, how many of `tokens` each of its samples has, in order; empty for a single sample. Samples
+            of a pack do not attend to each other.
+        skipped: bad samples that were passed over on the way to this one, as messages that name shard and key.
+        unbalanced_image_tokens: of a balanced pack, the image tokens that the pack in its place would have had without
+            balancing; None elsewhere.
     """
 
     key: str
@@ -62,6 +68,9 @@ class Sample:
     target_mask: np.ndarray
     image_sizes: list[tuple[int, int]] = field(default_factory=list)
     images: list[np.ndarray] | None = None
+    lengths: tuple[int, ...] = ()
+    skipped: tuple[str, ...] = ()
+    unbalanced_image_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,22 @@ class TokenSpec:
         image_token_id: placeholder id of an image; -1: a text model, which takes no images.
         image_size: pixels a side that the encoder takes; 0 where it takes any.
         num_channels: channels of an image.
+        patch_size: pixels a side of a patch, where the encoder takes images of any size as one packed sequence of
+            patches; 0 where it takes whole images.
+        size_multiple: height and width of an image are multiples of it (patch size times pixel shuffle factor).
     """
 
     vocab_size: int
     image_token_id: int
     image_size: int
     num_channels: int
+    patch_size: int = 0
+    size_multiple: int = 1
+
+    @property
+    def packs_patches(self) -> bool:
+        """Whether the encoder takes images of any size, as packed patches."""
+        return self.image_size == 0 and self.patch_size > 0
 
 
 class SampleStream(Protocol):
@@ -108,6 +127,89 @@ class DataProvider(Protocol):
 
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> SampleStream:
         """Open one lane. Raises ValueError, naming the flag, for a configuration that cannot work."""
+        ...
+
+    def num_samples(self, config: Any, split: str) -> int | None:
+        """Samples in one pass over `split`; None where it has no end."""
+        ...
+
+    def decode(self, config: Any, tokens: list[int]) -> str:
+        """Token ids as text, for greedy samples shown to a person."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """What a run asks of a data set that is read once for all ranks, as plain data.
+
+    Attributes:
+        tokens: the model's vocabulary and images.
+        num_image_tokens: language tokens that the encoder makes of an image of (height, width) pixels; ValueError for a
+            size it cannot take.
+        num_lanes: lanes of the run.
+        micro_batch_size: rows of one lane in a microbatch.
+        seq_length: tokens of a row, after image expansion.
+        seed: seed of the sample order; every lane of a run has the same.
+        split: `train` or `valid`.
+    """
+
+    tokens: TokenSpec
+    num_image_tokens: Callable[[int, int], int]
+    num_lanes: int
+    micro_batch_size: int
+    seq_length: int
+    seed: int
+    split: str = "train"
+
+
+class LaneReader(Protocol):
+    """Reads some lanes of a data set, without end. One thread uses it at a time."""
+
+    def start(self) -> None:
+        """Start worker processes, from the main thread (they are forks). After `load_state_dict`, before `read`."""
+        ...
+
+    def read(self, lane: int) -> Sample:
+        """The next row of a lane, images included. Raises ValueError naming shard and key of a sample."""
+        ...
+
+    def mark(self) -> Any:
+        """Where all its lanes stand, cheap enough for every step."""
+        ...
+
+    def state_dict(self, mark: Any) -> dict[int, dict[str, Any]]:
+        """State of each of its lanes at one of the last few marks, of plain objects."""
+        ...
+
+    def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Continue from the states of a checkpoint's lanes: its own, or all of them where the number of lanes changed.
+
+        Raises:
+            ValueError: lanes or workers changed in a way that would lose or repeat samples, naming the flags.
+        """
+        ...
+
+    def describe(self) -> str:
+        """What it is doing now, for a message about a stall: workers, and the shard each one reads."""
+        ...
+
+    def close(self) -> None:
+        """Stop its workers."""
+        ...
+
+
+@runtime_checkable
+class RoutedDataProvider(Protocol):
+    """A data set that costs something to read: one rank reads a lane and hands its samples to the others."""
+
+    Config: ClassVar[type]
+
+    def validate(self, config: Any, request: DataRequest) -> None:
+        """Raise ValueError, naming flags, for what cannot work. Reads no sample; called before process groups exist."""
+        ...
+
+    def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
+        """Open some lanes, which need not be consecutive."""
         ...
 
     def num_samples(self, config: Any, split: str) -> int | None:

@@ -11,7 +11,11 @@ MODEL_PROVIDERS = {
     "llava": "providers.llava:provider",
     "mock": "providers.mock:provider",
 }
-DATASET_PROVIDERS = {"digits": "data.digits:provider", "mock": "data.mock:provider"}
+DATASET_PROVIDERS = {
+    "digits": "data.digits:provider",
+    "energon": "data.energon:provider",
+    "mock": "data.mock:provider",
+}
 
 
 def resolve(name: str, flag: str, known: dict[str, str]) -> Any:
