@@ -1,8 +1,8 @@
 """Image-text shards in WebDataset format, read through Megatron-Energon.
 
-Each lane of a run is a fixed set of Energon workers, `num_workers` of them: global worker `lane * num_workers + w`, out of
-`num_lanes * num_workers`. What a lane reads therefore does not depend on which rank reads it, nor on how many lanes that
-rank serves.
+Each lane of a run is a fixed set of Energon workers, `num_workers` of them: global worker `lane * num_workers + w`, out
+of `num_lanes * num_workers`. What a lane reads therefore does not depend on which rank reads it, nor on how many lanes
+that rank serves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Config:
     shuffle: bool = True
     """Shuffle train shards and samples; --no-shuffle reads them in the order in which they lie."""
     image_tiling: Literal["resize", "fixed", "dynamic"] = "resize"
-    """resize: each image to the encoder's size. fixed: tiles of that size. dynamic: native aspect ratio, whole patches."""
+    """resize: each image to the encoder's size. fixed: tiles of that size. dynamic: native aspect ratio."""
     max_tiles: int = 6
     """Most tiles of an image with --image-tiling fixed, without the thumbnail."""
     use_thumbnail: bool = False

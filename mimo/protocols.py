@@ -50,8 +50,7 @@ class Sample:
     """One training sample, or a pack of several, as one side of the bridge sees it: one row of a microbatch.
 
     Attributes:
-        key: name of the sample, unique in its data set; of a pack, those of its samples joined by a space. Messages show
-            it.
+        key: name of the sample, unique in its data set; of a pack, those of its samples joined by a space.
         tokens: int64 `[T]`; each image is ONE placeholder, expanded later: the id of the encoder module that takes it.
         target_mask: bool `[T]`; True where the token itself is a training target (an answer token).
         image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
