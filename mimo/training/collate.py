@@ -7,12 +7,16 @@ without talking to each other; everything a data set can get wrong is refused he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
-from mimo.batch import EncoderBatch, TextBatch
+from mimo.batch import EncoderBatch, PackedSequences, TextBatch
 from mimo.protocols import Sample
+from mimo.training.encoder_inputs import merge_inputs, packed_patches, whole_images
 
 # (encoder module, height, width in pixels) -> language tokens.
 TokenCounter = Callable[[str, int, int], int]
@@ -69,17 +73,25 @@ def check_tokens(sample: Sample, vocab_size: int) -> None:
         raise ValueError(f"sample {sample.key}: token id {outside[0]} is not below --vocab-size {vocab_size}")
 
 
-def expand_images(
-    sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter
-) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-    """Repeat each image placeholder once per token of its image.
+@dataclass
+class Expanded:
+    """A row with every image placeholder repeated once per token of its image.
 
-    Returns:
-        Tokens int64 `[n]`, target mask bool `[n]`, and how many of the tokens are image tokens of each module.
-
-    Raises:
-        ValueError: as `image_owners` and `image_token_counts`.
+    Attributes:
+        tokens: int64 `[n]`.
+        targets: bool `[n]`.
+        image_tokens: how many of the tokens are image tokens of each module.
+        ends: where each sample of a pack ends, one past its last token; `(n,)` for a single sample.
     """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    image_tokens: dict[str, int]
+    ends: np.ndarray
+
+
+def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter) -> Expanded:
+    """Repeat each image placeholder once per token of its image. Raises ValueError as the functions above."""
     owners = image_owners(sample, modules)
     counts = image_token_counts(sample, owners, num_image_tokens)
     repeats = np.ones(len(sample.tokens), np.int64)
@@ -87,7 +99,14 @@ def expand_images(
     totals = dict.fromkeys(modules, 0)
     for module, count in zip(owners, counts, strict=True):
         totals[module] += count
-    return np.repeat(sample.tokens.astype(np.int64), repeats), np.repeat(sample.target_mask, repeats), totals
+    tokens = np.repeat(sample.tokens.astype(np.int64), repeats)
+    ends = np.array([len(tokens)])
+    if sample.lengths:
+        if sum(sample.lengths) != len(sample.tokens) or min(sample.lengths) < 1:
+            raise ValueError(f"sample {sample.key}: a pack of {len(sample.tokens)} tokens says that its samples have "
+                             f"{list(sample.lengths)}")
+        ends = np.cumsum(repeats)[np.cumsum(sample.lengths) - 1]
+    return Expanded(tokens, np.repeat(sample.target_mask, repeats), totals, ends)
 
 
 def collate_text(
@@ -114,24 +133,33 @@ def collate_text(
     """
     if pad_token_id in modules.values():
         raise ValueError(f"--image-token-id {pad_token_id}: is the padding token, which would count as images")
+    if len(samples) > 1 and any(sample.lengths for sample in samples):
+        raise ValueError(f"sample {samples[0].key}: packed rows need --micro-batch-size 1, it is {len(samples)}")
     input_ids = np.full((len(samples), seq_length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
+    position_ids = np.tile(np.arange(seq_length), (len(samples), 1))
     image_tokens: dict[str, list[int]] = {module: [] for module in modules}
-    num_tokens = 0
+    num_tokens, packed = 0, None
     for row, sample in enumerate(samples):
         check_tokens(sample, vocab_size)
-        tokens, targets, from_images = expand_images(sample, modules, num_image_tokens)
-        length = len(tokens)
+        expanded = expand_images(sample, modules, num_image_tokens)
+        tokens, length = expanded.tokens, len(expanded.tokens)
         if length > seq_length:
             raise ValueError(
-                f"sample {sample.key}: {length} tokens, {sum(from_images.values())} of them from images, are "
+                f"sample {sample.key}: {length} tokens, {sum(expanded.image_tokens.values())} of them from images, are "
                 f"{length - seq_length} more than --seq-length {seq_length}"
             )
         input_ids[row, :length] = tokens
         labels[row, : max(length - 1, 0)] = tokens[1:]
-        loss_mask[row, : max(length - 1, 0)] = targets[1:]
-        for module, count in from_images.items():
+        loss_mask[row, : max(length - 1, 0)] = expanded.targets[1:]
+        # The last token of a sample predicts nothing: what follows in a pack belongs to another.
+        labels[row, expanded.ends - 1], loss_mask[row, expanded.ends - 1] = pad_token_id, 0
+        if sample.lengths:
+            packed = packed_sequences(expanded.ends, seq_length)
+            starts = packed.cu_seqlens[:-1].numpy()
+            position_ids[row] -= np.repeat(starts, np.diff(packed.cu_seqlens.numpy()))
+        for module, count in expanded.image_tokens.items():
             image_tokens[module].append(count)
         num_tokens += length
     return TextBatch(
@@ -140,12 +168,24 @@ def collate_text(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
-        position_ids=torch.arange(seq_length).expand(len(samples), seq_length).contiguous(),
+        position_ids=torch.from_numpy(position_ids),
         placeholders={
             module: placeholder_positions(torch.from_numpy(input_ids), token) for module, token in modules.items()
         },
         num_tokens=num_tokens,
+        packed=packed,
+        num_skipped=sum(len(sample.skipped) for sample in samples),
+        unbalanced_image_tokens=sum(sample.unbalanced_image_tokens or 0 for sample in samples),
     )
+
+
+def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
+    """The sequences of a packed row, padding as one of its own. `ends`: one past the last token of each sample."""
+    stops = [int(end) for end in ends]
+    if stops[-1] < row_length:
+        stops.append(row_length)
+    cu_seqlens = torch.tensor([0, *stops], dtype=torch.int32)
+    return PackedSequences(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
 def placeholder_positions(input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
@@ -185,6 +225,7 @@ def collate_encoder(
     num_channels: int,
     lane_sizes: Sequence[int],
     dtype: torch.dtype,
+    patch_size: int = 0,
     pixels: bool = True,
 ) -> EncoderBatch:
     """Encoder side of a microbatch.
@@ -197,36 +238,53 @@ def collate_encoder(
         num_channels: channels the encoder takes.
         lane_sizes: samples of each lane; sums to `len(samples)`.
         dtype: dtype of `pixel_values`.
-        pixels: False on pipeline stages after the first, which receive activations instead of `inputs`.
+        patch_size: pixels a side of a patch, where the encoder takes packed patches; 0: it takes whole images.
+        pixels: False on pipeline stages after the first, which receive activations instead of pixels.
 
     Raises:
         ValueError: naming the sample, for a missing image or one that differs from what its sample declares.
     """
     assert sum(lane_sizes) == len(samples), (lane_sizes, len(samples))
-    owners = [image_owners(sample, modules) for sample in samples]
-    counts = [
-        image_token_counts(sample, names, num_image_tokens) for sample, names in zip(samples, owners, strict=True)
-    ]
-    token_counts = tuple(
-        sum(count for count, name in zip(numbers, names, strict=True) if name == module)
-        for numbers, names in zip(counts, owners, strict=True)
-    )
-    owned = [
-        (sample.key, image)
-        for sample, names in zip(samples if pixels else (), owners if pixels else (), strict=True)
-        for image, name in zip(checked_images(sample, num_channels), names, strict=True)
-        if name == module
-    ]
-    for key, image in owned:
-        if image.shape != owned[0][1].shape:
-            raise ValueError(
-                f"sample {key}: an image of {list(image.shape)} cannot share a microbatch with one of "
-                f"{list(owned[0][1].shape)} (sample {owned[0][0]}); the data set must give one size"
-            )
-    inputs = {"pixel_values": torch.from_numpy(np.stack([image for _, image in owned])).to(dtype)} if owned else {}
+    token_counts, lanes = [], []
+    first: tuple[str, Any] | None = None
+    for stop, size in zip(accumulate(lane_sizes), lane_sizes, strict=True):
+        images, sizes = [], []
+        for sample in samples[stop - size : stop]:
+            owners = image_owners(sample, modules)
+            counts = image_token_counts(sample, owners, num_image_tokens)
+            token_counts.append(sum(count for count, owner in zip(counts, owners, strict=True) if owner == module))
+            held = checked_images(sample, num_channels) if pixels else [None] * len(owners)
+            for image, shape, owner in zip(held, sample.image_sizes, owners, strict=True):
+                if owner == module:
+                    first = first or (sample.key, shape)
+                    _check_size(sample.key, shape, first, patch_size)
+                    images.append(image)
+                    sizes.append(shape)
+        lanes.append(_lane_inputs(images if pixels else None, sizes, patch_size, dtype))
     return EncoderBatch(
         keys=tuple(sample.key for sample in samples),
-        token_counts=token_counts,
+        token_counts=tuple(token_counts),
         lane_sizes=tuple(lane_sizes),
-        inputs=inputs,
+        inputs=merge_inputs(lanes),
     )
+
+
+def _check_size(key: str, size: tuple[int, int], first: tuple[str, tuple[int, int]], patch_size: int) -> None:
+    """Raise ValueError for an image that its microbatch cannot hold; `first`: key and size of its first image."""
+    height, width = size
+    if patch_size and (height % patch_size or width % patch_size):
+        raise ValueError(f"sample {key}: an image of {height}x{width} pixels is not whole patches of "
+                         f"{patch_size}x{patch_size}")
+    if not patch_size and size != first[1]:
+        raise ValueError(
+            f"sample {key}: an image of {height}x{width} pixels cannot share a microbatch with one of "
+            f"{first[1][0]}x{first[1][1]} (sample {first[0]}); the data set must give one size"
+        )
+
+
+def _lane_inputs(images: Sequence[Any] | None, sizes: Sequence[tuple[int, int]], patch_size: int,
+                 dtype: torch.dtype) -> dict[str, Any]:
+    """The images of one lane as an encoder takes them; without `images` what later pipeline stages need of them."""
+    if patch_size:
+        return packed_patches(images, sizes, patch_size, dtype)
+    return {} if images is None else whole_images(images, dtype)
