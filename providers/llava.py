@@ -15,7 +15,7 @@ from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
 from providers.common import hf, hf_config
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
-from providers.common.vision import VisionConfig, check_vision, check_vision_grid, vision_shapes
+from providers.common.vision import VisionConfig, check_vision, check_vision_grid, image_tokens, vision_shapes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -81,15 +81,18 @@ class LlavaProvider:
             check_decoder_grid(config, layout.language, seq_length, problems)
             for grid in layout.encoders:
                 check_vision_grid(config, self._projector_size(config), grid, problems)
-                if config.num_patches >= seq_length:
-                    problems.add(f"an image becomes {config.num_patches} tokens (--vision-image-size "
+                if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
+                    problems.add(f"an image becomes {config.num_tokens} tokens (--vision-image-size "
                                  f"{config.vision_image_size}, --vision-patch-size {config.vision_patch_size}), which "
-                                 f"leaves no room in --seq-length {seq_length}; it must be above {config.num_patches}")
+                                 f"leaves no room in --seq-length {seq_length}; it must be above {config.num_tokens}")
         problems.report(f"--hf-config {source}" if source else "")
 
     def token_spec(self, config: Config) -> TokenSpec:
         """What a data set must produce."""
         config = resolve(config)
+        if config.vision_dynamic_resolution:
+            return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
+                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
         return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
 
     def special_token_ids(self, config: Config) -> dict[str, int]:
@@ -100,14 +103,9 @@ class LlavaProvider:
         """Language tokens that encoder `module` makes of an image of `height` by `width` pixels.
 
         Raises:
-            ValueError: the encoder takes another size.
+            ValueError: the encoder does not take this size.
         """
-        config = resolve(config)
-        side = config.vision_image_size
-        if (height, width) != (side, side):
-            raise ValueError(f"an image of {height} x {width} pixels (height x width) does not fit "
-                             f"--vision-image-size {side}, which takes {side} x {side}")
-        return config.num_patches
+        return image_tokens(resolve(config), height, width)
 
     def hidden_size(self, config: Config) -> int:
         """Width of the language model."""

@@ -13,7 +13,7 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 MAX_RANKS_LISTED = 16
 MAX_LINES = 10
 ANY_IMAGE_SIZE = 512
-"""Pixels a side of the example image for an encoder that takes any size."""
+"""Pixels a side of the example image for an encoder that takes any size, or what it takes next below."""
 
 
 def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -> str:
@@ -101,7 +101,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
              f"{train.micro_batch_size} * {counted(layout.num_lanes, 'lane')})"]
     if not layout.encoders:
         return lines
-    side = provider.token_spec(config.model_family).image_size or ANY_IMAGE_SIZE
+    spec = provider.token_spec(config.model_family)
+    side = spec.image_size or max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
     hidden, dtype, dtype_bytes = _element(config, provider)
     for encoder in layout.encoders:
         tokens = provider.num_image_tokens(config.model_family, encoder.name, side, side)

@@ -17,14 +17,15 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from mimo.model.packed_attention import PackedDotProductAttention
 
-class LatentDotProductAttention(DotProductAttention):
+
+class LatentDotProductAttention(PackedDotProductAttention):
     """The wheel's PyTorch attention for heads whose queries and keys are wider than their values.
 
     Args:
@@ -85,6 +86,16 @@ class LatentAttention(MLASelfAttention):
             "q_layernorm": submodules.q_layernorm,
             "kv_layernorm": submodules.kv_layernorm,
         }
+
+    def _run_core_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # The wheel widens the values of packed rows to the queries' channels, which kernels of Transformer Engine need
+        # and the attention in PyTorch does not take.
+        if isinstance(self.core_attention, LatentDotProductAttention):
+            return self.core_attention(query, key, value, attention_mask, **kwargs)
+        return super()._run_core_attention(query, key, value, attention_mask, **kwargs)
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed query (the input itself without `q_lora_rank`) and compressed key-value with the rotary key.

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mimo.model.latent_attention import LatentAttention, LatentDotProductAttention, with_epsilon
+from mimo.model.packed_attention import PackedDotProductAttention
 from mimo.platform.norms import Norm
 
 IMPLS = ("local", "transformer_engine")
@@ -55,7 +56,7 @@ def decoder_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlock
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-        spec = _with_norms(spec, moe=config.num_moe_experts is not None)
+        spec = _with_own_parts(spec, moe=config.num_moe_experts is not None)
     else:
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
@@ -102,7 +103,7 @@ def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubm
     """
     _check_impl(impl)
     if impl == "local":
-        return _block(config, _with_norms(get_vit_layer_with_local_spec(), moe=False), impl)
+        return _block(config, _with_own_parts(get_vit_layer_with_local_spec(), moe=False), impl)
     return _block(config, get_vit_layer_with_transformer_engine_spec(), impl)
 
 
@@ -132,13 +133,13 @@ def _block(config: TransformerConfig, layer: ModuleSpec, impl: str) -> Transform
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_builder(impl))
 
 
-def _with_norms(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:
-    """The wheel's local layer spec with its norms replaced and with the checkpoint names of Transformer Engine layers.
+def _with_own_parts(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:
+    """The wheel's local layer with our norms and attention, under the checkpoint names of Transformer Engine layers.
 
     Transformer Engine fuses a norm into the linear layer that follows; before an MoE layer there is none to fuse into.
     """
     layer = spec.submodules
-    attention = layer.self_attention.submodules
+    attention = replace(layer.self_attention.submodules, core_attention=PackedDotProductAttention)
     if attention.q_layernorm not in (None, IdentityOp):
         attention = replace(attention, q_layernorm=Norm, k_layernorm=Norm)
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

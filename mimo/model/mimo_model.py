@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.bridge.colocated import ColocatedBridge
 from mimo.grid.groups import Grids
+from mimo.model.packed_attention import packed_seq_params
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
 
@@ -116,6 +117,7 @@ class HeteroModel(MimoModel):
             attention_mask=None,
             decoder_input=embeddings,
             labels=labels if with_labels else None,
+            packed_seq_params=packed_seq_params(text.packed),
         )
         return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
 

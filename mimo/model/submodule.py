@@ -53,14 +53,16 @@ class VisionSubmodule(VisionModalitySubmodules):
         """Run this pipeline stage.
 
         Args:
-            encoder_inputs: `pixel_values` float `[images, channels, height, width]`; empty, None or no images give an
-                output of no images. Read on the first stage only.
-            hidden_states: `[seq_length, images, encoder hidden]` of the stage before; None on the first stage.
+            encoder_inputs: `pixel_values` float `[images, channels, height, width]`, read on the first stage only; for
+                images of any size as in `mimo.batch.EncoderBatch`, of which later stages read all but the pixels.
+                Empty, None or no images give an output of no images.
+            hidden_states: what the stage before returned; None on the first stage.
 
         Returns:
             The last stage's projected features `[tokens, language hidden]`, image after image; on earlier stages
-            `[seq_length, images, encoder hidden]`. Where gradients are on and a parameter of the stage is trainable the
-            output requires grad, with no images too; where `hidden_states` requires grad it always gets a gradient.
+            `[seq_length, images, encoder hidden]`, packed `[patches, 1, encoder hidden]`. Where gradients are on and a
+            parameter of the stage is trainable the output requires grad, with no images too; where `hidden_states`
+            requires grad it always gets a gradient.
 
         Raises:
             ValueError: a first stage with `hidden_states`, or a later one without.
@@ -68,19 +70,20 @@ class VisionSubmodule(VisionModalitySubmodules):
         if self.is_first_stage != (hidden_states is None):
             raise ValueError(f"hidden_states belong to every pipeline stage of an encoder but the first; this is "
                              f"{'the first' if self.is_first_stage else 'a later'} one")
+        inputs = dict(encoder_inputs or {})
+        received = inputs.pop("pixel_values", None)
         if hidden_states is None:
-            pixel_values = (encoder_inputs or {}).get("pixel_values")
-            num_images = 0 if pixel_values is None else len(pixel_values)
+            inputs["pixel_values"] = received
         else:
-            pixel_values, num_images = None, hidden_states.size(1)
-        if num_images == 0:
+            received = hidden_states
+        if received is None or received.numel() == 0:
             return self._join(self.empty_output(), hidden_states)
         trainable = _is_trainable(self.encoder)
         if not trainable:
             self.encoder.eval()
         with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
             self.encoder.set_input_tensor(hidden_states)
-            output = self.encoder(pixel_values)
+            output = self.encoder(**inputs)
         if self.is_last_stage:
             output = self.project_embeddings([output.flatten(0, 1)])
         return output if trainable else self._join(output, hidden_states)

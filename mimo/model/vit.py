@@ -11,6 +11,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mimo.batch import PackedSequences
+from mimo.model.packed_attention import packed_seq_params as attention_params
+from mimo.model.patches import Grid, packed_pixel_shuffle, packed_positions, patch_grids, pixel_shuffle
+
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """OpenAI CLIP's activation, `x * sigmoid(1.702 x)`.
@@ -29,7 +33,7 @@ ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": torch.nn.functional.gelu, "gelu
 
 
 class ViT(MegatronModule):
-    """Images to patch features.
+    """Images to patch features, of one size or packed one behind the other in their own sizes.
 
     Patch embedding, class token, positions and norms are replicated over tensor-parallel ranks: they draw from the
     default random stream, which those ranks share. Attribute names are those of the wheel's `CLIPViTModel`, which has
@@ -39,7 +43,8 @@ class ViT(MegatronModule):
         config: transformer sizes; `num_layers` counts the layers of all pipeline stages.
         layer_spec: this stage's layers.
         norm: norm class for the norms outside the layers, called as `norm(config=, hidden_size=, eps=)`.
-        image_size: pixels a side of the (square) images.
+        image_size: pixels a side of the (square) images; with dynamic resolution that of the image whose positions the
+            position embeddings are.
         patch_size: pixels a side of a patch; divides `image_size`.
         num_channels: image channels.
         patch_bias: the patch embedding has a bias (SigLIP).
@@ -49,21 +54,28 @@ class ViT(MegatronModule):
         pg_collection: the module's process groups.
         pre_process: this rank holds the first pipeline stage.
         post_process: this rank holds the last pipeline stage.
+        dynamic_resolution: images have any size and are packed; there is no class token.
+        pixel_shuffle: patches a side that become one token of the output.
     """
 
     def __init__(self, config: TransformerConfig, layer_spec: TransformerBlockSubmodules, norm: Any, *, image_size: int,
                  patch_size: int, num_channels: int, patch_bias: bool, class_token: bool, pre_layernorm: bool,
                  final_layernorm: bool, pg_collection: ProcessGroupCollection, pre_process: bool = True,
-                 post_process: bool = True) -> None:
+                 post_process: bool = True, dynamic_resolution: bool = False, pixel_shuffle: int = 1) -> None:
         super().__init__(config)
+        side = image_size // patch_size
         assert image_size % patch_size == 0, f"image size {image_size}, patch size {patch_size}"
+        assert not (dynamic_resolution and class_token), "packed images have no class token"
+        assert dynamic_resolution or side % pixel_shuffle == 0, f"{side} patches a side, pixel shuffle {pixel_shuffle}"
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = pre_process
         self.post_process = post_process
         self.image_shape = (num_channels, image_size, image_size)
-        self.num_patches = (image_size // patch_size) ** 2
+        self.patch_size, self.grid = patch_size, (side, side)
+        self.dynamic_resolution, self.pixel_shuffle = dynamic_resolution, pixel_shuffle
+        self.num_patches = side**2
         self.num_class_tokens = int(class_token)
         if pre_process:
             self._build_embedding(patch_size, num_channels, patch_bias)
@@ -74,43 +86,60 @@ class ViT(MegatronModule):
 
     @property
     def seq_length(self) -> int:
-        """Tokens an image has inside the encoder: patches and the class token."""
-        return self.num_patches + self.num_class_tokens
+        """Tokens an image has inside the encoder: patches and the class token; 0 where that depends on the image."""
+        return 0 if self.dynamic_resolution else self.num_patches + self.num_class_tokens
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """Set what a later pipeline stage works on: `[seq_length, images, hidden]`; None on the first."""
+        """Set what a later pipeline stage works on, the output of the one before; None on the first."""
         self.decoder.set_input_tensor(input_tensor)
 
-    def forward(self, pixel_values: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: torch.Tensor | None = None,
+                packed_seq_params: PackedSequences | None = None) -> torch.Tensor:
         """Run this pipeline stage.
 
         Args:
-            pixel_values: normalized pixels `[images, channels, image_size, image_size]`, any float dtype; read on the
-                first stage only.
+            pixel_values: normalized pixels `[images, channels, image_size, image_size]`, any float dtype; with dynamic
+                resolution patches `[1, patches, channels * patch_size ** 2]`, image after image and row by row. Read on
+                the first stage only.
+            imgs_sizes: with dynamic resolution int64 `[images, 2]`, height and width in pixels.
+            packed_seq_params: with dynamic resolution one sequence of patches an image.
 
         Returns:
-            `[images, num_patches, hidden]` on the last stage, `[seq_length, images, hidden]` on the others, in the
-            dtype of the parameters.
+            On the last stage `[images, tokens, pixel_shuffle ** 2 * hidden]`, packed `[1, tokens of all images, ...]`;
+            on the others `[seq_length, images, hidden]`, packed `[patches, 1, hidden]`; in the dtype of the parameters.
 
         Raises:
-            ValueError: the images do not have the size that the encoder was built for.
+            ValueError: the images do not have the size that the encoder was built for, or the patches are not those of
+                `imgs_sizes`.
         """
+        grids: list[Grid] = []
+        if self.dynamic_resolution:
+            assert imgs_sizes is not None and packed_seq_params is not None, "images of any size come with their sizes"
+            assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence an image"
+            if self.pre_process or (self.post_process and self.pixel_shuffle > 1):
+                grids = patch_grids(imgs_sizes, self.patch_size)
         hidden_snh = None
         if self.pre_process:
             assert pixel_values is not None, "the first pipeline stage of a ViT needs pixel_values"
-            hidden_snh = self._embed(pixel_values)
-        hidden_snh = self.decoder(hidden_states=hidden_snh, attention_mask=None)
+            hidden_snh = (self._embed_packed(pixel_values, grids) if self.dynamic_resolution
+                          else self._embed(pixel_values))
+        hidden_snh = self.decoder(hidden_states=hidden_snh, attention_mask=None,
+                                  packed_seq_params=attention_params(packed_seq_params))
         if not self.post_process:
             return hidden_snh
         if self.ln_post is not None:
             hidden_snh = self.ln_post(hidden_snh)
-        return hidden_snh[self.num_class_tokens:].transpose(0, 1).contiguous()
+        hidden_nsh = hidden_snh[self.num_class_tokens:].transpose(0, 1).contiguous()
+        if grids and self.pixel_shuffle > 1:
+            return packed_pixel_shuffle(hidden_nsh[0], grids, self.pixel_shuffle)[None]
+        return pixel_shuffle(hidden_nsh, self.grid, self.pixel_shuffle)
 
     def _build_embedding(self, patch_size: int, num_channels: int, patch_bias: bool) -> None:
         hidden, dtype, device = self.config.hidden_size, self.config.params_dtype, torch.cuda.current_device()
         self.conv1 = torch.nn.Conv2d(num_channels, hidden, kernel_size=patch_size, stride=patch_size, bias=patch_bias,
                                      dtype=dtype, device=device)
-        self.position_embeddings = torch.nn.Embedding(self.seq_length, hidden, dtype=dtype, device=device)
+        self.position_embeddings = torch.nn.Embedding(self.num_patches + self.num_class_tokens, hidden, dtype=dtype,
+                                                      device=device)
         drawn = [self.conv1.weight, self.position_embeddings.weight]
         if self.num_class_tokens:
             self.class_token = torch.nn.Parameter(torch.empty(1, 1, hidden, dtype=dtype, device=device))
@@ -133,6 +162,19 @@ class ViT(MegatronModule):
         if self.num_class_tokens:
             hidden_nsh = torch.cat([self.class_token.expand(len(hidden_nsh), -1, -1), hidden_nsh], dim=1)
         hidden_nsh = hidden_nsh + self.position_embeddings.weight
+        if self.ln_pre is not None:
+            hidden_nsh = self.ln_pre(hidden_nsh)
+        return hidden_nsh.transpose(0, 1).contiguous()
+
+    def _embed_packed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        """Patches of images of any size to the first layer's input `[patches, 1, hidden]`."""
+        # The convolution's stride is its kernel: over patches that are already cut out it is a linear layer.
+        weight, counts = self.conv1.weight.flatten(1), [rows * columns for rows, columns in grids]
+        if tuple(patches.shape) != (1, sum(counts), weight.size(1)):
+            raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
+                             f"{[1, sum(counts), weight.size(1)]} (one row, patches, channels * patch size ** 2)")
+        hidden_nsh = torch.nn.functional.linear(patches.to(weight.dtype), weight, self.conv1.bias)
+        hidden_nsh = hidden_nsh + packed_positions(self.position_embeddings.weight, grids)
         if self.ln_pre is not None:
             hidden_nsh = self.ln_pre(hidden_nsh)
         return hidden_nsh.transpose(0, 1).contiguous()

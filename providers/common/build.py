@@ -167,9 +167,10 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
         "num_channels": config.vision_num_channels, "patch_bias": config.vision_patch_bias,
         "class_token": config.vision_class_token, "pre_layernorm": config.vision_pre_layernorm,
         "final_layernorm": config.vision_final_layernorm, "pg_collection": context.groups,
-        "pre_process": context.pre_process, "post_process": context.post_process})
+        "pre_process": context.pre_process, "post_process": context.post_process,
+        "dynamic_resolution": config.vision_dynamic_resolution, "pixel_shuffle": config.vision_pixel_shuffle})
     # build_module passes a spec's `submodules` on as the keyword of that name.
     projector = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
-        "config": projector_config, "input_size": config.vision_hidden_size, "pg_collection": context.groups})
+        "config": projector_config, "input_size": config.feature_size, "pg_collection": context.groups})
     return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
                       submodules={"encoders": {name: encoder}, "input_projections": [projector]})

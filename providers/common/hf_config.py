@@ -110,6 +110,10 @@ def llava_config(decoder: DecoderConfig, vision: VisionConfig, image_token_id: i
     Raises:
         ValueError: no LlavaConfig has its parts together; see `model_type` and `vision_config`.
     """
+    if vision.vision_dynamic_resolution or vision.vision_pixel_shuffle > 1:
+        given = "--vision-dynamic-resolution" if vision.vision_dynamic_resolution else (
+            f"--vision-pixel-shuffle {vision.vision_pixel_shuffle}")
+        raise ValueError(f"{given}: a LlavaConfig takes images of one size and makes every patch a token")
     if vision.projector_hidden_size not in (0, decoder.hidden_size):
         raise ValueError(f"--projector-hidden-size {vision.projector_hidden_size}: a LlavaConfig's projector is as "
                          f"wide as the language model, --hidden-size {decoder.hidden_size}")

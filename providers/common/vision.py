@@ -7,7 +7,7 @@ from typing import Literal
 
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import Problems
+from providers.common.checks import Problems, divisors
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,14 @@ class VisionConfig:
     """Vision transformer and projector."""
 
     vision_image_size: int = 336
-    """Pixels a side of an image; images are square."""
+    """Pixels a side of an image; images are square. With dynamic resolution: of the image that the position embeddings
+    were made for."""
     vision_patch_size: int = 14
-    """Pixels a side of a patch; each patch becomes one language token."""
+    """Pixels a side of a patch; each patch becomes one language token, or its share of one."""
+    vision_dynamic_resolution: bool = False
+    """Images keep their own sizes, multiples of patch size times pixel shuffle, and are packed one behind the other."""
+    vision_pixel_shuffle: int = 1
+    """So many by so many neighbouring patches become one language token, side by side in its channels."""
     vision_num_channels: int = 3
     """Channels of an image."""
     vision_hidden_size: int = 1024
@@ -47,20 +52,58 @@ class VisionConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches, and so language tokens, of an image."""
+        """Patches of an image of the size that the encoder was made for."""
         return (self.vision_image_size // self.vision_patch_size) ** 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Language tokens of such an image."""
+        return self.num_patches // self.vision_pixel_shuffle**2
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels a side of what becomes one language token."""
+        return self.vision_patch_size * self.vision_pixel_shuffle
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a token before the projector."""
+        return self.vision_hidden_size * self.vision_pixel_shuffle**2
+
+
+def image_tokens(config: VisionConfig, height: int, width: int) -> int:
+    """Language tokens of an image of `height` by `width` pixels. Raises ValueError for a size that does not fit."""
+    side, multiple = config.vision_image_size, config.size_multiple
+    if config.vision_dynamic_resolution:
+        if height < 1 or width < 1 or height % multiple or width % multiple:
+            raise ValueError(f"an image of {height} x {width} pixels (height x width): both must be multiples of "
+                             f"{multiple} (--vision-patch-size {config.vision_patch_size} times --vision-pixel-shuffle "
+                             f"{config.vision_pixel_shuffle})")
+        return (height // multiple) * (width // multiple)
+    if (height, width) != (side, side):
+        raise ValueError(f"an image of {height} x {width} pixels (height x width) does not fit "
+                         f"--vision-image-size {side}, which takes {side} x {side}")
+    return config.num_tokens
 
 
 def check_vision(config: VisionConfig, problems: Problems) -> None:
     """Note what is wrong with the encoder's sizes on any layout."""
-    for name in ("vision_image_size", "vision_patch_size", "vision_num_channels", "vision_hidden_size",
-                 "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size"):
+    for name in ("vision_image_size", "vision_patch_size", "vision_pixel_shuffle", "vision_num_channels",
+                 "vision_hidden_size", "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size"):
         problems.positive(name, getattr(config, name))
     if config.vision_num_unused_layers < 0:
         problems.add(f"--vision-num-unused-layers {config.vision_num_unused_layers} must not be negative")
     if problems.found:
         return
     problems.divides("vision_image_size", config.vision_image_size, "vision_patch_size", config.vision_patch_size)
+    if config.vision_dynamic_resolution and config.vision_class_token:
+        problems.add("--vision-dynamic-resolution does not go with --vision-class-token: use --no-vision-class-token")
+    side, factor = config.vision_image_size // config.vision_patch_size, config.vision_pixel_shuffle
+    if not config.vision_dynamic_resolution and side % factor:
+        fits = ", ".join(str(divisor) for divisor in divisors(side))
+        problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
+                     f"--vision-image-size {config.vision_image_size} with --vision-patch-size "
+                     f"{config.vision_patch_size}; --vision-pixel-shuffle that fit: {fits}")
     problems.divides("vision_hidden_size", config.vision_hidden_size, "vision_num_attention_heads",
                      config.vision_num_attention_heads)
 
@@ -108,7 +151,7 @@ def vision_shapes(config: VisionConfig, projector_size: int, language_size: int)
         ParameterShape("mlp.linear_fc1.bias", (inner,), layers, "tp"),
         ParameterShape("mlp.linear_fc2.weight", (hidden, inner), layers, "tp"),
         ParameterShape("mlp.linear_fc2.bias", (hidden,), layers),
-        ParameterShape("projector.linear_fc1.weight", (projector_size, hidden), 1, "tp", "last"),
+        ParameterShape("projector.linear_fc1.weight", (projector_size, config.feature_size), 1, "tp", "last"),
         ParameterShape("projector.linear_fc1.bias", (projector_size,), 1, "tp", "last"),
         ParameterShape("projector.linear_fc2.weight", (language_size, projector_size), 1, "tp", "last"),
         ParameterShape("projector.linear_fc2.bias", (language_size,), 1, "none", "last"),
