@@ -91,7 +91,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded
         notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]
     # Each rank knows of its own modules; one rank shows the notes of all.
     notes = list(dict.fromkeys(note for of_rank in gather(state.grids, notes) for note in of_rank))
-    return _restore(state, folder, common, loaded, notes, weights_only=weights_only)
+    return _restore(state, folder, common, loaded, notes, weights_only=weights_only, has_streams="loader" in objects)
 
 
 def _open(state: RunState, folder: Path) -> tuple[dict[str, Any], Metadata]:
@@ -198,12 +198,25 @@ def _objects(state: RunState, index: Metadata, notes: list[str]) -> dict[str, An
     names = ["/".join(lane) for lane in lanes]
     if not names:
         notes.append("the data starts at its beginning: the checkpoint holds no state of data streams")
-    if names and state.streams["streams"]:
-        own = [name for name in state.streams["streams"] if name in names]
-        if len(own) < len(state.streams["streams"]):
-            own.append(next((name for name in names if name not in own), names[0]))
-        objects["loader"] = {name: stream_object(name, None, main=False) for name in dict.fromkeys(own)}
+    if names:
+        streams = _wanted_streams(list(state.streams["streams"]), names, state.grids.layout.num_lanes)
+        objects["loader"] = {name: stream_object(name, None, main=False) for name in streams}
     return objects
+
+
+def _wanted_streams(own: list[str], stored: list[str], num_lanes: int) -> list[str]:
+    """The stored streams from which this rank's, `own`, can go on.
+
+    Streams of an indexed data set all stand at one sample, so any of them will do for one that is missing. Lanes that
+    are read once for all modules each stand at their own: where their number changed, their reader needs all of them.
+    """
+    shared = [name for name in stored if name.startswith("data/")]
+    if own and shared and len(shared) != num_lanes:
+        return stored
+    wanted = [name for name in own if name in stored]
+    if len(wanted) < len(own):
+        wanted.append(next((name for name in stored if name not in wanted), stored[0]))
+    return list(dict.fromkeys(wanted))
 
 
 def _load(state: RunState, folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +250,7 @@ def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimi
 
 
 def _restore(state: RunState, folder: Path, common: dict[str, Any], loaded: dict[str, Any], notes: list[str], *,
-             weights_only: bool) -> Loaded:
+             weights_only: bool, has_streams: bool) -> Loaded:
     flags = state.config.checkpoint
     if weights_only:
         return Loaded(folder, Progress(), None, notes)
@@ -246,7 +259,8 @@ def _restore(state: RunState, folder: Path, common: dict[str, Any], loaded: dict
     if loaded.get("rng"):
         restore_rng(state.platform, list(loaded["rng"].values())[-1])
     streams = None
-    if loaded.get("loader"):
-        streams = {"consumed_samples": common["loader_samples"], "streams": loaded["loader"]}
+    if has_streams:
+        # A rank that reads nothing itself counts samples all the same.
+        streams = {"consumed_samples": common["loader_samples"], "streams": loaded.get("loader", {})}
     progress = Progress(common["iteration"], common["consumed_samples"], common["skipped_iterations"])
     return Loaded(folder, progress, streams, notes)

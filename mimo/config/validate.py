@@ -8,9 +8,10 @@ from typing import Any
 from mimo import registry
 from mimo.config.optim import OptimConfig, ScheduleConfig
 from mimo.config.run import RunConfig
+from mimo.data_request import data_request
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, RoutedDataProvider
 
 PROJECTOR = "projector"
 
@@ -39,6 +40,7 @@ def validate(config: RunConfig, world_size: int) -> Layout:
     _check_ddp(config)
     _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
+    _check_data(config, layout)
     return layout
 
 
@@ -189,6 +191,18 @@ def _check_ddp(config: RunConfig) -> None:
                 "--overlap-param-gather needs --use-distributed-optimizer, it is --no-use-distributed-optimizer")
     _refuse(ddp.encoder_ddp_overlap and not ddp.overlap_grad_reduce,
             "--encoder-ddp-overlap needs --overlap-grad-reduce")
+
+
+def _check_data(config: RunConfig, layout: Layout) -> None:
+    """Let a data set that is read by lanes refuse what cannot work."""
+    dataset = registry.dataset_provider(config.data.dataset_provider)
+    if not isinstance(dataset, RoutedDataProvider):
+        return
+    provider, train = registry.model_provider(config.model.model_provider), config.train
+    for split in ("train", "valid") if train.eval_iters else ("train",):
+        dataset.validate(config.dataset, data_request(
+            layout, provider, config.model_family, micro_batch_size=train.micro_batch_size,
+            seq_length=train.seq_length, seed=train.seed, split=split))
 
 
 def _check_checkpoint(config: RunConfig) -> None:

@@ -31,6 +31,11 @@ class StepRecord:
         module_learning_rates: learning rate of each trainable module.
         tokens_per_s_per_gpu: language tokens of the global batch per second, over the world size.
         image_tokens, text_tokens: tokens of the global batch of each kind, padding excluded.
+        packing_utilisation: share of the rows' tokens that is not padding.
+        bad_samples: samples that the data set has passed over so far.
+        encoder_imbalance: image tokens of the lane that has most over the mean of all lanes, over the microbatches; 1.0
+            is even. None without images.
+        encoder_imbalance_unbalanced: the same without balanced packing; None where rows are not balanced.
         data_wait_s, bridge_wait_s: longest wait of any rank, seconds.
         peak_memory_bytes: highest memory of any rank of each module.
         moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers;
@@ -52,6 +57,10 @@ class StepRecord:
     tokens_per_s_per_gpu: float = 0.0
     image_tokens: int = 0
     text_tokens: int = 0
+    packing_utilisation: float = 0.0
+    bad_samples: int = 0
+    encoder_imbalance: float | None = None
+    encoder_imbalance_unbalanced: float | None = None
     data_wait_s: float = 0.0
     bridge_wait_s: float = 0.0
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
@@ -73,6 +82,11 @@ class StepRecord:
             "tokens-per-s-per-gpu": self.tokens_per_s_per_gpu,
             "image-tokens": self.image_tokens,
             "text-tokens": self.text_tokens,
+            "packing-utilisation": self.packing_utilisation,
+            "bad-samples": self.bad_samples,
+            **{key: value for key, value in (("encoder-imbalance", self.encoder_imbalance),
+                                             ("encoder-imbalance-unbalanced", self.encoder_imbalance_unbalanced))
+               if value is not None},
             "data-wait-s": self.data_wait_s,
             "bridge-wait-s": self.bridge_wait_s,
             **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},

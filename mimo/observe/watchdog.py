@@ -44,7 +44,8 @@ class Wait:
 
     def describe(self, now: float) -> str:
         """The wait in words: `bridge recv_forward (peer vision rank 0, lane 1) for 12.0 s`."""
-        details = ", ".join(f"{name} {value}" for name, value in self.details.items() if value is not None)
+        details = ", ".join(f"{name} {value() if callable(value) else value}" for name, value in self.details.items()
+                            if value is not None)
         return f"{self.what}{f' ({details})' if details else ''} for {now - self.since:.1f} s"
 
 

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
 import torch
 
 from mimo.batch import EncoderBatch, Microbatch, TextBatch
-from mimo.grid.spec import LaneShare, Layout, lane_shares
-from mimo.protocols import LANGUAGE, DataProvider, Lane, ModelProvider, Sample, SampleStream
+from mimo.grid.reading import needs_of
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.training.collate import collate_encoder, collate_text
-
-
-@dataclass
-class Reader:
-    """One open lane: `share` of each of its microbatches is read, the rest is skipped."""
-
-    share: LaneShare
-    stream: SampleStream
+from mimo.training.sources import Source, StepSamples
 
 
 class StepLoader:
     """Microbatches of one rank, iteration by iteration.
 
-    Language ranks read the text of their lane, on every pipeline stage (only the first uses `input_ids` and only the
-    last `labels`; text is small, and one rule for all stages keeps keys and counts at hand everywhere). Encoder ranks
-    read their share of the lanes they serve, pixels on the first pipeline stage only. A colocated rank does both.
-
     Args:
         layout: all grids; must be valid.
         rank: this process.
+        source: where this rank's samples come from.
         model_provider, model_config: the model family and its flags.
-        data_provider, data_config: the data set and its flags.
         micro_batch_size: samples of a lane in a microbatch.
         num_microbatches: microbatches of an iteration.
         seq_length: tokens per sample after image expansion and padding.
-        seed: seed of the sample order.
-        split: `train` or `valid`.
         pad_token_id: fills the end of short samples.
         dtype: dtype of pixel values.
         pin_memory: give tensors in page-locked memory, from which copies to a GPU do not block the host.
@@ -50,34 +37,29 @@ class StepLoader:
     Attributes:
         consumed_samples: samples of all lanes that `next_step` has handed out.
         last_wait_s: seconds the last `next_step` waited for data.
-
-    Raises:
-        ValueError: the data set refuses the configuration.
     """
 
     def __init__(
         self,
         layout: Layout,
         rank: int,
+        source: Source,
         *,
         model_provider: ModelProvider,
         model_config: Any,
-        data_provider: DataProvider,
-        data_config: Any,
         micro_batch_size: int,
         num_microbatches: int,
         seq_length: int,
-        seed: int,
-        split: str = "train",
         pad_token_id: int = 0,
         dtype: torch.dtype = torch.float32,
         prefetch: bool = True,
         pin_memory: bool = False,
     ) -> None:
-        self._layout = layout
-        self._micro_batch_size = micro_batch_size
+        self._source = source
+        self._needs = needs_of(layout, rank, micro_batch_size)
         self._num_microbatches = num_microbatches
-        self._tokens = model_provider.token_spec(model_config)
+        self.samples_per_step = micro_batch_size * num_microbatches * layout.num_lanes
+        tokens = model_provider.token_spec(model_config)
         ids = model_provider.special_token_ids(model_config)
         modules = {grid.name: ids[grid.name] for grid in layout.encoders}
         num_image_tokens = partial(model_provider.num_image_tokens, model_config)
@@ -86,86 +68,53 @@ class StepLoader:
             modules=modules,
             num_image_tokens=num_image_tokens,
             seq_length=seq_length,
-            vocab_size=self._tokens.vocab_size,
+            vocab_size=tokens.vocab_size,
             pad_token_id=pad_token_id,
         )
         self._collate_encoder = partial(
             collate_encoder,
             modules=modules,
             num_image_tokens=num_image_tokens,
-            num_channels=self._tokens.num_channels,
+            num_channels=tokens.num_channels,
+            patch_size=tokens.patch_size if tokens.packs_patches else 0,
             dtype=dtype,
         )
-        self._readers: dict[str, list[Reader]] = {}
-        self._with_pixels: dict[str, bool] = {}
-        for module in layout.modules_of(rank):
-            position = layout.grids[module].coordinates(rank)
-            self._with_pixels[module] = module != LANGUAGE and position["pp"] == 0
-            # A lane opened as the language side never builds images.
-            side = module if self._with_pixels[module] else LANGUAGE
-            self._readers[module] = []
-            for share in self._shares(module, position["dp"]):
-                lane = Lane(side, share.lane, self._lanes, seed, split)
-                self._readers[module].append(Reader(share, data_provider.stream(data_config, self._tokens, lane)))
         self._pin_memory = pin_memory
         self.consumed_samples = 0
         self.last_wait_s = 0.0
-        self._state = self._stream_states()
-        self._broken = self._closed = False
+        self._mark = source.mark()
+        self._started = self._broken = self._closed = False
         self._pool = ThreadPool(1) if prefetch else None
-        self._pending: AsyncResult[tuple[list[Microbatch], dict[str, Any]]] | None = None
+        self._pending: AsyncResult[tuple[list[Microbatch], Any]] | None = None
 
-    @property
-    def _lanes(self) -> int:
-        return self._layout.num_lanes
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of all lanes in one iteration: the global batch size."""
-        return self._micro_batch_size * self._num_microbatches * self._lanes
-
-    def _shares(self, module: str, dp_rank: int) -> tuple[LaneShare, ...]:
-        """What data-parallel rank `dp_rank` of a module reads of each microbatch."""
-        if module == LANGUAGE:
-            return (LaneShare(dp_rank, 0, self._micro_batch_size),)
-        encoder_dp = self._layout.grids[module].dp
-        assert max(encoder_dp, self._lanes) % min(encoder_dp, self._lanes) == 0, (encoder_dp, self._lanes)
-        return lane_shares(encoder_dp, self._lanes, self._micro_batch_size, dp_rank)
-
-    def _read(self, reader: Reader) -> list[Sample]:
-        """This rank's samples of the reader's next microbatch."""
-        reader.stream.skip(reader.share.start)
-        samples = list(islice(reader.stream, reader.share.stop - reader.share.start))
-        if len(samples) != reader.share.stop - reader.share.start:
-            raise ValueError(f"lane {reader.share.lane}: the data set ended inside a microbatch; it must start over")
-        reader.stream.skip(self._micro_batch_size - reader.share.stop)
-        return samples
-
-    def _read_text(self) -> TextBatch:
-        (reader,) = self._readers[LANGUAGE]
-        return self._collate_text(self._read(reader))
-
-    def _read_encoder(self, module: str) -> EncoderBatch:
-        by_lane = [self._read(reader) for reader in self._readers[module]]
+    def _encoder_batch(self, module: str, samples: StepSamples, index: int) -> EncoderBatch:
+        needs = [need for need in self._needs if need.module == module]
+        by_lane = [samples[module, need.share.lane][index] for need in needs]
         return self._collate_encoder(
-            [sample for samples in by_lane for sample in samples],
+            [sample for lane in by_lane for sample in lane],
             module=module,
-            lane_sizes=[len(samples) for samples in by_lane],
-            pixels=self._with_pixels[module],
+            lane_sizes=[len(lane) for lane in by_lane],
+            pixels=needs[0].pixels,
         )
 
-    def _produce(self) -> tuple[list[Microbatch], dict[str, Any]]:
-        """The next iteration, and where the streams stand after it."""
+    def _text_batch(self, samples: StepSamples, index: int) -> TextBatch | None:
+        lanes = [need.share.lane for need in self._needs if need.module == LANGUAGE]
+        return self._collate_text(samples[LANGUAGE, lanes[0]][index]) if lanes else None
+
+    def _produce(self) -> tuple[list[Microbatch], Any]:
+        """The next iteration, and where the source stands after it."""
+        samples = self._source.read()
+        encoders = dict.fromkeys(need.module for need in self._needs if need.module != LANGUAGE)
         microbatches = [
             Microbatch(
-                text=self._read_text() if LANGUAGE in self._readers else None,
-                encoders={module: self._read_encoder(module) for module in self._readers if module != LANGUAGE},
+                text=self._text_batch(samples, index),
+                encoders={module: self._encoder_batch(module, samples, index) for module in encoders},
             )
-            for _ in range(self._num_microbatches)
+            for index in range(self._num_microbatches)
         ]
         if self._pin_memory:
             microbatches = [batch.pin_memory() for batch in microbatches]
-        return microbatches, self._stream_states()
+        return microbatches, self._source.mark()
 
     def next_step(self) -> list[Microbatch]:
         """The microbatches of one iteration, as host tensors.
@@ -179,59 +128,65 @@ class StepLoader:
             raise RuntimeError("the loader is closed" if self._closed else "the loader failed in an earlier step")
         started = time.perf_counter()
         self._broken = True  # stays so if the next lines raise
+        if not self._started:
+            self._source.start()
+            self._started = True
         if self._pool is None:
-            microbatches, state = self._produce()
+            microbatches, mark = self._produce()
         else:
             pending = self._pending or self._pool.apply_async(self._produce)
             self._pending = None
-            microbatches, state = pending.get()
+            microbatches, mark = pending.get()
             self._pending = self._pool.apply_async(self._produce)
         self._broken = False
         self.last_wait_s = time.perf_counter() - started
-        self._state = state
+        self._mark = mark
         self.consumed_samples += self.samples_per_step
         return microbatches
-
-    def _stream_states(self) -> dict[str, Any]:
-        return {
-            f"{module}/{reader.share.lane}": reader.stream.state_dict()
-            for module, readers in self._readers.items()
-            for reader in readers
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands after the last step handed out; what was only prefetched does not count.
 
         Returns:
-            `consumed_samples`, and `streams`: the state of each open stream by `module/lane`.
+            `consumed_samples`, and `streams`: the state of each stream that this rank reads, by `module/lane`.
         """
-        return {"consumed_samples": self.consumed_samples, "streams": dict(self._state)}
+        streams = self._on_reading_thread(partial(self._source.state_dict, self._mark))
+        return {"consumed_samples": self.consumed_samples, "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the step at which `state` was taken, by this rank or, merged, by several.
 
-        A stream whose own state is not in `streams` (the layout changed) takes the state of another: all streams of a
-        run stand at the same global sample, and a data set that cannot change its lanes refuses it.
-
         Raises:
-            ValueError: a data set's stream cannot continue from the state.
+            ValueError: the data set cannot continue from the state.
         """
         if self._pending is not None:
-            self._pending.wait()  # the streams belong to the thread until it is done; what it read is dropped
+            self._pending.wait()  # the source belongs to the thread until it is done; what it read is dropped
             self._pending = None
-        streams = state["streams"]
-        for module, readers in self._readers.items():
-            for reader in readers:
-                name = f"{module}/{reader.share.lane}"
-                reader.stream.load_state_dict(streams[name] if name in streams else next(iter(streams.values())))
+        if state["streams"]:
+            self._source.load_state_dict(state["streams"])
         self.consumed_samples = int(state["consumed_samples"])
-        self._state = self._stream_states()
+        self._mark = self._source.mark()
         self._broken = False
+
+    def describe(self) -> str:
+        """What `next_step` waits for."""
+        return self._source.describe()
+
+    def _on_reading_thread(self, action: Callable[[], Any]) -> Any:
+        """`action`, run where nothing else uses the source at the same time."""
+        return action() if self._pool is None else self._pool.apply(action)
 
     def close(self) -> None:
         """Stop the background thread. `next_step` raises from then on; calling it again does nothing."""
+        if self._closed:
+            return
         self._closed = True
+        if self._pending is not None and not self._broken:
+            # Other ranks take part in what is under way. It is short: all ranks have asked for it.
+            self._pending.wait()
         self._pending = None
+        if not self._broken:
+            self._source.close()
         if self._pool is not None:
             self._pool.terminate()
             self._pool = None

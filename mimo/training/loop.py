@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mimo.batch import Microbatch
 from mimo.checkpoint.agree import gather
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress
@@ -21,6 +22,8 @@ from mimo.observe.watchdog import Watchdog
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
+from mimo.training.balance import image_tokens, imbalance
+from mimo.training.data import open_loader
 from mimo.training.evaluate import Evaluation, evaluate
 from mimo.training.generate import greedy_decode
 from mimo.training.loader import StepLoader
@@ -57,6 +60,9 @@ class TrainingLoop:
         self.progress = Progress()
         self.saver: Saver | None = None
         self.last_evaluation: Evaluation | None = None
+        self.bad_samples = 0
+        # Loaders opened so far, the same on all ranks: their messages must not mix. 0 is the handshake's.
+        self._opened = 0
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
@@ -95,7 +101,8 @@ class TrainingLoop:
 
     def _open(self, split: str, *, prefetch: bool) -> StepLoader:
         train = self.config.train
-        return StepLoader(
+        self._opened += 1
+        return open_loader(
             self.grids.layout,
             self.grids.rank,
             model_provider=self.provider,
@@ -107,6 +114,9 @@ class TrainingLoop:
             seq_length=train.seq_length,
             seed=train.seed,
             split=split,
+            lane_loader=self.config.data.lane_loader,
+            host=self.grids.host,
+            tag=self._opened,
             prefetch=prefetch,
             pin_memory=self.platform.name == "cuda",
         )
@@ -139,7 +149,7 @@ class TrainingLoop:
         limit_s = (checkpoint.exit_duration_in_mins or float("inf")) * 60
         while progress.iteration < self.total_iterations:
             begin = time.perf_counter()
-            with self.watchdog.waiting("data", iteration=progress.iteration + 1):
+            with self.watchdog.waiting("data", iteration=progress.iteration + 1, state=loader.describe):
                 microbatches = loader.next_step()
             over_time = time.monotonic() - began > limit_s
             result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested) or over_time)
@@ -149,7 +159,8 @@ class TrainingLoop:
             else:
                 progress.skipped_iterations += 1
             self.watchdog.progress(iteration=progress.iteration)
-            logger.log_step(self._record(result, loader.last_wait_s, time.perf_counter() - begin))
+            self.bad_samples += result.bad_samples
+            logger.log_step(self._record(result, microbatches, loader.last_wait_s, time.perf_counter() - begin))
             if result.stop_requested:
                 own = stop.name or ("--exit-duration-in-mins" if over_time else None)
                 return next(reason for reason in gather(self.grids, own) if reason is not None)
@@ -170,7 +181,9 @@ class TrainingLoop:
         self.state.streams = loader.state_dict()
         self.saver.save(self.progress)
 
-    def _record(self, result: StepResult, data_wait_s: float, seconds: float) -> StepRecord:
+    def _record(
+        self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float
+    ) -> StepRecord:
         """Figures of one iteration; the maxima over ranks are agreed here."""
         timers = [bridge.timer for bridge in self.parts.built.model.colocated_comms.values()]
         if self.parts.communicator is not None:
@@ -180,9 +193,12 @@ class TrainingLoop:
         maxima = [data_wait_s, sum(timer.drain_s() for timer in timers)]
         maxima += [float(memory) if name in self.grids.modules else 0.0 for name in names]
         maxima.append(float(self.saver is not None and self.saver.is_writing))
-        agreed = torch.tensor(maxima, dtype=torch.float64)
+        images, unbalanced = image_tokens(microbatches)
+        agreed = torch.tensor([*maxima, *images, *unbalanced], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
-        data_wait_s, bridge_wait_s, *peaks, writing = agreed.tolist()
+        largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
+        data_wait_s, bridge_wait_s, *peaks, writing = largest[: len(maxima)]
+        most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
         if self.saver is not None:
             self.saver.poll(bool(writing))
         rates = current_learning_rates(
@@ -203,6 +219,11 @@ class TrainingLoop:
             tokens_per_s_per_gpu=(result.text_tokens + result.image_tokens) / seconds / self.grids.layout.world_size,
             image_tokens=result.image_tokens,
             text_tokens=result.text_tokens,
+            packing_utilisation=(result.text_tokens + result.image_tokens)
+            / (self.config.train.global_batch_size * self.config.train.seq_length),
+            bad_samples=self.bad_samples,
+            encoder_imbalance=imbalance(most_images, result.image_tokens, lanes),
+            encoder_imbalance_unbalanced=imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes),
             data_wait_s=data_wait_s,
             bridge_wait_s=bridge_wait_s,
             peak_memory_bytes={name: int(peak) for name, peak in zip(names, peaks, strict=True)},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mimo.checkpoint.load import find_checkpoint, load_checkpoint
+from pathlib import Path
+
+from mimo.checkpoint.agree import raise_together
+from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
 from mimo.checkpoint.state import Progress, RunState
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import ModelProvider
@@ -34,8 +37,7 @@ def start(
     folder = find_checkpoint(state)
     if folder is not None:
         loaded = load_checkpoint(state, folder, watchdog)
-        if loaded.streams is not None:
-            loader.load_state_dict(loaded.streams)
+        _continue_data(state, loader, loaded, folder)
         lines = [f"loaded {folder}" + ("" if loaded.streams else " (weights only)")]
         if flags.has_pretrained:
             lines.append("  pretrained Hugging Face weights are not read: the checkpoint has the run's own")
@@ -51,3 +53,14 @@ def start(
         return Progress(), [f"weights from {', '.join(path for path in given if path)}"]
     lines = [] if flags.load is None else [f"--load {flags.load} holds no checkpoint yet: the run starts fresh"]
     return Progress(), lines
+
+
+def _continue_data(state: RunState, loader: StepLoader, loaded: Loaded, folder: Path) -> None:
+    """Bring the data to where the checkpoint was made, or stop every rank for the reason that one of them has."""
+    error = None
+    if loaded.streams is not None:
+        try:
+            loader.load_state_dict(loaded.streams)
+        except ValueError as problem:
+            error = f"--load {folder}: {problem}"
+    raise_together(state.grids, error)

@@ -28,6 +28,9 @@ from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
 from mimo.training.grad_sync import GradSync
 
+# Entries of the totals of a step before those of each encoder.
+FIXED_TOTALS = 7
+
 
 @dataclass
 class TrainerParts:
@@ -69,6 +72,8 @@ class StepResult:
         loss: mean over the target tokens of the global batch.
         num_tokens: target tokens of the global batch.
         text_tokens, image_tokens: tokens of the global batch, padding excluded.
+        bad_samples: samples that the data set passed over on the way to the global batch.
+        unbalanced_image_tokens: image tokens that it would have had without balanced packing.
         success: whether parameters were updated.
         grad_norm: global norm before clipping; None when skipped.
         num_zeros: zero gradients, where logged.
@@ -85,6 +90,8 @@ class StepResult:
     grad_norm: float | None
     num_zeros: int | None
     stop_requested: bool
+    bad_samples: int = 0
+    unbalanced_image_tokens: int = 0
     seconds: float = 0.0
     bridge_wait_s: float = 0.0
     moe_losses: dict[str, float] = field(default_factory=dict)
@@ -175,7 +182,7 @@ def train_step(
     reports = run_schedule(parts, microbatches, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
     totals = _sum_over_world(parts, microbatches, reports, stop_requested)
     parts.grad_sync.scale(totals[1], _participants(parts, totals))
-    loss_sum, num_tokens, text_tokens, image_tokens, stop, *_ = totals.tolist()
+    loss_sum, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced, *_ = totals.tolist()
     loss = loss_sum / max(num_tokens, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
         _refuse_loss(parts, microbatches, reports, loss)
@@ -192,6 +199,8 @@ def train_step(
         grad_norm,
         num_zeros,
         stop > 0,
+        int(bad_samples),
+        int(unbalanced),
         seconds=time.perf_counter() - start,
     )
 
@@ -201,10 +210,11 @@ def _sum_over_world(
 ) -> torch.Tensor:
     """Totals of the global batch, float64.
 
-    In order: loss sum, target tokens, text tokens, image tokens, stop requests, image-seeing ranks of each encoder.
+    In order: loss sum, target tokens, text tokens, image tokens, stop requests, bad samples, image tokens without
+    balanced packing, image-seeing ranks of each encoder.
     """
     encoders = parts.grids.layout.encoders
-    totals = torch.zeros(5 + len(encoders), dtype=torch.float64)
+    totals = torch.zeros(FIXED_TOTALS + len(encoders), dtype=torch.float64)
     totals[4] = float(stop_requested)
     if parts.counts_losses:
         for batch in microbatches:
@@ -212,11 +222,13 @@ def _sum_over_world(
             images = sum(sum(counts) for counts in batch.text.token_counts.values())
             totals[3] += images
             totals[2] += batch.text.num_tokens - images
+            totals[5] += batch.text.num_skipped
+            totals[6] += batch.text.unbalanced_image_tokens
     for index, encoder in enumerate(encoders):
         if parts.grids.rank in encoder.ranks:
             place = encoder.coordinates(parts.grids.rank)
             saw_image = any(sum(batch.encoders[encoder.name].token_counts) for batch in microbatches)
-            totals[5 + index] = float(saw_image and not place["tp"] and not place["cp"] and not place["pp"])
+            totals[FIXED_TOTALS + index] = float(saw_image and not place["tp"] and not place["cp"] and not place["pp"])
     totals = totals.to(parts.platform.device)
     if parts.counts_losses:
         totals[:2] += torch.stack(reports).sum(dim=0)
@@ -228,7 +240,7 @@ def _sum_over_world(
 def _participants(parts: TrainerParts, totals: torch.Tensor) -> dict[str, torch.Tensor] | None:
     if not parts.config.optim.correct_encoder_grad_for_partial_participation:
         return None
-    return {encoder.name: totals[5 + index] for index, encoder in enumerate(parts.grids.layout.encoders)}
+    return {encoder.name: totals[FIXED_TOTALS + index] for index, encoder in enumerate(parts.grids.layout.encoders)}
 
 
 def _refuse_loss(

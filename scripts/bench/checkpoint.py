@@ -122,14 +122,14 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
     from mimo.grid.groups import Grids
     from mimo.observe.watchdog import Watchdog
     from mimo.registry import dataset_provider, model_provider
-    from mimo.training.loader import StepLoader
+    from mimo.training.data import open_loader
     from mimo.training.resume import run_state
     from mimo.training.setup import setup_trainer
 
     grids = Grids(layout, device.backend)
     provider = model_provider("mock")
     parts = setup_trainer(config, provider, grids, device, Watchdog(0.0, f"rank {rank}"))
-    loader = StepLoader(
+    loader = open_loader(
         layout, rank, model_provider=provider, model_config=config.model_family,
         data_provider=dataset_provider("mock"), data_config=config.dataset, micro_batch_size=micro,
         num_microbatches=num_microbatches(config), seq_length=config.train.seq_length, seed=1)

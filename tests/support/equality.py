@@ -66,9 +66,9 @@ def parse_config(*flags: str) -> RunConfig:
 def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:
     """The training loader of a rank."""
     from mimo.registry import dataset_provider, model_provider
-    from mimo.training.loader import StepLoader
+    from mimo.training.data import open_loader
 
-    return StepLoader(
+    return open_loader(
         layout,
         rank,
         model_provider=model_provider(config.model.model_provider),

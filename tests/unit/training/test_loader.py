@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from data import digits, mock
-from data.lanes import IndexedStream
+from data.indexed import IndexedStream
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import Sample, TokenSpec
+from mimo.training.data import open_loader
 from mimo.training.loader import StepLoader
 
 TOKENS = TokenSpec(vocab_size=64, image_token_id=3, image_size=8, num_channels=1)
@@ -78,7 +79,7 @@ def loader(grids, rank, provider=mock.provider, config=None, *, micro=2, num=2, 
         "seed": 11,
         "prefetch": False,
     }
-    return StepLoader(grids, rank, **(arguments | changes))
+    return open_loader(grids, rank, **(arguments | changes))
 
 
 def same(one, two) -> bool:

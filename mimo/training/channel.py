@@ -1,0 +1,45 @@
+"""Messages between ranks over the host, used by one background thread of each rank."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class HostChannel:
+    """Python objects from rank to rank, in order for each pair.
+
+    Args:
+        group: a gloo group of the whole world.
+        tag: tells the messages of this channel from those of others on the group; the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        self._group = group
+        self._tag = tag
+        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, rank: int, value: Any) -> None:
+        """Start sending; `flush` waits for it."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+        size = torch.tensor([payload.numel()], dtype=torch.int64)
+        for tensor in (size, payload):
+            work = dist.isend(tensor, rank, group=self._group, tag=self._tag)
+            assert work is not None, "the sender is a member of the group"
+            self._pending.append((work, tensor))
+
+    def flush(self) -> None:
+        """Wait until everything sent has been received."""
+        while self._pending:
+            self._pending.pop(0)[0].wait()
+
+    def receive(self, rank: int) -> Any:
+        """The next message of `rank`; waits for it."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._group, tag=self._tag)
+        payload = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.recv(payload, rank, group=self._group, tag=self._tag)
+        return pickle.loads(payload.numpy().tobytes())
