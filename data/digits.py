@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data.lanes import IndexedStream
+from data.indexed import IndexedStream
 from mimo.protocols import LANGUAGE, Lane, Sample, TokenSpec
 
 PAD, BOS, EOS = 0, 1, 2

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data.lanes import IndexedStream
+from data.indexed import IndexedStream
 from mimo.protocols import LANGUAGE, Lane, Sample, TokenSpec
 
 SPLITS = ("train", "valid")

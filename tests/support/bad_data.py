@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data.lanes import IndexedStream
+from data.indexed import IndexedStream
 from data.mock import MockProvider, build_sample
 from mimo.protocols import LANGUAGE, Lane, Sample, TokenSpec
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.lanes import IndexedStream
+from data.indexed import IndexedStream
 from mimo.protocols import LANGUAGE, Sample
 
 END, FIRST_BYTE = 1, 2  # 0 pads

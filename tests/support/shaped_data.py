@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from data.lanes import IndexedStream
+from data.indexed import IndexedStream
 from data.mock import MockProvider, build_sample
 from mimo.protocols import Lane, Sample, TokenSpec
 

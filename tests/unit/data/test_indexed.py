@@ -1,9 +1,9 @@
-"""Lanes: every layout sees the same global batch, and a lane continues where it stopped."""
+"""A stream by index: every layout sees the same global batch, and a lane continues where it stopped."""
 
 import numpy as np
 import pytest
 
-from data.lanes import IndexedStream
+from data.indexed import IndexedStream
 from mimo.protocols import Lane, Sample
 
 

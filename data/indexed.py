@@ -1,0 +1,59 @@
+"""A lane of any data set whose sample is a function of its global index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mimo.protocols import Lane, Sample
+
+
+class IndexedStream:
+    """The samples of one lane: global indices `lane.index`, `lane.index + lane.count`, ...
+
+    Args:
+        lane: which lane.
+        build: the sample at a global index, counted from 0 without end.
+
+    Raises:
+        ValueError: the seed is negative, which NumPy's generators refuse.
+    """
+
+    def __init__(self, lane: Lane, build: Callable[[int], Sample]) -> None:
+        assert 0 <= lane.index < lane.count, lane
+        if lane.seed < 0:
+            raise ValueError(f"--seed {lane.seed}: must not be negative")
+        self._lane = lane
+        self._build = build
+        self._consumed = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        sample = self._build(self._lane.index + self._consumed * self._lane.count)
+        self._consumed += 1
+        return sample
+
+    def skip(self, count: int) -> None:
+        """Pass over `count` samples without building them."""
+        self._consumed += count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples of this lane handed out so far, and the number of lanes they were counted in."""
+        return {"consumed": self._consumed, "lanes": self._lane.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken, by the same lane or, as all lanes stand at the same place, by any other.
+
+        Raises:
+            ValueError: the lane count changed and the samples consumed by all lanes do not divide over the new one.
+        """
+        total = int(state["consumed"]) * int(state["lanes"])
+        consumed, left_over = divmod(total, self._lane.count)
+        if left_over:
+            raise ValueError(
+                f"--llm-dp {self._lane.count}: cannot continue a run of --llm-dp {state['lanes']} after {total} "
+                f"samples, which do not divide over {self._lane.count} lanes; keep --llm-dp or take a divisor"
+            )
+        self._consumed = consumed
