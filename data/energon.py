@@ -7,8 +7,11 @@ that rank serves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from mimo.protocols import DataRequest, LaneReader
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,77 @@ class Config:
     """Standard deviation of each channel, of pixels in 0..1 (CLIP's); one value serves all channels."""
     max_bad_samples: int = 100
     """Bad samples that a run may pass over; one more ends it. Each is reported with shard and key."""
+
+
+def check(config: Config, request: DataRequest) -> None:
+    """Raise ValueError, naming flags and values, for numbers that cannot work. Opens nothing."""
+    for name, least in (("num_workers", 0), ("packing_buffer_size", 0), ("shuffle_buffer_size", 0),
+                        ("max_samples_per_sequence", 1), ("max_bad_samples", 0), ("max_image_pixels", 1)):
+        value = vars(config)[name]
+        if value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if config.packing_balance and not config.packing_buffer_size:
+        raise ValueError("--packing-balance: chooses packs, and needs --packing-buffer-size")
+    if config.packing_buffer_size and request.micro_batch_size != 1:
+        raise ValueError(
+            f"--packing-buffer-size {config.packing_buffer_size}: a packed row is a microbatch of its own; "
+            f"--micro-batch-size {request.micro_batch_size} must be 1"
+        )
+
+
+def unpacked(config: Config) -> Config:
+    """The flags for the validation split, whose samples are counted one by one."""
+    return replace(config, packing_buffer_size=0, packing_balance=False)
+
+
+class EnergonProvider:
+    """The `energon` data set; see the module's text."""
+
+    Config: ClassVar[type] = Config
+
+    def validate(self, config: Any, request: DataRequest) -> None:
+        """Raise ValueError, naming flags, for what cannot work: numbers, paths, splits, tokenizer, image tiling."""
+        check(config, request)
+        # Energon and torch take seconds to import, and --help needs neither.
+        from data.energon_open import check_size, split_sizes
+        from data.energon_vlm import ErrorLog, VlmTaskEncoder
+
+        if request.split == "train":
+            check_size(config, request.num_lanes)
+        elif not sum(split_sizes(config, request.split)):
+            path = config.valid_data_path or config.data_path
+            raise ValueError(f"--valid-data-path {path}: has no sample to validate on")
+        VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
+
+    def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
+        """Open some lanes. Raises ValueError as `validate` does."""
+        check(config, request)
+        from data.energon_reader import Encoding, EnergonReader
+        from data.energon_valid import ValidReader
+        from data.energon_vlm import ErrorLog, VlmTaskEncoder, to_sample
+
+        train = request.split == "train"
+        config = config if train else unpacked(config)
+        errors = ErrorLog(config.max_bad_samples)
+        encoding = Encoding(VlmTaskEncoder(config, request, errors), errors.handler, to_sample)
+        return EnergonReader(config, request, lanes, encoding) if train else ValidReader(
+            config, request, lanes, encoding)
+
+    def num_samples(self, config: Any, split: str) -> int | None:
+        """Samples in one pass over a split; training starts over without end, and packs as it goes."""
+        if split == "train":
+            return None
+        from data.energon_open import split_sizes
+
+        return sum(split_sizes(config, split))
+
+    def decode(self, config: Any, tokens: list[int]) -> str:
+        """Token ids up to the end of the sequence as text."""
+        from data.prompts import load_tokenizer
+
+        tokenizer = load_tokenizer(config.tokenizer)
+        end = tokenizer.eos_token_id
+        return str(tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens, skip_special_tokens=True))
+
+
+provider = EnergonProvider()

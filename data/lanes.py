@@ -1,59 +1,192 @@
-"""A lane over any data set whose sample is a function of its global index."""
+"""Rows of many workers, sent to the lane that owns the worker: one loader for several lanes.
+
+A lane owns `num_workers` consecutive global workers and takes their rows in turn: next comes the worker that has given
+the fewest rows, the lowest id among equals. So a lane's order depends on its workers alone, not on which loader runs
+them, on the order in which their rows arrive, or on the other lanes that the loader serves. A loader that reads ahead
+for one lane keeps the rows of the others in queues, in order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from mimo.protocols import Lane, Sample
+# Rows that one lane's read may take from a loader, a worker: torch's loader asks its workers in turn, so that in sound
+# runs one is enough.
+PULLS_PER_WORKER = 4
 
 
-class IndexedStream:
-    """The samples of one lane: global indices `lane.index`, `lane.index + lane.count`, ...
+@dataclass(frozen=True)
+class Checkpoint:
+    """State of a worker from which it can read on.
 
-    Args:
-        lane: which lane.
-        build: the sample at a global index, counted from 0 without end.
-
-    Raises:
-        ValueError: the seed is negative, which NumPy's generators refuse.
+    Attributes:
+        index: rows that the worker had given, since the start of the run, when the state was taken.
+        state: Energon's state as plain objects; None: the start of the data set.
     """
 
-    def __init__(self, lane: Lane, build: Callable[[int], Sample]) -> None:
-        assert 0 <= lane.index < lane.count, lane
-        if lane.seed < 0:
-            raise ValueError(f"--seed {lane.seed}: must not be negative")
-        self._lane = lane
-        self._build = build
-        self._consumed = 0
+    index: int = 0
+    state: Any = None
 
-    def __iter__(self) -> Iterator[Sample]:
-        return self
 
-    def __next__(self) -> Sample:
-        sample = self._build(self._lane.index + self._consumed * self._lane.count)
-        self._consumed += 1
-        return sample
+@dataclass(frozen=True)
+class Arrival:
+    """A row from a worker.
 
-    def skip(self, count: int) -> None:
-        """Pass over `count` samples without building them."""
-        self._consumed += count
+    Attributes:
+        worker: global worker id that the loader states.
+        index: place of the row among the worker's rows.
+        row: the row; its `worker` is the global worker id that the worker itself states.
+        checkpoint: the worker's state after this row, now and then.
+    """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Samples of this lane handed out so far, and the number of lanes they were counted in."""
-        return {"consumed": self._consumed, "lanes": self._lane.count}
+    worker: int
+    index: int
+    row: Any
+    checkpoint: Checkpoint | None = None
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, by the same lane or, as all lanes stand at the same place, by any other.
+
+class Source(Protocol):
+    """Runs some workers."""
+
+    workers: range
+
+    def pull(self, worker: int) -> Arrival:
+        """The next row of any of its workers; of `worker` where it can choose."""
+        ...
+
+
+@dataclass
+class WorkerPosition:
+    """How far one worker's rows have been handed out.
+
+    Attributes:
+        count: rows handed out since the start of the run.
+        skipped: bad samples that were passed over on the way to them.
+        checkpoints: states to read on from, oldest first; the first is not after any mark that may still be asked for.
+    """
+
+    count: int = 0
+    skipped: int = 0
+    checkpoints: deque[Checkpoint] = field(default_factory=lambda: deque([Checkpoint()]))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where all workers of a router stood: `(count, skipped)` by global worker id."""
+
+    positions: Mapping[int, tuple[int, int]]
+
+
+def lane_blocks(lanes: Sequence[int], num_lanes: int) -> list[range]:
+    """Split lanes into the fewest runs that one loader can serve.
+
+    A loader of `k` lanes is rank `r` of `num_lanes / k`, and its workers are those of lanes `r*k` to `r*k + k - 1`.
+    """
+    wanted, blocks = sorted(set(lanes)), []
+    assert wanted and 0 <= wanted[0] and wanted[-1] < num_lanes, (lanes, num_lanes)
+    while wanted:
+        first = wanted[0]
+        size = max(
+            count
+            for count in range(1, len(wanted) + 1)
+            if num_lanes % count == 0 and first % count == 0 and wanted[count - 1] == first + count - 1
+        )
+        blocks.append(range(first, first + size))
+        wanted = wanted[size:]
+    return blocks
+
+
+class Router:
+    """Hands out rows lane by lane.
+
+    Args:
+        sources: what runs the workers of these lanes.
+        workers_per_lane: global worker `w` belongs to lane `w // workers_per_lane`.
+        kept_marks: marks whose checkpoints are kept.
+
+    Attributes:
+        positions: by global worker id.
+    """
+
+    def __init__(self, sources: Sequence[Source], workers_per_lane: int, kept_marks: int = 8) -> None:
+        self._source_of = {worker: source for source in sources for worker in source.workers}
+        self._workers_per_lane = workers_per_lane
+        self.positions = {worker: WorkerPosition() for worker in self._source_of}
+        self._queues: dict[int, deque[Arrival]] = {worker: deque() for worker in self._source_of}
+        self._received = {worker: 0 for worker in self._source_of}
+        self._marks: deque[Mark] = deque(maxlen=kept_marks)
+
+    def restore(self, worker: int, position: WorkerPosition) -> None:
+        """Continue a worker after `position.count` rows. Before the first read."""
+        self.positions[worker] = position
+        self._received[worker] = position.count
+
+    def workers_of(self, lane: int) -> range:
+        """Global ids of a lane's workers."""
+        return range(lane * self._workers_per_lane, (lane + 1) * self._workers_per_lane)
+
+    def next_worker(self, lane: int) -> int:
+        """The worker that gives the lane's next row: the first of those that have given fewest."""
+        return min(self.workers_of(lane), key=lambda worker: self.positions[worker].count)
+
+    def read(self, lane: int) -> Any:
+        """The next row of a lane.
 
         Raises:
-            ValueError: the lane count changed and the samples consumed by all lanes do not divide over the new one.
+            RuntimeError: a row without its worker's id, of a worker of another loader or out of order; a worker that
+                gives nothing while the others do.
         """
-        total = int(state["consumed"]) * int(state["lanes"])
-        consumed, left_over = divmod(total, self._lane.count)
-        if left_over:
-            raise ValueError(
-                f"--llm-dp {self._lane.count}: cannot continue a run of --llm-dp {state['lanes']} after {total} "
-                f"samples, which do not divide over {self._lane.count} lanes; keep --llm-dp or take a divisor"
+        worker = self.next_worker(lane)
+        source = self._source_of[worker]
+        queue = self._queues[worker]
+        budget = PULLS_PER_WORKER * len(source.workers)
+        for _ in range(budget):
+            if queue:
+                break
+            self._put(source, source.pull(worker))
+        if not queue:
+            raise RuntimeError(
+                f"lane {lane}: worker {worker} gave no row while the workers {source.workers.start} to "
+                f"{source.workers.stop - 1} of its loader gave {budget}"
             )
-        self._consumed = consumed
+        arrival = queue.popleft()
+        position = self.positions[worker]
+        position.count += 1
+        position.skipped += len(arrival.row.skipped)
+        return arrival.row
+
+    def _put(self, source: Source, arrival: Arrival) -> None:
+        """Queue a row for the lane of its worker, after comparing what row and loader say about it."""
+        worker = arrival.worker
+        stated = arrival.row.worker if hasattr(arrival.row, "worker") else None
+        if worker not in source.workers or stated != worker:
+            raise RuntimeError(
+                f"a row states worker {stated} and came from worker {worker} of a loader of the workers "
+                f"{source.workers.start} to {source.workers.stop - 1}: no lane may take it"
+            )
+        if arrival.index != self._received[worker]:
+            raise RuntimeError(f"worker {worker} gave row {arrival.index} where {self._received[worker]} was due")
+        self._received[worker] += 1
+        self._queues[worker].append(arrival)
+        if arrival.checkpoint is not None:
+            position = self.positions[worker]
+            position.checkpoints.append(arrival.checkpoint)
+            needed = self._marks[0].positions[worker][0] if self._marks else position.count
+            while len(position.checkpoints) > 1 and position.checkpoints[1].index <= needed:
+                position.checkpoints.popleft()
+
+    def mark(self) -> Mark:
+        """Where all workers stand now."""
+        mark = Mark({worker: (place.count, place.skipped) for worker, place in self.positions.items()})
+        self._marks.append(mark)
+        return mark
+
+    def position_at(self, worker: int, mark: Mark) -> tuple[int, int, Checkpoint]:
+        """`(count, skipped, checkpoint)` of a worker at one of the last few marks; the checkpoint is not after it."""
+        count, skipped = mark.positions[worker]
+        fitting = [checkpoint for checkpoint in self.positions[worker].checkpoints if checkpoint.index <= count]
+        assert fitting, f"worker {worker}: the mark at row {count} is older than the last {self._marks.maxlen}"
+        return count, skipped, fitting[-1]

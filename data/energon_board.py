@@ -1,0 +1,151 @@
+"""What each Energon worker is doing, in memory that its trainer sees: names for stalls, deaths and broken shards."""
+
+from __future__ import annotations
+
+import inspect
+import mmap
+import os
+import struct
+import tarfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from megatron.energon.errors import SampleException
+from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.wrappers.base import BaseWrapperDataset
+from megatron.energon.wrappers.map_dataset import MapDataset
+from megatron.energon.wrappers.packing_dataset import PackingDataset
+
+HEADER = struct.Struct("<qdH")  # pid, time of the note, bytes of the text
+SLOT_BYTES = 512
+# What a broken shard raises on its way through Energon's reader: a short tar, a missing file, a wrong index.
+READ_ERRORS = (OSError, tarfile.TarError, ValueError, EOFError, IndexError, struct.error)
+
+
+class Board:
+    """One line of text a worker, in memory that forks share. A line being written may be read half: it is for people.
+
+    Args:
+        workers: global worker ids.
+    """
+
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._places = {worker: place * SLOT_BYTES for place, worker in enumerate(workers)}
+        self._memory = mmap.mmap(-1, SLOT_BYTES * len(self._places))
+
+    def write(self, worker: int, text: str) -> None:
+        """Say what `worker`, which is this process, does from now on."""
+        data = text.encode()[: SLOT_BYTES - HEADER.size]
+        place = self._places[worker]
+        HEADER.pack_into(self._memory, place, os.getpid(), time.monotonic(), len(data))
+        self._memory[place + HEADER.size : place + HEADER.size + len(data)] = data
+
+    def read(self, worker: int) -> tuple[int, float, str]:
+        """Process id, seconds since its last note, and the note; process id 0 before the first one."""
+        place = self._places[worker]
+        pid, noted, size = HEADER.unpack_from(self._memory, place)
+        if not pid:
+            return 0, 0.0, "not started"
+        data = self._memory[place + HEADER.size : place + HEADER.size + size]
+        return pid, time.monotonic() - noted, data.decode(errors="replace")
+
+
+class Notes:
+    """The line of whichever worker runs in this process; `worker` is set when its iteration starts."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.worker = -1
+
+    def write(self, text: str) -> None:
+        """Write to this worker's line; outside of a worker, for example while a data set is built, to none."""
+        if self.worker >= 0:
+            self._board.write(self.worker, text)
+
+
+class WatchedReader:
+    """A shard reader that notes what it reads, and whose errors name the shard.
+
+    Args:
+        reader: Energon's reader of one data set's shards.
+        notes: where to note it.
+    """
+
+    def __init__(self, reader: Any, notes: Notes) -> None:
+        self._reader = reader
+        self._notes = notes
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def close(self) -> None:
+        """Close the shards that are open."""
+        self._reader.close()
+
+    def __str__(self) -> str:
+        return str(self._reader)
+
+    def _place(self, index: int) -> str:
+        """The shard of a sample, and the sample's place in it."""
+        if not hasattr(self._reader, "shard_infos"):
+            return f"sample {index} of {self._reader}"
+        starts: Sequence[int] = self._reader.shard_count_cumsum
+        shard = bisect_right(starts, index) - 1
+        return f"sample {index - starts[shard]} of shard {self._reader.shard_infos[shard].path}"
+
+    def __getitem__(self, index: int) -> Any:
+        """The raw sample; None for one that the split excludes.
+
+        Raises:
+            ValueError: the shard is missing, short, or not the one that was prepared.
+        """
+        place = self._place(index)
+        self._notes.write(f"reading {place}")
+        try:
+            sample = self._reader[index]
+        except READ_ERRORS as error:
+            raise ValueError(
+                f"--data-path: cannot read {place}: {type(error).__name__}: {error}; restore the file, or leave it out "
+                "of the split and prepare the data set again"
+            ) from error
+        if sample is not None:
+            self._notes.write(f"encoding {sample['__key__']}, {place}")
+        return sample
+
+
+def _key_of(sample: Any) -> str:
+    if isinstance(sample, dict):
+        return str(sample.get("__key__"))
+    return str(sample.__key__) if hasattr(sample, "__key__") else type(sample).__name__
+
+
+def _noting(function: Callable[[Any], Any], notes: Notes) -> Callable[[Any], Any]:
+    def noted(sample: Any) -> Any:
+        notes.write(f"encoding {_key_of(sample)}")
+        return function(sample)
+
+    return noted
+
+
+def watch(dataset: SavableDataset, notes: Notes) -> None:
+    """Make every shard read and every encoder of a tree of wrappers write a note first."""
+    if isinstance(dataset, WebdatasetSampleLoaderDataset):
+        dataset.join_readers = [WatchedReader(reader, notes) for reader in dataset.join_readers]
+    if isinstance(dataset, BaseWrapperDataset):
+        for inner in dataset.datasets:
+            watch(inner, notes)
+    if isinstance(dataset, PackingDataset) and dataset.sample_encoder is not None:
+        dataset.sample_encoder = _noting(dataset.sample_encoder, notes)
+    # The innermost map takes the raw sample, of which the reader has just written.
+    elif isinstance(dataset, MapDataset) and not isinstance(dataset.dataset, WebdatasetSampleLoaderDataset):
+        # Energon asks whether a mapping is a generator function, which a wrapper of one is not.
+        if not inspect.isgeneratorfunction(dataset.map_fn):
+            dataset.map_fn = _noting(dataset.map_fn, notes)
+
+
+def is_bad_data(error: BaseException) -> bool:
+    """Whether the data is at fault, rather than the program."""
+    return isinstance(error, (SampleException, *READ_ERRORS))

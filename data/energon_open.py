@@ -1,0 +1,139 @@
+"""Opens Energon data sets. What is wrong with a path, a split or its size becomes one ValueError with the flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from megatron.energon import WorkerConfig, get_train_dataset, load_dataset
+from megatron.energon import errors as energon_errors
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.flavors.webdataset import base_webdataset
+from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.task_encoder.base import TaskEncoder
+from megatron.energon.wrappers.base import BaseWrapperDataset
+
+from data.energon import Config
+
+# What Energon raises for a folder, a YAML or a split that it cannot use.
+OPEN_ERRORS = (AssertionError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError)
+SPLIT_NAMES = {"train": "train", "valid": "val"}
+
+
+def _discard(*_: Any, **__: Any) -> None:
+    """In place of `print` in Energon: bad samples are logged by the trainer, and slices of shards interest nobody."""
+
+
+vars(energon_errors)["print"] = _discard
+vars(base_webdataset)["print"] = _discard
+
+
+def path_of(config: Config, split: str) -> tuple[str, str]:
+    """The flag and path of a split, `train` or `valid`."""
+    if split == "valid" and config.valid_data_path:
+        return "--valid-data-path", config.valid_data_path
+    return "--data-path", config.data_path
+
+
+@contextmanager
+def naming(flag: str, path: str, split: str) -> Iterator[None]:
+    """Turn Energon's errors about a data set into a ValueError with flag, path and split."""
+    try:
+        yield
+    except OPEN_ERRORS as error:
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{flag} {path}: cannot open the {SPLIT_NAMES[split]!r} split: {detail}") from error
+
+
+def check_prepared(config: Config, split: str) -> None:
+    """Raise ValueError unless the path of a split exists and is something that Energon opens."""
+    flag, path = path_of(config, split)
+    if not path:
+        raise ValueError(f"{flag}: name the folder or metadataset YAML of --dataset-provider energon")
+    with naming(flag, path, split):
+        place = EPath(path)
+        kind = get_dataset_type(place)
+        exists = place.is_file() or place.is_dir()
+    if not exists:
+        raise ValueError(f"{flag} {path}: does not exist")
+    if kind in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
+        raise ValueError(f"{flag} {path}: neither a folder prepared with `energon prepare {path}` nor a metadataset "
+                         "YAML: it has no .nv-meta/.info.json")
+
+
+def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
+    """The data sets at the bottom of a tree of wrappers, which read shards."""
+    if isinstance(dataset, WebdatasetSampleLoaderDataset):
+        yield dataset
+    elif isinstance(dataset, BaseWrapperDataset):
+        for inner in dataset.datasets:
+            yield from leaves(inner)
+
+
+def leaf_range(leaf: WebdatasetSampleLoaderDataset) -> range:
+    """Which samples of its shards a data set of one worker in all reads."""
+    (offsets,) = leaf.workers_slice_offsets
+    return range(int(offsets[0]), int(offsets[-1]))
+
+
+def split_sizes(config: Config, split: str) -> list[int]:
+    """Samples in one pass over each source of a split.
+
+    Raises:
+        ValueError: it cannot be opened, naming flag and path.
+    """
+    check_prepared(config, split)
+    flag, path = path_of(config, split)
+    alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    with naming(flag, path, split):
+        loaded = load_dataset(path).get_datasets(
+            training=split == "train", split_part=SPLIT_NAMES[split], worker_config=alone
+        )
+        return [len(leaf_range(leaf)) for source in loaded.datasets for leaf in leaves(source.dataset.build())]
+
+
+def check_size(config: Config, num_lanes: int) -> list[int]:
+    """Sizes of the training split's sources. Raises ValueError where there are workers without a sample."""
+    sizes = split_sizes(config, "train")
+    workers = num_lanes * max(config.num_workers, 1)
+    if sum(sizes) < workers:
+        raise ValueError(
+            f"--data-path {config.data_path}: has {sum(sizes)} samples for --llm-dp {num_lanes} times --num-workers "
+            f"{config.num_workers}, {workers} workers, and each needs one; use fewer"
+        )
+    return sizes
+
+
+def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> SavableDataset:
+    """Energon's data set of the training split, endless. Raises ValueError where it cannot be opened."""
+    # Without shuffling Energon reads one slice of a shard after the other.
+    order = {} if config.shuffle else {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
+    with naming("--data-path", config.data_path, "train"):
+        return get_train_dataset(
+            config.data_path,
+            worker_config=worker_config,
+            batch_size=None,
+            packing_buffer_size=config.packing_buffer_size or None,
+            shuffle_buffer_size=config.shuffle_buffer_size or None,
+            max_samples_per_sequence=config.max_samples_per_sequence,
+            task_encoder=encoder,
+            repeat=True,
+            **order,
+        )
+
+
+def valid_datasets(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> list[SavableDataset]:
+    """Energon's data sets of the validation split, one a source. Raises ValueError where they cannot be opened."""
+    flag, path = path_of(config, "valid")
+    with naming(flag, path, "valid"):
+        loaded = load_dataset(path).get_datasets(
+            training=False, split_part=SPLIT_NAMES["valid"], worker_config=worker_config, decoder=encoder.decoder
+        )
+        return [
+            encoder.build_val_datasets(datasets=[source], worker_config=worker_config, batch_size=None)
+            for source in loaded.datasets
+        ]
