@@ -153,17 +153,30 @@ def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int], num_channel
     return np.repeat(normalised[None], num_channels, axis=0)
 
 
+def choose_scans(config: Config, split: str, index: int, rng: np.random.Generator) -> tuple[tuple[int, ...], bool]:
+    """Scan numbers of the sample at an index, and whether it shows them in words only.
+
+    Args:
+        config: the data set's flags.
+        split: `train` draws them from `rng`; `valid` counts on in the fixed list.
+        index: global sample index.
+        rng: of this sample.
+    """
+    if split == "valid":
+        numbers = valid_numbers(config)
+        return numbers[index % len(numbers)], config.digits_text_only_fraction == 1
+    text_only = bool(rng.random() < config.digits_text_only_fraction)
+    length = rng.integers(config.digits_min, config.digits_max + 1)
+    scans = rng.choice(split_scans(config.digits_valid_fraction)[0], size=length)
+    return tuple(int(scan) for scan in scans), text_only
+
+
 def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
     """The sample at a global index: for train a pure function of (seed, index), for valid of the index alone."""
     rng = np.random.default_rng([lane.seed, index])
     if lane.split == "valid":
-        numbers = valid_numbers(config)
-        index %= len(numbers)
-        scans, text_only = numbers[index], config.digits_text_only_fraction == 1
-    else:
-        text_only = bool(rng.random() < config.digits_text_only_fraction)
-        length = rng.integers(config.digits_min, config.digits_max + 1)
-        scans = tuple(rng.choice(split_scans(config.digits_valid_fraction)[0], size=length))
+        index %= len(valid_numbers(config))
+    scans, text_only = choose_scans(config, lane.split, index, rng)
     pixels, digits = load_scans()
     number = [int(digits[scan]) for scan in scans]
     num_images = 0 if text_only else 1 if config.digits_strip else len(number)

@@ -1,0 +1,207 @@
+"""Write the digits data set as shards that Megatron-Energon reads: images, text only, a blend of both, and a tokenizer.
+
+    python scripts/prepare_digits.py OUT
+    python scripts/prepare_digits.py OUT --samples 1000 --shards 4 --image-size 64
+
+OUT/digits has train and val shards with images, OUT/text shards of numbers in words, OUT/blend.yaml draws from both,
+OUT/tokenizer has the ids of `data/digits.py`. Sample i of OUT/digits is sample i of the in-memory data set with
+the same seed, without augmentation. Keys tell the scans: `train-000012-17-1033` shows scans 17 and 1033. The same
+arguments write the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tarfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from megatron.energon import CrudeWebdataset
+from megatron.energon.epathlib import EPath
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from data import digits
+from data.prompts import IMAGE_MARKER
+from mimo.protocols import TokenSpec
+
+# A scan has 17 grey levels, 0 to 16; 15 of 255 apart they fit into a byte.
+GREY_STEP = 15
+TEXT_SHARE = 0.1
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endgeneration %}"
+    "{% else %}{{ ' ' + message['content'] }}{% endif %}{% endfor %}"
+)
+Member = tuple[str, bytes]
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("out", type=Path, help="folder to write; what is in it already is not touched")
+    parser.add_argument("--samples", type=int, default=4000, help="train samples with images")
+    parser.add_argument("--shards", type=int, default=8, help="train shards")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of scans, as the in-memory set's --seed")
+    parser.add_argument("--image-size", type=int, default=32, help="pixels a side of an image; a multiple of 8")
+    parser.add_argument("--digits-max", type=int, default=4, help="most digits of a number")
+    parser.add_argument("--strip", action="store_true", help="all digits of a number in one image")
+    parser.add_argument("--any-size", action="store_true",
+                        help="for encoders of images of any size: a strip is as wide as its digits need")
+    chosen = parser.parse_args(arguments)
+    if chosen.seed < 0 or not 1 <= chosen.shards <= chosen.samples:
+        parser.error(f"--samples {chosen.samples} --shards {chosen.shards} --seed {chosen.seed}: need 1 <= shards <= "
+                     "samples and seed >= 0")
+    if chosen.out.exists() and any(chosen.out.iterdir()):
+        parser.error(f"{chosen.out}: is not empty")
+    return chosen
+
+
+def settings(chosen: argparse.Namespace, text_only: bool = False) -> tuple[digits.Config, TokenSpec]:
+    """The in-memory data set that is written, and a model that takes it. Raises ValueError for what cannot work."""
+    config = digits.Config(
+        digits_max=chosen.digits_max,
+        digits_strip=chosen.strip,
+        digits_text_only_fraction=float(text_only),
+        digits_augment=False,
+        digits_image_size=chosen.image_size,
+    )
+    tokens = TokenSpec(
+        vocab_size=digits.NUM_WORDS,
+        image_token_id=digits.FIRST_DIGIT - 1,
+        image_size=0 if chosen.any_size else chosen.image_size,
+        num_channels=1,
+    )
+    digits.check(config, tokens, "train")
+    return config, tokens
+
+
+def png(image: np.ndarray) -> bytes:
+    """An image as `data.digits.draw` makes it, `[1, height, width]`, as a grey PNG of 0 to 240."""
+    levels = np.rint((image[0] * digits.PIXEL_STD + digits.PIXEL_MEAN) * 16).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(levels * GREY_STEP).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def members(chosen: argparse.Namespace, split: str, index: int, text_only: bool) -> Iterator[Member]:
+    """Name and bytes of the parts of a sample."""
+    config, tokens = settings(chosen, text_only)
+    rng = np.random.default_rng([chosen.seed, index])
+    scans, _ = digits.choose_scans(config, "valid" if split == "val" else "train", index, rng)
+    pixels, labels = digits.load_scans()
+    number = [int(labels[scan]) for scan in scans]
+    shapes = [] if text_only else [pixels[scan] for scan in scans]
+    groups = [shapes] if chosen.strip and shapes else [[shape] for shape in shapes]
+    shown = " ".join(digits.NAMES[digit] for digit in number) if text_only else IMAGE_MARKER * len(groups)
+    messages = [
+        {"role": "user", "content": f"{shown} {' '.join(digits.PROMPT)}"},
+        {"role": "assistant", "content": " ".join(map(str, number))},
+    ]
+    key = "-".join([split, f"{index:06d}", *map(str, scans)])
+    size = digits.image_size(config, tokens)
+    cells = config.digits_max if chosen.strip else 1
+    for position, group in enumerate(groups):
+        yield f"{key}.{position}.png", png(digits.draw(group, cells, size, 1))
+    yield f"{key}.json", json.dumps({"messages": messages}).encode()
+
+
+def scans_of(key: str) -> tuple[int, ...]:
+    """The scan numbers that a key tells."""
+    return tuple(int(scan) for scan in key.split("-")[2:])
+
+
+def write_shard(path: Path, samples: Iterator[Member]) -> None:
+    """A tar whose bytes depend on nothing but its members."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in samples:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, range], text_only: bool) -> None:
+    """Shards of the splits and what `energon prepare` would ask a person for.
+
+    Args:
+        folder: to write.
+        chosen: the command line.
+        splits: indices of the samples of each split.
+        text_only: write numbers in words.
+    """
+    folder.mkdir(parents=True)
+    names = []
+    for split, all_indices in splits.items():
+        num_shards = min(chosen.shards if split == "train" else 1, len(all_indices))
+        for shard, indices in enumerate(np.array_split(all_indices, num_shards)):
+            names.append(f"{split}-{shard:03d}.tar")
+            parts = (member for index in indices for member in members(chosen, split, int(index), text_only))
+            write_shard(folder / names[-1], parts)
+    with contextlib.redirect_stdout(io.StringIO()):
+        CrudeWebdataset.prepare_dataset(
+            EPath(folder), names, split_parts_patterns=[(split, f"{split}-.*") for split in splits], workers=1
+        )
+    meta = folder / ".nv-meta"
+    (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    # Energon draws it at random.
+    content = b"".join((folder / name).read_bytes() for name in names)
+    (meta / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, content.hex())))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A word tokenizer with the ids of `data/digits.py`."""
+    special = {"<pad>": digits.PAD, "<bos>": digits.BOS, "<eos>": digits.EOS, IMAGE_MARKER: digits.FIRST_DIGIT - 1}
+    numerals = {str(digit): digits.FIRST_DIGIT + digit for digit in range(10)}
+    words = Tokenizer(WordLevel(special | numerals | digits.WORDS))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        additional_special_tokens=[IMAGE_MARKER],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write everything and print the flags that read it."""
+    chosen = parse_arguments(arguments)
+    try:
+        config, _ = settings(chosen)
+    except ValueError as error:
+        raise SystemExit(f"prepare_digits.py: {error}") from error
+    out = chosen.out
+    out.mkdir(parents=True, exist_ok=True)
+    num_text = max(round(chosen.samples * TEXT_SHARE / (1 - TEXT_SHARE)), 1)
+    num_val = len(digits.valid_numbers(config))
+    images, texts = range(chosen.samples), range(chosen.samples, chosen.samples + num_text)
+    write_dataset(out / "digits", chosen, {"train": images, "val": range(num_val)}, text_only=False)
+    write_dataset(out / "text", chosen, {"train": texts, "val": range(num_val)}, text_only=True)
+    write_tokenizer(out / "tokenizer")
+    (out / "blend.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+        f"  train:\n    blend:\n      - weight: {1 - TEXT_SHARE}\n        path: ./digits\n"
+        f"      - weight: {TEXT_SHARE}\n        path: ./text\n"
+        "  val:\n    path: ./digits\n"
+    )
+    # The in-memory set counts grey levels to 16; here the lightest is 240 of 255.
+    scale = 16 * GREY_STEP / 255
+    print(f"{chosen.samples} train and {num_val} val samples with images, {num_text} train samples of text in {out}")
+    print("Train on them with")
+    print(f"  --dataset-provider energon --data-path {out / 'blend.yaml'} --tokenizer {out / 'tokenizer'} \\")
+    print(f"  --image-mean {digits.PIXEL_MEAN * scale!r} --image-std {digits.PIXEL_STD * scale!r}"
+          + (" \\\n  --image-tiling dynamic" if chosen.any_size else ""))
+
+
+if __name__ == "__main__":
+    main()
