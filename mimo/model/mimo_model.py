@@ -105,6 +105,9 @@ class HeteroModel(MimoModel):
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         text = batch.text
         assert text is not None, "language ranks hold text"
+        packed, length = text.packed, text.input_ids.shape[1]
+        # The wheel takes rotary positions for `max_seqlen` tokens; as many as the row has would run on over its samples.
+        assert packed is None or packed.max_seqlen < length or len(packed.cu_seqlens) == 2, (packed, length)
         embeddings = None
         if self.role.is_first_stage(LANGUAGE):
             embeddings = self._merge(text, received)
@@ -117,7 +120,7 @@ class HeteroModel(MimoModel):
             attention_mask=None,
             decoder_input=embeddings,
             labels=labels if with_labels else None,
-            packed_seq_params=packed_seq_params(text.packed),
+            packed_seq_params=packed_seq_params(packed),
         )
         return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
 

@@ -1,0 +1,109 @@
+"""Packed rows: samples behind one another give the losses and gradients that each gives in a row of its own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support import packing
+from tests.support.marks import slow_unless
+from tests.support.packing import Outcome
+from tests.support.spawn import WorkerPool
+
+TOLERANCE = 3e-6
+VISION = """--vision-image-size 16 --vision-patch-size 8 --vision-num-layers 2 --vision-hidden-size 32
+--vision-num-attention-heads 4 --vision-ffn-hidden-size 48 --image-token-id 95"""
+MODELS = {
+    "llava": f"--model-provider mock --num-query-groups 2 {VISION}",
+    "llama": "--model-provider causal_lm --num-query-groups 1 --use-rope-scaling --rotary-base 5e5",
+    "qwen3": "--model-provider causal_lm --num-query-groups 2 --qk-layernorm --kv-channels 16 "
+             "--no-untie-embeddings-and-output-weights",
+    "mixtral": "--model-provider causal_lm --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 24",
+    "deepseek": """--model-provider deepseek_v3 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16
+        --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12
+        --first-k-dense-replace 1 --moe-shared-expert-intermediate-size 16 --moe-router-num-groups 1
+        --moe-router-group-topk 1 --moe-router-bias-update-rate 0 --original-max-position-embeddings 16
+        --rotary-scaling-factor 4""",
+}
+# name -> (ranks without and with an encoder, flags)
+LAYOUTS = {
+    "one-process": (1, 1, "--layout colocated"),
+    "tp2": (2, 3, "--llm-tp 2 --sequence-parallel"),
+    "pp2": (2, 3, "--llm-pp 2"),
+    "dp2": (2, 3, "--llm-dp 2"),
+    "recomputed": (2, 3, "--llm-tp 2 --sequence-parallel --recompute full"),
+    "recomputed-attention": (2, 3, "--llm-tp 2 --sequence-parallel --recompute selective"),
+}
+
+
+# The rest runs in the slow suite.
+QUICK = {("llama", "tp2"), ("qwen3", "pp2"), ("mixtral", "recomputed"), ("deepseek", "tp2"),
+         ("deepseek", "recomputed-attention")}
+
+
+@pytest.fixture(scope="module")
+def oracle_of(pool: WorkerPool) -> Callable[[str], Outcome]:
+    """The samples of a model one by one, computed once."""
+
+    @functools.cache
+    def oracle(model: str) -> Outcome:
+        layout = ("--layout", "colocated") if model == "llava" else ()
+        (outcome,) = pool.run(packing.run, (*MODELS[model].split(), *layout), 1, False, world_size=1)
+        return outcome
+
+    return oracle
+
+
+@pytest.mark.parametrize(("model", "layout"), slow_unless(
+    lambda *case: case[0] == "llava" or case in QUICK, itertools.product(MODELS, LAYOUTS)))
+def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, oracle_of: Any, model: str, layout: str) -> None:
+    text_ranks, ranks, flags = LAYOUTS[layout]
+    if model != "llava":
+        ranks, flags = text_ranks, flags.replace("--layout colocated", "")
+    outcomes = pool.run(packing.run, (*MODELS[model].split(), *flags.split()), ranks, True, world_size=ranks)
+    rows = next(outcome.rows for outcome in outcomes if outcome.rows)
+    assert max(len(row) for row in rows) == 4, "three samples and padding"
+    found = packing.differences(oracle_of(model), outcomes, TOLERANCE)
+    assert not found, "\n".join(found)
+
+
+def queries_of(rank: int, flags: tuple[str, ...], together: bool) -> list[Any]:
+    """What the first layer's attention takes as queries: `[t, heads, channels]` of each sample in turn."""
+    import torch
+
+    from mimo.model.packed_attention import PackedDotProductAttention
+
+    found: list[torch.Tensor] = []
+    forward = PackedDotProductAttention.forward
+
+    def record(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.layer_number == 1:
+            found.append(query.detach().flatten(0, -3))
+        return forward(self, query, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedDotProductAttention, "forward", record)
+        outcome = packing.run(rank, flags, 1, together)
+    if not together:
+        return found
+    # A row that a sample does not fill ends with padding.
+    last = [-1 if sum(row) > sum(length for length, _ in pack) else None
+            for row, pack in zip(outcome.rows, packing.PACKS, strict=True)]
+    return [part for row, lengths, stop in zip(found, outcome.rows, last, strict=True)
+            for part in row.split(list(lengths))[:stop]]
+
+
+def test_positions_start_again_with_every_sample(pool: WorkerPool) -> None:
+    # Rotary scores depend on distances alone: losses would not show positions that run on.
+    import torch
+
+    flags = tuple(MODELS["llama"].split())
+    (packed,) = pool.run(queries_of, flags, True, world_size=1)
+    (alone,) = pool.run(queries_of, flags, False, world_size=1)
+    assert [len(query) for query in packed] == [length for pack in packing.PACKS for length, _ in pack]
+    for query, expected in zip(packed, alone, strict=True):
+        torch.testing.assert_close(query, expected, rtol=1e-5, atol=1e-6)

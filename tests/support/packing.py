@@ -1,0 +1,172 @@
+"""The same samples as packed rows on any layout and one by one on one process; inside worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mimo.batch import Microbatch
+from mimo.config.cli import parse
+from mimo.config.validate import validate
+from mimo.grid.spec import lane_shares
+from mimo.protocols import Sample
+from mimo.registry import model_provider
+from tests.support import equality
+from tests.support.global_state import Piece, assemble, read_gradients, worst_errors
+
+VISION = "vision"
+SEQ_LENGTH = 32
+BASE = f"""--dataset-provider mock --device cpu --no-bf16 --transformer-impl local --seq-length {SEQ_LENGTH}
+--global-batch-size 4 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --lr-decay-style constant --num-generations 0
+--watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --vocab-size 96
+--moe-aux-loss-coeff 0""".split()
+# Text tokens and images of each sample of each pack: padded rows, one without an image, one that a sample fills.
+PACKS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((7, 1), (5, 0), (4, 2)), ((1, 0), (9, 1), (6, 0)), ((3, 0), (4, 0)), ((SEQ_LENGTH, 0),))
+Size = tuple[int, int]
+
+
+@dataclass
+class Outcome:
+    """What a run did.
+
+    Attributes:
+        losses: sample key -> loss of each token of the sample, 0 where there is no target; last language stage only.
+        gradients: of the sum of all losses, divided by the targets.
+        rows: tokens of each sequence of each row, for the checks of the samples themselves.
+    """
+
+    losses: dict[str, np.ndarray] = field(default_factory=dict)
+    gradients: list[Piece] = field(default_factory=list)
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def make_samples(token_spec: Any, sizes: Sequence[Size]) -> list[list[Sample]]:
+    """The samples of `PACKS`, images of the sizes in turn; a text model's have none."""
+    rng, with_images = np.random.default_rng(4), token_spec.image_token_id >= 0
+    remaining, packs = iter(sizes), []
+    for number, pack in enumerate(PACKS):
+        samples = []
+        for place, (length, num_images) in enumerate(pack):
+            own = [next(remaining) for _ in range(num_images)] if with_images else []
+            places = np.sort(rng.integers(0, length, size=len(own)))
+            tokens = np.insert(rng.integers(1, 95, size=length), places, 95)
+            images = [rng.standard_normal((token_spec.num_channels, *size), dtype=np.float32) for size in own]
+            samples.append(Sample(f"{number}.{place}", tokens, tokens != 95, own, images))
+        packs.append(samples)
+    return packs
+
+
+def join(samples: Sequence[Sample]) -> Sample:
+    """A pack of samples."""
+    return Sample(
+        " ".join(sample.key for sample in samples), np.concatenate([sample.tokens for sample in samples]),
+        np.concatenate([sample.target_mask for sample in samples]),
+        [size for sample in samples for size in sample.image_sizes],
+        [image for sample in samples for image in sample.images or ()], tuple(len(sample.tokens) for sample in samples))
+
+
+def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Microbatch:
+    """This rank's side of a microbatch.
+
+    Args:
+        rows: one row for each lane.
+        parts: this rank's trainer.
+        seq_length: tokens of a row; None: as many as the row has.
+    """
+    from mimo.training.collate import collate_encoder, collate_text, expand_images
+
+    config, layout, rank = parts.config, parts.grids.layout, parts.grids.rank
+    provider, family = model_provider(config.model.model_provider), config.model_family
+    tokens, modules = provider.token_spec(family), provider.special_token_ids(family)
+    counter = partial(provider.num_image_tokens, family)
+    text, encoders = None, {}
+    if rank in layout.language.ranks:
+        row = rows[layout.language.coordinates(rank)["dp"]]
+        length = seq_length or len(expand_images(row, modules, counter).tokens)
+        text = collate_text([row], modules=modules, num_image_tokens=counter, seq_length=length,
+                            vocab_size=tokens.vocab_size, pad_token_id=0)
+    for grid in layout.encoders:
+        if rank in grid.ranks:
+            place = grid.coordinates(rank)
+            lanes = [share.lane for share in lane_shares(grid.dp, layout.num_lanes, 1, place["dp"])]
+            encoders[grid.name] = collate_encoder(
+                [rows[lane] for lane in lanes], module=grid.name, modules=modules, num_image_tokens=counter,
+                num_channels=tokens.num_channels, lane_sizes=[1] * len(lanes), dtype=torch.float32,
+                patch_size=tokens.patch_size, pixels=place["pp"] == 0)
+    return Microbatch(text, encoders)
+
+
+def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, sizes: Sequence[Size] = ((16, 16),) * 4
+        ) -> Outcome:
+    """Losses and gradients of the samples.
+
+    Args:
+        rank: this process.
+        flags: model and layout.
+        world_size: number of processes.
+        together: as packed rows; else each sample in a microbatch of its own, on one process.
+        sizes: height and width of the images in pixels.
+    """
+    from mimo.training import step
+
+    config = parse([*BASE, *flags])
+    parts = equality.make_trainer(config, validate(config, world_size))
+    packs = make_samples(model_provider(config.model.model_provider).token_spec(config.model_family), sizes)
+    if together:
+        rows, lanes = [join(samples) for samples in packs], parts.grids.layout.num_lanes
+        groups = [rows[start : start + lanes] for start in range(0, len(rows), lanes)]
+        batches = [microbatch(group, parts, SEQ_LENGTH) for group in groups]
+    else:
+        batches = [microbatch([sample], parts, None) for samples in packs for sample in samples]
+    outcome = Outcome()
+
+    def collect(batch: Microbatch, losses: torch.Tensor) -> Any:
+        text = batch.text
+        assert text is not None
+        whole = (losses * text.loss_mask).detach().numpy()[0]
+        starts = [0, len(whole)] if text.packed is None else text.packed.cu_seqlens.tolist()
+        outcome.rows.append(tuple(np.diff(starts).tolist()))
+        # Behind the last sample comes the padding.
+        for key, start, stop in zip(text.keys[0].split(), starts, starts[1:], strict=False):
+            outcome.losses[key] = whole[start:stop]
+        return step.loss_function(batch, losses)
+
+    def forward(microbatches: Iterator[Microbatch], model: Any) -> Any:
+        batch = next(microbatches)
+        return model(batch), partial(collect, batch)
+
+    def keep_gradients() -> tuple[bool, float, int]:
+        outcome.gradients = read_gradients(parts.built.model)
+        return True, 0.0, 0
+
+    parts.optimizer.step = keep_gradients
+    original, step.forward_step = step.forward_step, forward
+    try:
+        step.train_step(parts, batches, force_all_reduce=True)
+    finally:
+        step.forward_step = original
+        parts.watchdog.close()
+        parts.grids.destroy()
+    return outcome
+
+
+def differences(expected: Outcome, found: Sequence[Outcome], tolerance: float) -> list[str]:
+    """Where the ranks differ by more than `tolerance`, relative to the largest loss and to each gradient's norm."""
+    wrong, seen = [], set()
+    largest = max(float(np.abs(losses).max()) for losses in expected.losses.values())
+    for rank, outcome in enumerate(found):
+        for key, losses in outcome.losses.items():
+            seen.add(key)
+            assert losses.shape == expected.losses[key].shape, (key, losses.shape)
+            error = float(np.abs(losses - expected.losses[key]).max()) / largest
+            if not error < tolerance:
+                wrong.append(f"losses of sample {key} on rank {rank}: {error:.1e}")
+    assert seen == expected.losses.keys(), seen ^ expected.losses.keys()
+    errors = worst_errors(assemble(expected.gradients), [outcome.gradients for outcome in found])
+    return wrong + [f"gradient of {name}: {error:.1e}" for name, error in errors.items() if not error < tolerance]
