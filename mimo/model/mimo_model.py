@@ -106,7 +106,7 @@ class HeteroModel(MimoModel):
         text = batch.text
         assert text is not None, "language ranks hold text"
         packed, length = text.packed, text.input_ids.shape[1]
-        # The wheel takes rotary positions for `max_seqlen` tokens; as many as the row has would run on over its samples.
+        # The wheel makes `max_seqlen` rotary positions; if these are as many as the row has, they run on over samples.
         assert packed is None or packed.max_seqlen < length or len(packed.cu_seqlens) == 2, (packed, length)
         embeddings = None
         if self.role.is_first_stage(LANGUAGE):
