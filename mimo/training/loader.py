@@ -176,17 +176,21 @@ class StepLoader:
         """`action`, run where nothing else uses the source at the same time."""
         return action() if self._pool is None else self._pool.apply(action)
 
-    def close(self) -> None:
-        """Stop the background thread. `next_step` raises from then on; calling it again does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Stop the background thread. `next_step` raises from then on; calling it again does nothing.
+
+        Args:
+            failed: the run ends for an error, here or elsewhere: wait for nobody.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._pending is not None and not self._broken:
-            # Other ranks take part in what is under way. It is short: all ranks have asked for it.
-            self._pending.wait()
-        self._pending = None
-        if not self._broken:
+        if not failed and not self._broken:
+            if self._pending is not None:
+                # Other ranks take part in what is under way. It is short: all of them have asked for it.
+                self._pending.wait()
             self._source.close()
+        self._pending = None
         if self._pool is not None:
             self._pool.terminate()
             self._pool = None

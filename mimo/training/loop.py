@@ -69,6 +69,7 @@ class TrainingLoop:
         began = time.monotonic()
         logger = loader = None
         stop = StopSignal(self.watchdog)
+        failed = True
         try:
             self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
             self._prepare_moe()
@@ -85,9 +86,10 @@ class TrainingLoop:
                 figures = {"held-out loss": self.last_evaluation.loss, "exact match": self.last_evaluation.exact_match}
             logger.summary(figures, stopped=stopped)
             self._release()
+            failed = False
         finally:
             if loader is not None:
-                loader.close()
+                loader.close(failed=failed)
             if logger is not None:
                 logger.close()
             stop.close()

@@ -27,6 +27,7 @@ from mimo.optim.optimizer import HeteroOptimizer
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
 from mimo.training.grad_sync import GradSync
+from mimo.training.prefetch import on_device
 
 # Entries of the totals of a step before those of each encoder.
 FIXED_TOTALS = 7
@@ -139,11 +140,10 @@ def run_schedule(
     begin_schedule(parts, microbatches)
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
-    device = parts.platform.device
     train = parts.config.train
     return schedule(
         forward_step_func=step_function,
-        data_iterator=(batch.to(device) for batch in microbatches),
+        data_iterator=on_device(microbatches, parts.platform.device),
         model=[parts.built.model],
         num_microbatches=len(microbatches),
         seq_length=train.seq_length,
