@@ -27,6 +27,8 @@ from mimo.protocols import TokenSpec
 
 Size = tuple[int, int]
 
+# How much worse a dynamic tile's change of aspect ratio is than an equal change of its area.
+ASPECT_WEIGHT = 2
 # EXIF 3.0, tag 0x0112: what makes a stored image upright.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -154,22 +156,23 @@ def check_patches(tiling: Tiling) -> None:
 def nearest_grid(rows: float, cols: float, fewest: int, most: int) -> Size:
     """The whole numbers nearest to `rows` and `cols` whose product is within `fewest` to `most`.
 
-    Nearest by the sum of the squared logarithms of both changes of scale, which is half the squared logarithm of the
-    change of aspect ratio plus half that of the change of area.
+    Nearest by `ASPECT_WEIGHT * log(change of aspect ratio) ** 2 + log(change of area) ** 2`.
     """
     best, best_error = (0, 0), math.inf
     start = min(max(1, math.floor(rows)), most)
     for counts in (range(start, 0, -1), range(start + 1, most + 1)):
         for count in counts:
-            row_error = math.log(count / rows) ** 2
-            if row_error >= best_error:
-                break  # it only grows from here
+            taller = math.log(count / rows)
+            if 4 * ASPECT_WEIGHT / (ASPECT_WEIGHT + 1) * taller**2 >= best_error:
+                break  # whatever the columns: the error at `ideal`, which only grows from here
             low, high = -(-fewest // count), most // count
             if low > high:
                 continue
-            for other in (math.floor(cols), math.ceil(cols)):
+            ideal = cols * math.exp((ASPECT_WEIGHT - 1) / (ASPECT_WEIGHT + 1) * taller)
+            for other in (math.floor(ideal), math.ceil(ideal)):
                 other = min(max(other, low), high)
-                error = row_error + math.log(other / cols) ** 2
+                wider = math.log(other / cols)
+                error = ASPECT_WEIGHT * (taller - wider) ** 2 + (taller + wider) ** 2
                 if error < best_error:
                     best, best_error = (count, other), error
     assert best_error < math.inf, (rows, cols, fewest, most)
