@@ -1,8 +1,8 @@
 """From a WebDataset sample to a row: what Energon's workers do with image-text samples.
 
 A sample is parsed, written as a conversation and tokenised when it is read; of its images only the headers are read
-then, for their sizes. Pixels are decoded once a sample is part of a row, so a packing buffer holds compressed images and
-each image is decoded once. What stands in a buffer is a function of the sample alone: Energon restores it from its key.
+then, for their sizes. Pixels are decoded once a sample is part of a row, so a packing buffer holds compressed images
+and each image is decoded once. What stands in a buffer is a function of the sample alone: Energon restores it by key.
 """
 
 from __future__ import annotations
@@ -214,8 +214,9 @@ def conversation_of(sample: EnergonSample) -> Conversation:
         return conversation
     if isinstance(sample, InterleavedSample):
         pieces = list(sample.sequence)
-        document = [{"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"} for piece in pieces]
-        images = [(f"image {number}", piece) for number, piece in enumerate(pieces) if not isinstance(piece, str)]
+        image = {"type": "image"}
+        document = [{"type": "text", "text": piece} if isinstance(piece, str) else image for piece in pieces]
+        images = [(f"number {number}", piece) for number, piece in enumerate(pieces) if not isinstance(piece, str)]
         return Conversation(document=document, images=images)
     if isinstance(sample, TextSample):
         return Conversation(document=sample.text)
@@ -285,10 +286,9 @@ class VlmTaskEncoder(TaskEncoder):  # type: ignore[misc]
             raise ValueError(f"has image {name}, but the model takes no images")
         image = open_image(name, data)
         height, width = oriented_size(image)
-        if height * width > self._config.max_image_pixels:
-            raise ValueError(
-                f"image {name} has {height}x{width} pixels, more than --max-image-pixels {self._config.max_image_pixels}"
-            )
+        limit = self._config.max_image_pixels
+        if height * width > limit:
+            raise ValueError(f"image {name} has {height}x{width} pixels, more than --max-image-pixels {limit}")
         return tile_sizes(height, width, self._tiling)
 
     @stateless

@@ -370,18 +370,6 @@ class Tokenizer:
             if end > start:
                 yield start, piece[start:end]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Token ids up to the end of sequence as text, images as `<image>`; for a person to read."""
-        ids = list(tokens)
-        if self._hf.eos_token_id in ids:
-            ids = ids[: ids.index(self._hf.eos_token_id)]
-        pieces: list[str] = []
-        start = 0
-        for at in [*(position for position, token in enumerate(ids) if token == self._image_id), len(ids)]:
-            pieces.append(self._hf.decode(ids[start:at], skip_special_tokens=True))
-            start = at + 1
-        return IMAGE_MARKER.join(pieces)
-
 
 def load_tokenizer(folder: str) -> Any:
     """The fast Hugging Face tokenizer of a folder. Raises ValueError, naming --tokenizer, where there is none."""
