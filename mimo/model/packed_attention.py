@@ -14,7 +14,7 @@ def packed_seq_params(sequences: PackedSequences | None) -> PackedSeqParams | No
     """The wheel's description of packed rows in self-attention; None for rows that are not packed.
 
     The fields of padded sequences stay None: nothing lies between the sequences, padding is one of them, and
-    Transformer Engine would compare the two lists on the host, once a layer.
+    Transformer Engine would compare the two lists in every layer, waiting for the device.
     """
     if sequences is None:
         return None

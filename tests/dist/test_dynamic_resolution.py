@@ -21,8 +21,8 @@ from tests.support.spawn import WorkerPool
 
 TOLERANCE = 3e-6
 VISION = """--model-provider mock --num-query-groups 2 --vision-patch-size 8 --vision-num-layers 2
---vision-hidden-size 32 --vision-num-attention-heads 4 --vision-ffn-hidden-size 48 --vision-final-layernorm --vision-patch-bias
---no-vision-class-token --image-token-id 95"""
+--vision-hidden-size 32 --vision-num-attention-heads 4 --vision-ffn-hidden-size 48 --vision-final-layernorm
+--vision-patch-bias --no-vision-class-token --image-token-id 95"""
 DYNAMIC = f"{VISION} --vision-dynamic-resolution --vision-image-size 32"
 # name -> (flags, height and width of the images)
 MODELS = {

@@ -173,6 +173,11 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
     ({"image_token_id": 512}, layout(), "--image-token-id 512 must lie between 0 and --vocab-size 512"),
     ({"max_position_embeddings": 32}, layout(), "--seq-length 64 exceeds --max-position-embeddings 32"),
     ({"vision_patch_size": 5}, layout(), "--vision-image-size 32 is not divisible by --vision-patch-size 5"),
+    ({"vision_pixel_shuffle": 0}, layout(), "--vision-pixel-shuffle 0 must be at least 1"),
+    ({"vision_pixel_shuffle": 3}, layout(), "--vision-pixel-shuffle 3 does not divide the 4 patches a side of "
+     "--vision-image-size 32 with --vision-patch-size 8; --vision-pixel-shuffle that fit: 1, 2, 4"),
+    ({"vision_dynamic_resolution": True}, layout(),
+     "--vision-dynamic-resolution does not go with --vision-class-token: use --no-vision-class-token"),
     ({"vision_hidden_size": 66}, layout(), "--vision-hidden-size 66 is not divisible by --vision-num-"),
     ({"vision_patch_size": 4}, layout(), "an image becomes 64 tokens"),
     ({}, layout(vision={"tp": 3}), "--vision-num-attention-heads 4 is not divisible by --encoder-tp 3"),
@@ -204,6 +209,47 @@ def test_text_only_layout_ignores_the_encoder() -> None:
 def test_an_image_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="16 x 32 pixels .* --vision-image-size 32"):
         model_provider("mock").num_image_tokens(SMALL, "vision", 16, 32)
+
+
+DYNAMIC = dataclasses.replace(SMALL, vision_dynamic_resolution=True, vision_class_token=False, vision_pixel_shuffle=3)
+
+
+def test_images_of_any_size() -> None:
+    provider = model_provider("mock")
+    # The grid of the position embeddings need not be a multiple of the factor, nor need such an image fit the sequence.
+    provider.validate(DYNAMIC, layout(), 16)
+    spec = provider.token_spec(DYNAMIC)
+    assert spec.packs_patches and (spec.image_size, spec.patch_size, spec.size_multiple) == (0, 8, 24)
+    assert provider.num_image_tokens(DYNAMIC, "vision", 48, 72) == 6
+    for size in ((48, 70), (16, 24), (0, 24), (-24, 24)):
+        message = f"{size[0]} x {size[1]} pixels .* multiples of 24 .*--vision-patch-size 8 .*--vision-pixel-shuffle 3"
+        with pytest.raises(ValueError, match=message):
+            provider.num_image_tokens(DYNAMIC, "vision", *size)
+
+
+def test_pixel_shuffle_of_images_of_one_size() -> None:
+    provider, config = model_provider("mock"), dataclasses.replace(SMALL, vision_pixel_shuffle=2)
+    provider.validate(config, layout(), 16)
+    assert provider.token_spec(config) == provider.token_spec(SMALL) and not provider.token_spec(config).packs_patches
+    assert provider.num_image_tokens(config, "vision", 32, 32) == 4
+    with pytest.raises(ValueError, match="16 x 32 pixels .* --vision-image-size 32"):
+        provider.num_image_tokens(config, "vision", 16, 32)
+
+
+@pytest.mark.parametrize("config", [SMALL, DYNAMIC])
+def test_the_projector_takes_the_features_of_a_token(config: llava.Config) -> None:
+    shapes = {shape.name: shape.shape for shape in model_provider("mock").parameter_shapes(config, "vision")}
+    assert shapes["projector.linear_fc1.weight"] == (128, 64 * config.vision_pixel_shuffle**2)
+    assert shapes["position_embeddings.weight"] == (16 + config.vision_class_token, 64)
+
+
+@pytest.mark.parametrize(("changes", "flag"), [
+    ({"vision_pixel_shuffle": 1}, "--vision-dynamic-resolution"),
+    ({"vision_dynamic_resolution": False, "vision_pixel_shuffle": 2}, "--vision-pixel-shuffle 2"),
+])
+def test_hugging_face_has_no_such_llava(changes: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=f"^{flag}: a LlavaConfig takes images of one size"):
+        model_provider("llava").hf_config(dataclasses.replace(DYNAMIC, **changes))
 
 
 @given(st.integers(1, 400), st.integers(1, 40), st.booleans())
