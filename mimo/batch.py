@@ -83,8 +83,9 @@ class EncoderBatch:
         lane_sizes: number of samples of each lane served, in lane order; sums to `len(keys)`.
         inputs: what the encoder takes, empty where no sample has an image. Images of one size: `pixel_values` float
             `[images, C, H, W]`. Images of any size: `pixel_values` float `[1, patches, C * P * P]`, image after image
-            and row by row; `imgs_sizes` int64 `[images, 2]`, height and width in pixels; `packed_seq_params`
-            `PackedSequences`, one sequence an image.
+            and row by row; `imgs_sizes` int64 NumPy array `[images, 2]`, height and width in pixels, which stays
+            on the host: reading it from a device would wait for that; `packed_seq_params` `PackedSequences`, one
+            sequence an image.
     """
 
     keys: tuple[str, ...]

@@ -48,13 +48,13 @@ def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[in
     """
     if not sizes:
         return {}
-    imgs_sizes = torch.tensor(sizes, dtype=torch.int64)
-    patches = imgs_sizes.div(patch_size, rounding_mode="floor").prod(dim=1)
+    imgs_sizes = np.array(sizes, np.int64)
+    patches = (imgs_sizes // patch_size).prod(axis=1)
     inputs: dict[str, Any] = {}
     if images is not None:
         pixels = np.concatenate([patchify(image, patch_size) for image in images])
         inputs["pixel_values"] = torch.from_numpy(pixels)[None].to(dtype)
-    cu_seqlens = torch.nn.functional.pad(patches.cumsum(0), (1, 0)).to(torch.int32)
+    cu_seqlens = torch.tensor([0, *patches.cumsum()], dtype=torch.int32)
     return inputs | {"imgs_sizes": imgs_sizes, PACKED_SEQ_PARAMS: PackedSequences(cu_seqlens, int(patches.max()))}
 
 
@@ -88,6 +88,8 @@ def merge_inputs(lanes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = merge_sequences(values)
         elif name in axes and all(isinstance(value, torch.Tensor) for value in values):
             merged[name] = values[0] if len(values) == 1 else torch.cat(values, dim=axes[name])
+        elif name in axes and all(isinstance(value, np.ndarray) for value in values):
+            merged[name] = np.concatenate(values, axis=axes[name])
         else:
             raise TypeError(f"encoder input {name!r} ({type(values[0]).__name__}): there is no rule for merging lanes")
     return merged

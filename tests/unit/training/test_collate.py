@@ -193,3 +193,44 @@ NAN = np.full((1, 8, 8), np.nan, np.float32)
 def test_wrong_images_are_refused_by_sample(broken, message):
     with pytest.raises(ValueError, match=message):
         encoder(sample("set/0"), broken)
+
+
+# Packed rows
+
+
+def packed(**changes) -> Sample:
+    """`[1, IMAGE, 5, 6, 2]` and `[1, 7, 2]` in one row, answers of two tokens and one."""
+    one, two = sample(), sample("set/2", tokens=(1, 7, 2), targets=1, sizes=())
+    row = Sample("set/1 set/2", np.concatenate([one.tokens, two.tokens]),
+                 np.concatenate([one.target_mask, two.target_mask]), one.image_sizes, one.images, lengths=(5, 3))
+    return replace(row, **changes)
+
+
+def test_a_packed_row_is_its_samples_side_by_side():
+    row, one = text(packed(), seq_length=16), text(sample(), seq_length=8)
+    two = text(sample("set/2", tokens=(1, 7, 2), targets=1, sizes=()), seq_length=3)
+    assert row.packed.cu_seqlens.tolist() == [0, 8, 11, 16] and row.packed.max_seqlen == 8
+    for start, alone in ((0, one), (8, two)):
+        stop = start + alone.input_ids.shape[1]
+        for field in ("input_ids", "labels", "loss_mask", "position_ids"):
+            assert vars(row)[field][0, start:stop].tolist() == vars(alone)[field][0].tolist(), field
+    assert row.loss_mask[0, 11:].sum() == 0 and row.position_ids[0, 11:].tolist() == list(range(5))
+    assert row.token_counts == {"vision": (4,)} and row.num_tokens == 11
+
+
+def test_a_full_packed_row_has_no_padding_sequence():
+    assert text(packed(), seq_length=11).packed.cu_seqlens.tolist() == [0, 8, 11]
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ((packed(), packed()), "packed rows need --micro-batch-size 1, it is 2"),
+    ((packed(lengths=(5, 2)),), r"set/1 set/2: a pack of 8 tokens says that its samples have \[5, 2\]"),
+    ((packed(lengths=(8, 0)),), r"\[8, 0\]"),
+])
+def test_wrong_packs_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        text(*rows, seq_length=16)
+
+
+def test_bad_samples_are_counted():
+    assert text(sample(skipped=("a", "b")), sample("set/2", skipped=("c",))).num_skipped == 3

@@ -1,0 +1,85 @@
+"""The encoder inputs of several lanes as one batch, field by field (bugs 19 to 22 of heterogeneous training)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mimo.batch import EncoderBatch, Microbatch, PackedSequences, map_tensors
+from mimo.training.encoder_inputs import merge_inputs, packed_patches, patchify, whole_images
+
+
+def lane(*sizes: tuple[int, int], fill: float = 0.0) -> dict:
+    """Packed patches of 4 pixels a side, of images that hold `fill`."""
+    return packed_patches([np.full((3, *size), fill, np.float32) for size in sizes], sizes, 4, torch.float32)
+
+
+def test_patches_are_those_of_a_convolution() -> None:
+    image = np.random.default_rng(0).normal(size=(3, 8, 12)).astype(np.float32)
+    weight = torch.randn(5, 3, 4, 4)
+    expected = torch.nn.functional.conv2d(torch.from_numpy(image)[None], weight, stride=4)[0].flatten(1).t()
+    torch.testing.assert_close(torch.from_numpy(patchify(image, 4)) @ weight.flatten(1).t(), expected)
+
+
+def test_lanes_of_equal_shape_are_joined_not_stacked() -> None:
+    one, two = lane((8, 8), fill=1.0), lane((8, 8), fill=2.0)
+    merged = merge_inputs([one, two])
+    assert merged["pixel_values"].shape == (1, 8, 48)
+    assert merged["pixel_values"][0, :, 0].tolist() == [1.0] * 4 + [2.0] * 4
+    assert merged["imgs_sizes"].tolist() == [[8, 8], [8, 8]]
+    assert merged["packed_seq_params"].cu_seqlens.tolist() == [0, 4, 8]
+
+
+def test_lanes_of_different_lengths_and_an_empty_one_are_those_of_one_lane() -> None:
+    images = [(8, 8), (4, 12), (16, 4)]
+    merged = merge_inputs([lane(*images[:2]), {}, lane(*images[2:])])
+    whole = lane(*images)
+    assert torch.equal(merged["pixel_values"], whole["pixel_values"])
+    assert merged["imgs_sizes"].tolist() == whole["imgs_sizes"].tolist()
+    assert torch.equal(merged["packed_seq_params"].cu_seqlens, whole["packed_seq_params"].cu_seqlens)
+    assert merged["packed_seq_params"].cu_seqlens.dtype is torch.int32
+    assert merged["packed_seq_params"].max_seqlen == whole["packed_seq_params"].max_seqlen == 4
+
+
+def test_merging_leaves_the_lanes_as_they_were() -> None:
+    one, two = lane((8, 8)), lane((8, 12))
+    before = one["packed_seq_params"].cu_seqlens.tolist(), two["packed_seq_params"].cu_seqlens.tolist()
+    merge_inputs([one, two])
+    assert (one["packed_seq_params"].cu_seqlens.tolist(), two["packed_seq_params"].cu_seqlens.tolist()) == before
+
+
+def test_whole_images_are_joined_image_after_image() -> None:
+    one, two = (whole_images([np.full((1, 2, 2), value, np.float32)] * 2, torch.float32) for value in (1, 2))
+    assert merge_inputs([one, {}, two])["pixel_values"][:, 0, 0, 0].tolist() == [1, 1, 2, 2]
+    assert merge_inputs([{}, {}]) == {}
+
+
+@pytest.mark.parametrize(("broken", "message"), [
+    ({"audio_values": torch.zeros(1)}, "audio_values"),
+    ({"packed_seq_params": {"cu_seqlens": torch.zeros(2)}}, "packed_seq_params"),
+    ({"imgs_sizes": [(8, 8)]}, "imgs_sizes"),
+])
+def test_what_has_no_rule_is_refused(broken: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        merge_inputs([lane((8, 8)) | broken, lane((8, 8)) | broken])
+
+
+def test_lanes_of_different_kinds_are_refused() -> None:
+    with pytest.raises(TypeError, match="cannot be merged"):
+        merge_inputs([lane((8, 8)), whole_images([np.zeros((3, 8, 8), np.float32)], torch.float32)])
+
+
+def test_later_stages_get_everything_but_pixels() -> None:
+    sizes = [(8, 8), (4, 12)]
+    later = packed_patches(None, sizes, 4, torch.float32)
+    assert later.keys() == {"imgs_sizes", "packed_seq_params"}
+    assert torch.equal(later["packed_seq_params"].cu_seqlens, lane(*sizes)["packed_seq_params"].cu_seqlens)
+
+
+def test_a_batch_moves_whole_and_its_sizes_stay_on_the_host() -> None:
+    batch = Microbatch(None, {"vision": EncoderBatch(("a",), (4,), (1,), lane((8, 8)))})
+    moved = map_tensors(batch, lambda tensor: tensor.to("meta")).encoders["vision"].inputs
+    assert moved["pixel_values"].is_meta and moved["packed_seq_params"].cu_seqlens.is_meta
+    assert isinstance(moved["packed_seq_params"], PackedSequences)
+    assert isinstance(moved["imgs_sizes"], np.ndarray)
