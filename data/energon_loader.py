@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -117,31 +118,33 @@ class RowStream(IterableDataset):
     def _rows(self, worker: int) -> Iterator[Arrival]:
         start = self._starts.get(worker, Start())
         self._restore(start)
-        config = self._dataset.worker_config
         count = saved = start.checkpoint.index
+        rows = iter(self._dataset)
+        while (row := self._next(rows, count)) is not None:
+            count += 1
+            if count <= start.count:  # handed out before the restore
+                continue
+            checkpoint = None
+            if count - saved >= CHECKPOINT_EVERY:
+                checkpoint, saved = Checkpoint(count, self._state(count)), count
+            self._notes.write("waiting for the trainer")
+            yield Arrival(worker, count - 1, row, checkpoint)
+        raise ValueError("--data-path: the data set ended, where it should start over")
+
+    def _next(self, rows: Iterator[Any], count: int) -> Any:
+        config = self._dataset.worker_config
         config.worker_activate(count)
         try:
-            for row in self._dataset:
-                count += 1
-                if count <= start.count:  # handed out before the restore
-                    continue
-                checkpoint = None
-                if count - saved >= CHECKPOINT_EVERY:
-                    checkpoint, saved = Checkpoint(count, self._state(count)), count
-                config.worker_deactivate()
-                self._notes.write("waiting for the trainer")
-                yield Arrival(worker, count - 1, row, checkpoint)
-                config.worker_activate(count)
+            return next(rows, None)
         finally:
             config.worker_deactivate()
-        raise ValueError("--data-path: the data set ended, where it should start over")
 
     def _state(self, count: int) -> Any:
         rng = None if get_worker_info() is None else SystemRng.save_state()
         return to_plain(SavableDatasetState(rng=rng, dataset_state=self._dataset.save_state(), sample_index=count))
 
 
-def _init_worker(worker_config: WorkerConfig, parent: int, _: int) -> None:
+def _init_worker(parent: int, _: int) -> None:
     """Make a fork of the trainer a worker: it stops when the trainer stops, not by the signals meant for it."""
     # The trainer finishes its step after SIGTERM, which schedulers send to every process; it ends its workers itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -188,7 +191,7 @@ class WorkerProcesses:
             prefetch_factor=PREFETCHED_ROWS,
             collate_fn=_unchanged,
             multiprocessing_context="fork",
-            worker_init_fn=partial(_init_worker, config, os.getpid()),
+            worker_init_fn=partial(_init_worker, os.getpid()),
         )
         self._rows: Any = None
 
@@ -220,15 +223,16 @@ class WorkerProcesses:
         assert self._rows is not None, "not started"
         try:
             item = next(self._rows)
-        except RuntimeError as error:  # torch looks after its workers every few seconds
+        except (RuntimeError, OSError, EOFError) as error:  # torch looks after its workers every few seconds
             dead = self._dead()
-            raise RuntimeError("; ".join(dead) if dead else str(error)) from error
+            raise RuntimeError("; ".join(dead) if dead else f"{type(error).__name__}: {error}") from error
         if isinstance(item, Failure):
             place = f"worker {item.worker} (lane {item.worker // self._workers_per_lane})"
             raise (ValueError if item.bad_data else RuntimeError)(f"{place}: {item.text}")
         return item
 
     def _dead(self) -> list[str]:
+        wait([process.sentinel for process in self._rows._workers], STOP_S)  # a broken pipe is seen before the end
         dead = []
         for worker, process in zip(self.workers, self._rows._workers, strict=True):
             if not process.is_alive():

@@ -21,8 +21,8 @@ from mimo.protocols import DataRequest, Sample
 logger = logging.getLogger("mimo.data")
 FORMAT = "energon"
 SHOWN_ERRORS = 3
-# Flags that shape Energon's tree of data sets, and with it the state.
-STATE_FLAGS = ("packing_buffer_size", "shuffle_buffer_size", "max_samples_per_sequence", "shuffle")
+# Flags without which a worker would not come back to where it was.
+STATE_FLAGS = ("packing_buffer_size", "packing_balance", "shuffle_buffer_size", "max_samples_per_sequence", "shuffle")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class EnergonReader:
                 "flags": self._state_flags(), "sizes": self._sizes, "workers": workers}
 
     def _state_flags(self) -> dict[str, Any]:
-        return {name: vars(self._config)[name] for name in STATE_FLAGS}
+        flags = {name: vars(self._config)[name] for name in STATE_FLAGS} | {"seed": self._request.seed}
+        return flags | ({"seq_length": self._request.seq_length} if self._config.packing_buffer_size else {})
 
     def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Continue from a checkpoint: each worker where it was, whichever lane owns it now.
@@ -176,10 +177,10 @@ class EnergonReader:
             )
         check_workers(state, self._request.num_lanes, self._num_workers)
         flags = self._state_flags()
-        changed = [name for name in STATE_FLAGS if state["flags"][name] != flags[name]]
+        changed = [name for name, value in flags.items() if state["flags"].get(name) != value]
         if changed:
             raise ValueError("; ".join(
-                f"--{name.replace('_', '-')} {flags[name]}: the checkpoint's data was read with {state['flags'][name]}"
+                f"--{name.replace('_', '-')} {flags[name]}: the checkpoint's data was read with {state['flags'].get(name)}"
                 for name in changed) + "; --finetune starts the data anew")
         if state["sizes"] != self._sizes:
             raise ValueError(f"--data-path {self._config.data_path}: has {self._sizes} samples, the checkpoint's data "

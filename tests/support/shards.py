@@ -108,6 +108,21 @@ class TextEncoder(TaskEncoder):
         )
 
 
+class PackingEncoder(TextEncoder):
+    """Packs of two samples, chosen by their place in the buffer; a last one alone."""
+
+    def select_samples_to_pack(self, samples: list[Text]) -> list[list[Text]]:
+        return [samples[start : start + 2] for start in range(0, len(samples), 2)]
+
+    @stateless
+    def pack_selected_samples(self, rows: list[TextRow]) -> TextRow:
+        joined = torch.cat([row.tokens for row in rows])
+        return TextRow(
+            __key__=" ".join(row.__key__ for row in rows), __restore_key__=(), tokens=joined,
+            skipped=tuple(message for row in rows for message in row.skipped), worker=rows[0].worker,
+        )
+
+
 def to_sample(row: TextRow) -> TrainerSample:
     tokens = row.tokens.numpy()
     return TrainerSample(row.__key__, tokens, tokens > 0, images=[], skipped=row.skipped)
@@ -120,7 +135,7 @@ def request(lanes: int, seed: int = 1, split: str = "train") -> DataRequest:
 def open_reader(config: Config, lanes: Sequence[int], num_lanes: int, *, seed: int = 1, hang_at: str = "",
                 states: dict[int, Any] | None = None) -> EnergonReader:
     """A started reader of the training split."""
-    encoder = TextEncoder(hang_at)
+    encoder = (PackingEncoder if config.packing_buffer_size else TextEncoder)(hang_at)
     reader = EnergonReader(config, request(num_lanes, seed), lanes, Encoding(encoder, encoder.on_error, to_sample))
     if states is not None:
         reader.load_state_dict(states)
