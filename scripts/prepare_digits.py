@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import sys
 import tarfile
 import uuid
@@ -179,7 +180,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config, _ = settings(chosen)
     except ValueError as error:
-        raise SystemExit(f"prepare_digits.py: {error}") from error
+        message = re.sub("--(vision|digits)-(image-size|strip)", r"--\2", str(error))
+        raise SystemExit(f"prepare_digits.py: {message}") from error
     out = chosen.out
     out.mkdir(parents=True, exist_ok=True)
     num_text = max(round(chosen.samples * TEXT_SHARE / (1 - TEXT_SHARE)), 1)

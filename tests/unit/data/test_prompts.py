@@ -206,7 +206,7 @@ def test_a_document_without_special_tokens_still_has_a_first_token_that_is_no_ta
         (TALK[1:3], [1, 1], "1 image markers but 2 images"),
         ([TALK[1], {"role": "assistant", "content": "<image>"}], [1, 1], "turn 2: image in an answer"),
         ([{"role": "user", "content": " "}, TALK[2]], [], r"turn 1 \(user\) is empty"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], [], r"turn 2 \(assistant\) is empty"),
+        ([TALK[0], {"role": "assistant", "content": ""}], [], r"turn 2 \(assistant\) is empty"),
         ([{"role": "tool", "content": "a"}, TALK[2]], [], "turn 1: role 'tool' is none of system, user, assistant"),
         (["hello", TALK[2]], [], "turn 1 is str"),
         ([{"role": "user", "content": None}, TALK[2]], [], "content is NoneType"),
