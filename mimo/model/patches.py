@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 Grid = tuple[int, int]
 """Rows and columns of patches of an image."""
 
 
-def patch_grids(imgs_sizes: torch.Tensor, patch_size: int) -> list[Grid]:
-    """Patch rows and columns of each image. Synchronises with the device.
+def patch_grids(imgs_sizes: np.ndarray, patch_size: int) -> list[Grid]:
+    """Patch rows and columns of each image.
 
     Args:
         imgs_sizes: int64 `[images, 2]`, height and width in pixels.

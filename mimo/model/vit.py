@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
@@ -93,7 +94,7 @@ class ViT(MegatronModule):
         """Set what a later pipeline stage works on, the output of the one before; None on the first."""
         self.decoder.set_input_tensor(input_tensor)
 
-    def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: torch.Tensor | None = None,
+    def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: np.ndarray | None = None,
                 packed_seq_params: PackedSequences | None = None) -> torch.Tensor:
         """Run this pipeline stage.
 
@@ -101,7 +102,7 @@ class ViT(MegatronModule):
             pixel_values: normalized pixels `[images, channels, image_size, image_size]`, any float dtype; with dynamic
                 resolution patches `[1, patches, channels * patch_size ** 2]`, image after image and row by row. Read on
                 the first stage only.
-            imgs_sizes: with dynamic resolution int64 `[images, 2]`, height and width in pixels.
+            imgs_sizes: with dynamic resolution int64 `[images, 2]`, height and width in pixels, on the host.
             packed_seq_params: with dynamic resolution one sequence of patches an image.
 
         Returns:
