@@ -1,0 +1,213 @@
+"""Reads samples of a data set as training does, and notes what they give the model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.energon import stateless
+from megatron.energon.errors import FatalSampleError
+
+from data.energon import Config, check
+from data.energon_open import split_sizes
+from data.energon_reader import Encoding, EnergonReader
+from data.energon_vlm import EncodedSample, ErrorLog, Row, VlmTaskEncoder, open_image, reason_of, sample_name
+from data.image_tiling import Size, Tiling, oriented_size, tile_sizes, tiling_of
+from data.prompts import load_tokenizer
+from data.stats.sizes import ModelSizes
+from mimo.protocols import DataRequest, TokenSpec
+
+KEPT_ROWS = 8  # of each source, to be shown
+# Names that tokenizers of multimodal models give to the placeholder of an image.
+IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<|image|>", "[IMG]", "<image_soft_token>", "<|patch|>")
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """An image before and after tiling: height and width in pixels."""
+
+    size: Size
+    tiles: tuple[Size, ...]
+
+    def patches(self, patch_size: int) -> int:
+        """Patches of all its tiles."""
+        return sum((height // patch_size) * (width // patch_size) for height, width in self.tiles)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a sample gives the model.
+
+    Attributes:
+        source: data set that it is from: path, and subflavors as JSON.
+        name: shard and key.
+        text_tokens: tokens without placeholders.
+        image_tokens: language tokens that images become.
+        target_tokens: tokens to learn.
+        images: its images, in order.
+    """
+
+    source: tuple[str, str]
+    name: str
+    text_tokens: int
+    image_tokens: int
+    target_tokens: int
+    images: tuple[ImageRecord, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens that it takes of a row."""
+        return self.text_tokens + self.image_tokens
+
+
+@dataclass
+class Collected:
+    """What was read.
+
+    Attributes:
+        sizes: samples in one pass over each source.
+        records: good samples, in the order of training.
+        rows: the first few rows of each source, with the index of their record.
+        bad: (shard and key, reason) of bad samples, and how often each was met.
+    """
+
+    sizes: list[int]
+    records: list[Record] = field(default_factory=list)
+    rows: dict[tuple[str, str], list[tuple[int, Row]]] = field(default_factory=dict)
+    bad: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def num_read(self) -> int:
+        """Good and bad samples."""
+        return len(self.records) + self.bad.total()
+
+
+class BadSampleLog(ErrorLog):
+    """Notes bad samples instead of counting towards the end of a run; ends the reading once enough were read."""
+
+    def __init__(self, collected: Collected, wanted: int, advance: Callable[[], object]) -> None:
+        super().__init__(wanted)
+        self._collected, self._wanted, self._advance = collected, wanted, advance
+
+    def handler(self, exception: Exception, sample: Any, sources: Any) -> None:
+        """Note a bad sample.
+
+        Raises:
+            FatalSampleError: as many samples as wanted were read, none of which may be good.
+        """
+        if isinstance(exception, AssertionError) or isinstance(sample, list):
+            raise exception
+        self._collected.bad[sample_name(sample, sources), reason_of(exception)] += 1
+        self._advance()
+        if self._collected.num_read >= self._wanted:
+            raise FatalSampleError("enough samples were read") from exception
+
+
+class RecordingEncoder(VlmTaskEncoder):
+    """The task encoder of training, which notes what goes through it."""
+
+    def __init__(self, config: Config, request: DataRequest, errors: ErrorLog, collected: Collected) -> None:
+        super().__init__(config, request, errors)
+        self._image_token_id = request.tokens.image_token_id
+        self._tile = tiling_of(config, request.tokens)
+        self._collected = collected
+
+    @stateless
+    def postencode_sample(self, sample: EncodedSample) -> Row:
+        """As in training; the sample is noted once its images were decoded."""
+        row = super().postencode_sample(sample)
+        images = [oriented_size(open_image(name, data)) for name, data in sample.images]
+        source = source_of(row)
+        self._collected.records.append(Record(
+            source=source,
+            name=sample_name(row, row.__sources__),
+            text_tokens=sample.length - sample.image_tokens,
+            image_tokens=sample.image_tokens,
+            target_tokens=int(sample.target_mask.sum()),
+            images=tuple(ImageRecord(size, tuple(tile_sizes(*size, self._tile))) for size in images),
+        ))
+        rows = self._collected.rows.setdefault(source, [])
+        if len(rows) < KEPT_ROWS:
+            rows.append((len(self._collected.records) - 1, row))
+        return row
+
+
+def source_of(row: Row) -> tuple[str, str]:
+    """Path of the data set of a row, and its subflavors as JSON, empty without any."""
+    path = str(row.__sources__[0].dataset_path) if row.__sources__ else ""
+    return path, json.dumps(row.__subflavors__, sort_keys=True, default=str) if row.__subflavors__ else ""
+
+
+def request_of(config: Config, sizes: ModelSizes) -> tuple[DataRequest, Tiling]:
+    """What a model of these sizes asks of the data set, and how its images are tiled.
+
+    Raises:
+        ValueError: naming flags and values, for what cannot work.
+    """
+    for name in ("seq_length", "image_size", "patch_size", "pixel_shuffle"):
+        if vars(sizes)[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {vars(sizes)[name]}: must be at least 1")
+    multiple = sizes.patch_size * sizes.pixel_shuffle
+    dynamic = config.image_tiling == "dynamic"
+    if not dynamic and sizes.image_size % multiple:
+        raise ValueError(f"--image-size {sizes.image_size}: must be a multiple of {multiple} (--patch-size "
+                         f"{sizes.patch_size} times --pixel-shuffle {sizes.pixel_shuffle})")
+    tokenizer = load_tokenizer(config.tokenizer)
+    last_id = max(tokenizer.get_vocab().values())
+    special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    image_token_id = sizes.image_token_id
+    if image_token_id < 0:
+        image_token_id = next((special[name] for name in IMAGE_TOKENS if name in special), last_id + 1)
+    tokens = TokenSpec(
+        vocab_size=max(last_id, image_token_id) + 1,
+        image_token_id=image_token_id,
+        image_size=0 if dynamic else sizes.image_size,
+        num_channels=sizes.num_channels,
+        patch_size=sizes.patch_size if dynamic else 0,
+        size_multiple=multiple if dynamic else 1,
+    )
+    request = DataRequest(
+        tokens=tokens,
+        num_image_tokens=lambda height, width: (height // multiple) * (width // multiple),
+        num_lanes=1,
+        micro_batch_size=1,
+        seq_length=sizes.seq_length,
+        seed=sizes.seed,
+    )
+    return request, tiling_of(config, tokens)
+
+
+def collect(config: Config, request: DataRequest, samples: int, advance: Callable[[], object]) -> Collected:
+    """Read samples of the training split in this process, in the order of training.
+
+    Args:
+        config: the data set's flags.
+        request: of `request_of`.
+        samples: how many, bad ones included; at most one pass over the data set.
+        advance: called after each.
+
+    Raises:
+        ValueError: naming flags and values, for what cannot work.
+    """
+    check(config, request)
+    collected = Collected(split_sizes(config, "train"))
+    wanted = min(samples, sum(collected.sizes))
+    errors = BadSampleLog(collected, wanted, advance)
+    # Single samples: packing is tried out later, with several sizes of its buffer.
+    config = replace(config, num_workers=0, packing_buffer_size=0, packing_balance=False)
+    encoder = RecordingEncoder(config, request, errors, collected)
+    reader = EnergonReader(config, request, [0], Encoding(encoder, errors.handler, lambda row: row))
+    reader.start()
+    try:
+        while collected.num_read < wanted:
+            reader.read(0)
+            advance()
+    except FatalSampleError:
+        if collected.num_read < wanted:
+            raise
+    finally:
+        reader.close()
+    return collected

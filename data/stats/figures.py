@@ -1,0 +1,139 @@
+"""Key figures of what was read, as plain data."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from data.packing import imbalance, select_balanced, select_packs, utilisation
+from data.stats.collect import Collected, Record
+
+BUFFER_SIZES = (16, 64, 256, 1024)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Packs among so many samples.
+
+    Attributes:
+        buffer_size: as given; 0: no packing, one sample a row.
+        buffers: buffers that were filled.
+        rows: packs, or single samples.
+        samples_per_row: mean.
+        utilisation: share of the rows' tokens that are used, 0 to 1.
+        imbalance: image tokens of the pack that has most over the mean of its buffer, mean over buffers; None without
+            images or packing.
+        imbalance_balanced: the same with --packing-balance.
+    """
+
+    buffer_size: int
+    buffers: int
+    rows: int
+    samples_per_row: float
+    utilisation: float
+    imbalance: float | None
+    imbalance_balanced: float | None
+
+
+def pack(records: Sequence[Record], buffer_size: int, seq_length: int, seed: int) -> Packing:
+    """What packing gives: the packs that the only worker of a run would choose.
+
+    Samples that do not fill a last buffer are left out, unless they are all there are.
+    """
+    lengths = [record.length for record in records]
+    costs = [record.image_tokens for record in records]
+    if not buffer_size:
+        share = utilisation([[index] for index in range(len(lengths))], lengths, seq_length)
+        return Packing(0, 0, len(lengths), 1.0, share, None, None)
+    count = max(len(lengths) // buffer_size, 1)
+    num_packs, used, plain, balanced = 0, 0, [], []
+    for buffer in range(count):
+        part = slice(buffer * buffer_size, (buffer + 1) * buffer_size)
+        # As in `VlmTaskEncoder.select_packs`, both times.
+        packs = select_packs(lengths[part], seq_length, np.random.default_rng([seed, 0, buffer]))
+        rng = np.random.default_rng([seed, 0, buffer])
+        evened, before = select_balanced(lengths[part], costs[part], seq_length, rng)
+        num_packs, used = num_packs + len(packs), used + sum(lengths[part])
+        plain.append(imbalance(before))
+        balanced.append(imbalance([sum(costs[part][index] for index in indices) for indices in evened]))
+    has_images = any(costs)
+    return Packing(
+        buffer_size=buffer_size,
+        buffers=count,
+        rows=num_packs,
+        samples_per_row=min(count * buffer_size, len(lengths)) / num_packs,
+        utilisation=used / (num_packs * seq_length),
+        imbalance=statistics.fmean(plain) if has_images else None,
+        imbalance_balanced=statistics.fmean(balanced) if has_images else None,
+    )
+
+
+def pack_all(records: Sequence[Record], chosen: int, seq_length: int, seed: int) -> list[Packing]:
+    """Packing with the chosen buffer size, with several others that the samples fill, and without; by rising size."""
+    if not records:
+        return []
+    sizes = {0, chosen, *(size for size in BUFFER_SIZES if size <= len(records))}
+    return [pack(records, size, seq_length, seed) for size in sorted(sizes)]
+
+
+def spread(values: Sequence[int]) -> dict[str, float]:
+    """Smallest, median, mean, 95th percentile and largest of some values; empty of none."""
+    if not values:
+        return {}
+    return {
+        "min": int(min(values)),
+        "median": float(np.median(values)),
+        "mean": float(np.mean(values)),
+        "p95": float(np.percentile(values, 95)),
+        "max": int(max(values)),
+    }
+
+
+def figures(collected: Collected, packings: Sequence[Packing], chosen: int, patch_size: int) -> dict[str, Any]:
+    """Key figures, ready for JSON: counts in samples, images or tokens, sizes in pixels, shares from 0 to 1."""
+    records = collected.records
+    images = [image for record in records for image in record.images]
+    total = sum(record.length for record in records)
+    targets = sum(record.target_tokens for record in records)
+    text = sum(record.text_tokens for record in records)
+    counts = Counter(record.source for record in records)
+    return {
+        "samples": {
+            "read": collected.num_read,
+            "good": len(records),
+            "bad": collected.bad.total(),
+            "distinct": len({(record.source, record.name) for record in records}),
+            "in_one_pass": sum(collected.sizes),
+        },
+        "sources": [
+            {"path": path, "subflavors": flavors, "samples": count, "share": count / len(records),
+             "tokens": sum(record.length for record in records if record.source == (path, flavors))}
+            for (path, flavors), count in counts.most_common()
+        ],
+        "tokens": {
+            "total": spread([record.length for record in records]),
+            "text": spread([record.text_tokens for record in records]),
+            "image": spread([record.image_tokens for record in records]),
+            "image_share": (total - text) / total if total else 0.0,
+            "target_share": targets / total if total else 0.0,
+            "target_share_of_text": targets / text if text else 0.0,
+        },
+        "images": {
+            "count": len(images),
+            "samples_with_images": sum(bool(record.images) for record in records),
+            "height": spread([image.size[0] for image in images]),
+            "width": spread([image.size[1] for image in images]),
+            "tiles": spread([len(image.tiles) for image in images]),
+            "patches": spread([image.patches(patch_size) for image in images]),
+        },
+        "packing": {"chosen_buffer_size": chosen, "by_buffer_size": [asdict(packing) for packing in packings]},
+        "bad_samples": [
+            {"shard": name.partition(" ")[0], "key": name.partition(" ")[2], "reason": reason, "times": times}
+            for (name, reason), times in collected.bad.most_common()
+        ],
+    }

@@ -1,0 +1,149 @@
+"""Single samples as HTML: images as the model gets them, text token by token."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.energon_vlm import Row
+from data.image_tiling import Tiling, fixed_grid
+from data.stats.charts import number
+from data.stats.collect import Collected, ImageRecord, Record
+
+NUM_SHOWN = 8
+MAX_IMAGES = 12  # of a sample
+MAX_TOKENS = 2000  # of a sample
+# Tokens that may share a character: a byte each, of at most four, and some around.
+MAX_SHARED = 8
+SMALLEST, LARGEST = 112, 320  # pixels of the longer side on the page
+LOSSLESS_SIDE = 128
+REPLACEMENT = chr(0xFFFD)
+
+
+def chosen_rows(collected: Collected) -> list[tuple[Record, Row]]:
+    """The samples to show: the first ones of each source, sources in turn."""
+    shown: list[tuple[Record, Row]] = []
+    for place in range(max(map(len, collected.rows.values()), default=0)):
+        for rows in collected.rows.values():
+            if place < len(rows) and len(shown) < NUM_SHOWN:
+                index, row = rows[place]
+                shown.append((collected.records[index], row))
+    return shown
+
+
+def picture(pixels: np.ndarray, tiling: Tiling) -> str:
+    """Normalised pixels, float32 `[C, height, width]`, as the address of an image that holds it."""
+    mean, std = (np.array(values, np.float32)[:, None, None] for values in (tiling.mean, tiling.std))
+    levels = np.rint(np.clip(pixels * std + mean, 0, 1) * 255).astype(np.uint8).transpose(1, 2, 0)
+    image = Image.fromarray(levels[..., 0] if levels.shape[2] == 1 else levels)
+    small = max(image.size) <= LOSSLESS_SIDE
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG") if small else image.save(buffer, "JPEG", quality=85)
+    content = base64.b64encode(buffer.getvalue()).decode()
+    return f"data:image/{'png' if small else 'jpeg'};base64,{content}"
+
+
+def _tile(pixels: np.ndarray, tiling: Tiling, scale: float) -> str:
+    height, width = pixels.shape[1:]
+    crisp = ' class="crisp"' if scale > 1 else ""
+    return (f'<img{crisp} src="{picture(pixels, tiling)}" width="{width * scale:.0f}" height="{height * scale:.0f}" '
+            f'alt="{width} x {height} pixels" title="{width} x {height} pixels">')
+
+
+def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], tiling: Tiling, tokens: int) -> str:
+    """An image: its tiles in their grid, a thumbnail beside them.
+
+    Args:
+        position: among the images of the sample, from 1.
+        image: its sizes.
+        tiles: float32 `[C, height, width]` each.
+        tiling: how it was tiled.
+        tokens: image tokens of it.
+    """
+    rows, cols = fixed_grid(*image.size, tiling) if tiling.kind == "fixed" else (1, 1)
+    height, width = tiles[0].shape[1:]
+    longer = max(rows * height, cols * width)
+    scale = LARGEST / longer if longer > LARGEST else max(SMALLEST // longer, 1)
+    cells = "".join(_tile(tile, tiling, scale) for tile in tiles[: rows * cols])
+    thumbnail = "".join(_tile(tile, tiling, min(scale * max(rows, cols), LARGEST / height) / 2)
+                        for tile in tiles[rows * cols :])
+    grid = f'<div class="tiles" style="grid-template-columns:repeat({cols},max-content)">{cells}</div>'
+    size = f"{image.size[1]} x {image.size[0]}"
+    made = f"{width} x {height}" + (f", {rows} rows of {cols} tiles" if rows * cols > 1 else "")
+    made += " and a thumbnail" if thumbnail else ""
+    beside = f'<div class="tiles thumbnail">{thumbnail}</div>' if thumbnail else ""
+    return (f'<figure><div class="shown">{grid}{beside}</div><figcaption><b>image {position}</b> {size} pixels '
+            f"&rarr; {made}; {number(tokens)} tokens</figcaption></figure>")
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Text tokens as pieces of text, with the number of tokens of each: more than one where they share a character."""
+    start = 0
+    before: list[int] = []
+    for end in range(1, len(ids) + 1):
+        # What a token says may depend on the one before it: a leading space, for example.
+        old = tokenizer.decode(before, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        piece = list(ids[start:end])
+        new = tokenizer.decode(before + piece, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if new.endswith(REPLACEMENT) and end - start < MAX_SHARED and end < len(ids):
+            continue
+        yield (new[len(old) :] if new.startswith(old) else tokenizer.decode(piece)), len(piece)
+        before, start = piece, end
+
+
+def _token(text: str, ids: Sequence[int], css: str) -> str:
+    """A token; line breaks are both shown and made, and one without text is shown as a dot."""
+    shown = escape(text).replace("\n", "<i>&crarr;</i>\n") or "&middot;"
+    return f'<span class="{css}" title="{"id" if len(ids) == 1 else "ids"} {" ".join(map(str, ids))}">{shown}</span>'
+
+
+def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> str:
+    """The text of a sample: token boundaries, tokens to learn and placeholders of images can be told apart."""
+    ids, targets = row.tokens.tolist()[:MAX_TOKENS], row.target_mask.tolist()
+    special = set(tokenizer.all_special_ids)
+    parts: list[str] = []
+    counts = [len(image.tiles) for image in record.images]
+    at = image = 0
+    while at < len(ids):
+        if ids[at] == image_token_id:
+            image += 1
+            at += counts[image - 1]
+            parts.append(f'<span class="image">image {image}'
+                         + (f" &middot; {counts[image - 1]} tiles" if counts[image - 1] > 1 else "") + "</span>")
+            continue
+        end = at
+        while end < len(ids) and ids[end] != image_token_id:
+            end += 1
+        for text, count in pieces(tokenizer, ids[at:end]):
+            css = ["token"] + ["target"] * any(targets[at : at + count]) + ["special"] * (ids[at] in special)
+            parts.append(_token(text, ids[at : at + count], " ".join(css)))
+            at += count
+    if len(row.tokens) > MAX_TOKENS:
+        parts.append(f'<span class="more">and {number(len(row.tokens) - MAX_TOKENS)} more tokens</span>')
+    return f'<div class="tokens">{"".join(parts)}</div>'
+
+
+def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling, image_token_id: int, patch_area: int) -> str:
+    """One sample; an image token stands for `patch_area` pixels."""
+    figures, start = [], 0
+    tiles = [tile.numpy() for tile in row.images]
+    for position, image in enumerate(record.images, 1):
+        end = start + len(image.tiles)
+        if position <= MAX_IMAGES:
+            tokens = sum(height * width for height, width in image.tiles) // patch_area
+            figures.append(image_html(position, image, tiles[start:end], tiling, tokens))
+        start = end
+    if len(record.images) > MAX_IMAGES:
+        figures.append(f'<p class="more">and {len(record.images) - MAX_IMAGES} more images</p>')
+    shard, _, key = record.name.partition(" ")
+    facts = (f"{number(record.length)} tokens: {number(record.text_tokens)} of text, {number(record.image_tokens)} of "
+             f"images; {number(record.target_tokens)} to learn")
+    shown = f'<div class="figures">{"".join(figures)}</div>' if figures else ""
+    return (f'<article class="sample"><header><h3>{escape(key)}</h3><span>{escape(shard)}</span><span>{facts}</span>'
+            f"</header>{shown}{text_html(tokenizer, row, record, image_token_id)}</article>")
