@@ -135,48 +135,54 @@ def collate_text(
         raise ValueError(f"--image-token-id {pad_token_id}: is the padding token, which would count as images")
     if len(samples) > 1 and any(sample.lengths for sample in samples):
         raise ValueError(f"sample {samples[0].key}: packed rows need --micro-batch-size 1, it is {len(samples)}")
+    rows = [_row(sample, modules, num_image_tokens, seq_length, vocab_size) for sample in samples]
     input_ids = np.full((len(samples), seq_length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
-    position_ids = np.tile(np.arange(seq_length), (len(samples), 1))
-    image_tokens: dict[str, list[int]] = {module: [] for module in modules}
-    num_tokens, packed = 0, None
-    for row, sample in enumerate(samples):
-        check_tokens(sample, vocab_size)
-        expanded = expand_images(sample, modules, num_image_tokens)
-        tokens, length = expanded.tokens, len(expanded.tokens)
-        if length > seq_length:
-            raise ValueError(
-                f"sample {sample.key}: {length} tokens, {sum(expanded.image_tokens.values())} of them from images, are "
-                f"{length - seq_length} more than --seq-length {seq_length}"
-            )
-        input_ids[row, :length] = tokens
-        labels[row, : max(length - 1, 0)] = tokens[1:]
-        loss_mask[row, : max(length - 1, 0)] = expanded.targets[1:]
+    for index, row in enumerate(rows):
+        length = len(row.tokens)
+        input_ids[index, :length] = row.tokens
+        labels[index, : max(length - 1, 0)] = row.tokens[1:]
+        loss_mask[index, : max(length - 1, 0)] = row.targets[1:]
         # The last token of a sample predicts nothing: what follows in a pack belongs to another.
-        labels[row, expanded.ends - 1], loss_mask[row, expanded.ends - 1] = pad_token_id, 0
-        if sample.lengths:
-            packed = packed_sequences(expanded.ends, seq_length)
-            starts = packed.cu_seqlens[:-1].numpy()
-            position_ids[row] -= np.repeat(starts, np.diff(packed.cu_seqlens.numpy()))
-        for module, count in expanded.image_tokens.items():
-            image_tokens[module].append(count)
-        num_tokens += length
+        labels[index, row.ends - 1], loss_mask[index, row.ends - 1] = pad_token_id, 0
+    packed = packed_sequences(rows[0].ends, seq_length) if samples and samples[0].lengths else None
     return TextBatch(
         keys=tuple(sample.key for sample in samples),
-        token_counts={module: tuple(counts) for module, counts in image_tokens.items()},
+        token_counts={module: tuple(row.image_tokens[module] for row in rows) for module in modules},
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
-        position_ids=torch.from_numpy(position_ids),
+        position_ids=positions_of(packed, seq_length).expand(len(samples), seq_length).contiguous(),
         placeholders={
             module: placeholder_positions(torch.from_numpy(input_ids), token) for module, token in modules.items()
         },
-        num_tokens=num_tokens,
+        num_tokens=sum(len(row.tokens) for row in rows),
         packed=packed,
         num_skipped=sum(len(sample.skipped) for sample in samples),
         unbalanced_image_tokens=sum(sample.unbalanced_image_tokens or 0 for sample in samples),
     )
+
+
+def _row(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter, seq_length: int,
+         vocab_size: int) -> Expanded:
+    """One sample, checked and expanded. Raises ValueError for anything wrong with it."""
+    check_tokens(sample, vocab_size)
+    row = expand_images(sample, modules, num_image_tokens)
+    length = len(row.tokens)
+    if length > seq_length:
+        raise ValueError(
+            f"sample {sample.key}: {length} tokens, {sum(row.image_tokens.values())} of them from images, are "
+            f"{length - seq_length} more than --seq-length {seq_length}"
+        )
+    return row
+
+
+def positions_of(packed: PackedSequences | None, row_length: int) -> torch.Tensor:
+    """Position of each token of a row, int64 `[row_length]`; it starts over with every sample of a packed row."""
+    if packed is None:
+        return torch.arange(row_length)
+    return torch.cat([torch.arange(int(length)) for length in packed.cu_seqlens.diff()])
 
 
 def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
