@@ -331,7 +331,7 @@ class VlmTaskEncoder(TaskEncoder):  # type: ignore[misc]
             images += [torch.from_numpy(tile) for tile in tiles]
         sizes = tuple(tuple(image.shape[1:]) for image in images)
         assert sizes == sample.image_sizes, (sample.__key__, sizes, sample.image_sizes)
-        return Row.derive_from(
+        row = Row.derive_from(
             sample,
             tokens=torch.from_numpy(sample.tokens),
             target_mask=torch.from_numpy(sample.target_mask),
@@ -341,6 +341,9 @@ class VlmTaskEncoder(TaskEncoder):  # type: ignore[misc]
             skipped=() if self._config.packing_buffer_size else self._errors.take(),
             worker=global_worker_id(),
         )
+        # Shards number their samples as they like: only with set and shard a key names one sample of a blend.
+        row.__key__ = sample_name(sample, None).replace(" ", "/", 1)
+        return row
 
     def select_packs(self, samples: Sequence[EncodedSample]) -> tuple[list[list[EncodedSample]], list[int]]:
         """Samples of each pack, and with balancing the image tokens of each pack without it.

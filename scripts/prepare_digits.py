@@ -119,8 +119,8 @@ def members(chosen: argparse.Namespace, split: str, index: int, text_only: bool)
 
 
 def scans_of(key: str) -> tuple[int, ...]:
-    """The scan numbers that a key tells."""
-    return tuple(int(scan) for scan in key.split("-")[2:])
+    """The scan numbers that a sample's key tells, with its data set and shard or without."""
+    return tuple(int(scan) for scan in key.rpartition("/")[2].split("-")[2:])
 
 
 def write_shard(path: Path, samples: Iterator[Member]) -> None:
