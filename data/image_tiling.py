@@ -159,7 +159,7 @@ def nearest_grid(rows: float, cols: float, fewest: int, most: int) -> Size:
     Nearest by `ASPECT_WEIGHT * log(change of aspect ratio) ** 2 + log(change of area) ** 2`.
     """
     best, best_error = (0, 0), math.inf
-    start = min(max(1, math.floor(rows)), most)
+    start = min(math.floor(rows), most)
     for counts in (range(start, 0, -1), range(start + 1, most + 1)):
         for count in counts:
             taller = math.log(count / rows)
@@ -229,7 +229,7 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
     if tiling.kind == "dynamic":
         return [dynamic_size(height, width, tiling)]
     rows, cols = fixed_grid(height, width, tiling) if tiling.kind == "fixed" else (1, 1)
-    thumbnail = tiling.kind == "fixed" and tiling.use_thumbnail and rows * cols > 1
+    thumbnail = tiling.use_thumbnail and rows * cols > 1
     return [(tiling.image_size, tiling.image_size)] * (rows * cols + thumbnail)
 
 
@@ -244,7 +244,7 @@ def orientation(image: Image.Image) -> int:
     try:
         # Not the method of PngImageFile, which reads all pixels first.
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-    except (SyntaxError, ValueError, TypeError, KeyError, IndexError, OSError, struct.error):
+    except (SyntaxError, ValueError, struct.error):
         return 1
     return value if value in UPRIGHT else 1
 

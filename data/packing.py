@@ -122,8 +122,6 @@ def select_packs(lengths: Sequence[int], capacity: int, rng: Rng) -> list[list[i
 def spread(buffer: Buffer, num_packs: int) -> np.ndarray | None:
     """Costliest samples first, each to the pack with fewest image tokens that has room: longest-processing-time-first.
 
-    Samples without images go where they leave the least room.
-
     Returns:
         The pack of each sample, int64 `[N]`; None where a sample finds no room.
     """
@@ -134,7 +132,7 @@ def spread(buffer: Buffer, num_packs: int) -> np.ndarray | None:
         room = np.flatnonzero(free >= buffer.lengths[index])
         if not room.size:
             return None
-        pack = room[(loads if buffer.costs[index] else free)[room].argmin()]
+        pack = room[loads[room].argmin()]
         free[pack] -= buffer.lengths[index]
         loads[pack] += buffer.costs[index]
         pack_of[index] = pack
@@ -171,7 +169,8 @@ def even_out(buffer: Buffer, pack_of: np.ndarray, num_packs: int) -> None:
     """Exchange samples, or move one, between the heaviest pack and another while that evens image tokens; in place.
 
     Each step takes what lowers the sum of squares most and makes no pack as heavy as the heaviest was. A pack that
-    nothing helps is left as it is, and the next heaviest is tried. At most `MAX_EXCHANGES` steps.
+    nothing helps is left for the next heaviest, and tried again when any other changed: the heaviest counts most. At
+    most `MAX_EXCHANGES` steps.
     """
     # A sample without length and cost stays in each pack: to exchange it is to move the other.
     nothing = np.zeros(num_packs, np.int64)
@@ -231,7 +230,9 @@ def select_balanced(
     if starts[0] is None:
         starts = [bounded(buffer, order, num_packs, int(before.max())), plain.copy()]
     numbers = shuffled(num_packs, rng)
-    candidates = [plain] + [numbers[start] for start in starts if start is not None]
+    # An assignment that leaves a pack empty does with fewer packs: it happens, but rows must correspond.
+    full = [start for start in starts if start is not None and np.bincount(start, minlength=num_packs).all()]
+    candidates = [plain] + [numbers[start] for start in full]
     for candidate in candidates[1:]:
         even_out(buffer, candidate, num_packs)
     balanced = min(candidates, key=lambda pack_of: sorted(buffer.loads(pack_of, num_packs).tolist(), reverse=True))

@@ -264,7 +264,7 @@ def test_an_orientation_behind_the_pixels_is_no_orientation(behind_pixels):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-@pytest.mark.parametrize("data", [b"", b"nonsense", b"MM\0*\0\0\0\x08\0\x01\x01", b"II*\0\xff\xff\xff\xff"])
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"MM\0*", b"MM\0*\0\0\0\x08\0\x01\x01", b"II*\0\xff\xff\xff\xff"])
 def test_metadata_that_cannot_be_read_is_no_orientation(data):
     image = png_with(gradient(32, 64), b"eXIf", data, behind_pixels=False)
     assert oriented_size(image) == (32, 64)

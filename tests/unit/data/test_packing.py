@@ -110,7 +110,9 @@ def test_balanced_packs_are_as_many_and_never_less_even(samples, seed):
         (0.0, 1, 60, 4096, 1.10),  # (1.35; 1.26 without spreading)
         (0.0, 4, 250, 8192, 1.02),  # (1.36; 1.06 without spreading, 1.16 without exchanges)
         (0.0, 4, 250, 4096, 1.22),  # (1.40; 1.30 without exchanges)
+        (0.0, 4, 500, 4096, 1.15),  # (1.59; 1.22 where a pack that nothing helps ends it, or from bounds alone)
         (0.4, 12, 250, 4096, 1.15),  # (1.30; 1.30 without bounds: there is hardly any room)
+        (0.4, 12, 500, 4096, 1.25),  # (1.36; 1.31 with one bound instead of the lowest)
     ],
 )
 def test_balanced_packs_are_nearly_even(text_only, tiles, text, capacity, reached):
@@ -129,6 +131,15 @@ def test_balancing_evens_more_than_the_heaviest_pack():
     packs, before = select_balanced(lengths, image_tokens, 100, np.random.default_rng(0))
     assert sorted(costs_of(packs, image_tokens)) == [20] * 6 + [40] * 2 + [90]
     assert sorted(before)[0] == 0 and sum(before) == 290
+
+
+def test_no_pack_is_empty_where_balancing_would_do_with_fewer(monkeypatch):
+    monkeypatch.setattr("data.packing.spread", lambda *_: None)
+    lengths = [8, 5, 5, 13, 12, 5, 9, 6, 1, 7, 16, 8, 10]
+    image_tokens = [0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 2, 0, 1]
+    packs, before = select_balanced(lengths, image_tokens, 35, np.random.default_rng(0))
+    check_packs(packs, lengths, 35)
+    assert len(packs) == len(before) == 4
 
 
 def test_text_alone_is_packed_as_tightly():
