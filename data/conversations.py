@@ -67,7 +67,8 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     content = parts["json"]
     if not isinstance(content, Mapping):
         raise ValueError(f"json is {type(content).__name__}, expected an object")
-    images = _named_images(key, content["images"], available) if "images" in content else _all_images(available)
+    names = content.get("images")
+    images = _all_images(available) if names is None else _named_images(key, names, available)
     if "messages" in content:
         return Conversation(messages=_turns(content["messages"], "messages"), images=images)
     if "conversations" in content:

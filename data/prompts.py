@@ -127,13 +127,15 @@ def content_parts(content: Any) -> list[str | None]:
         raise ValueError(f"content is {type(content).__name__}, expected text or a list of parts")
     parts: list[str | None] = []
     for part in content:
-        if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        elif isinstance(part, Mapping) and part.get("type") == "image" and set(part) == {"type"}:
+        given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+        if given.get("type") == "text" and isinstance(given.get("text"), str):
+            parts.append(given["text"])
+        elif given == {"type": "image"}:
             parts.append(None)
-        elif isinstance(part, Mapping) and str(part.get("type")).startswith("image"):
+        elif str(given.get("type")).startswith("image"):
             raise ValueError(
-                'an image part names a file or address: write {"type": "image"}, and the images as parts of the sample'
+                f"an image part has {', '.join(sorted(given))}: it may have type image alone; images are parts of the "
+                "sample, in order"
             )
         else:
             raise ValueError(f"part {str(part)[:80]!r} of the content is neither text nor image")

@@ -57,13 +57,14 @@ def png(grey: int = 0, side: int = SIDE) -> bytes:
     return buffer.getvalue()
 
 
-def broken_png(width: int, height: int) -> bytes:
-    """A PNG with a whole header and pixels that are none."""
+def broken_png(width: int, height: int, after: bytes = b"") -> bytes:
+    """A PNG with a whole header and pixels that are none, or half of them and then something else."""
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"no pixels") + chunk(b"IEND", b"")
+    pixels = zlib.compress(bytes((width + 1) * height))[:5] if after else b"no pixels"
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", pixels) + after + chunk(b"IEND", b"")
 
 
 def talk(content: Any, answer: str = "cat", **more: Any) -> bytes:
@@ -143,6 +144,7 @@ PARTS = json.dumps(
         ({"a.png": png(1), "b.png": png(2), "json": talk("<image>", images=["key.b.png"])}, "<s>#\n[cat</s>]", [2]),
         ({"png": png(3), "json": LLAVA}, "<s>#\nwhat?\n[dog</s>]", [3]),
         ({"png": png(3), "json": PARTS}, "<s><image>#\n[yes</s>]", [3]),
+        ({"png": png(3), "json": talk([{"type": "image", "text": None}], images=None)}, "<s>#\n[cat</s>]", [3]),
         ({"json": talk("what?")}, "<s>what?\n[cat</s>]", []),
         ({"json": b'{"text": "a cat"}'}, "<s>[a cat</s>]", []),
         ({"png": png(4), "json": b'{"text": "a<image> cat"}'}, "<s>[a]#[ cat</s>]", [4]),
@@ -209,6 +211,9 @@ BAD = {
     "program": ({"png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "json": talk("<image>")},
                 "undecodable image png: no header"),
     "body": ({"png": broken_png(SIDE, SIDE), "json": talk("<image>")}, "undecodable image png: "),
+    # Pillow raises SyntaxError, which Energon does not take for a bad sample.
+    "torn": ({"png": broken_png(SIDE, SIDE, b"\0\0\0\2\0\1\2\3xx\0\0\0\0"), "json": talk("<image>")},
+             "undecodable image png: SyntaxError: broken PNG file"),
     "cut": ({"png": png(1, 256)[:-40], "json": talk("<image>")}, "undecodable image png: "),
     "bomb": ({"png": broken_png(60_000, 60_000), "json": talk("<image>")},
              "image png has 60000x60000 pixels, more than --max-image-pixels 100000000"),
@@ -257,10 +262,16 @@ def test_one_bad_sample_too_many_ends_the_worker(tmp_path, config):
         read_all(folder, replace(config, max_bad_samples=2))
 
 
-def test_a_data_set_of_bad_samples_ends_within_the_budget(tmp_path, config):
-    folder = shards(tmp_path, {f"k{number}": {"json": b"[]"} for number in range(3)})
+@pytest.mark.parametrize(
+    "bad", [{"json": b"[]"}, {"json": talk("<image>")}, {"png": broken_png(SIDE, SIDE), "json": talk("<image>")}]
+)
+@pytest.mark.parametrize("buffer", [0, 4])
+def test_a_data_set_of_bad_samples_ends_by_the_budget_alone(tmp_path, config, bad, buffer):
+    """Neither before, as Energon would after 100 in a row, nor never. Found when parsed, tokenised or decoded."""
+    folder = shards(tmp_path, {f"k{number}": bad for number in range(3)})
     with pytest.raises(FatalSampleError, match="--max-bad-samples 150"):
-        read(open_loader(folder, replace(config, max_bad_samples=150), request(), train=True), 1)
+        read(open_loader(folder, replace(config, max_bad_samples=150, packing_buffer_size=buffer), request(),
+                         train=True), 1)
 
 
 def test_what_no_sample_can_be_blamed_for_is_no_bad_sample(tmp_path, config, monkeypatch):
@@ -345,7 +356,7 @@ def test_a_run_restored_within_a_buffer_goes_on_as_if_nothing_had_happened(tmp_p
     for _ in range(14):
         states.append(whole.save_state_rank())
         expected.append(content(next(rows)))
-    for stop in (1, 4, 7, 9):
+    for stop in (4, 9):
         resumed = open_loader(folder, config, request(), train=True)
         resumed.restore_state_rank(states[stop])
         assert [content(row) for row in read(resumed, 14 - stop)] == expected[stop:]
