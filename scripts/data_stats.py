@@ -1,7 +1,7 @@
-"""What a data set gives a model: a page of figures, charts and samples, from samples read as training reads them.
+r"""What a data set gives a model: a page of figures, charts and samples, from samples read as training reads them.
 
     python scripts/data_stats.py DATASET --tokenizer FOLDER
-    python scripts/data_stats.py blend.yaml --tokenizer FOLDER --seq-length 8192 --packing-buffer-size 256 \\
+    python scripts/data_stats.py blend.yaml --tokenizer FOLDER --seq-length 8192 --packing-buffer-size 256 \
         --image-tiling fixed --image-size 448 --pixel-shuffle 2 --out page.html
 
 Samples go through the task encoder of training, in this process. The model is not loaded: --image-size, --patch-size,
@@ -87,7 +87,8 @@ def summary(keys: dict[str, Any]) -> str:
     lines = [("samples", f"{samples['read']:,} read of {samples['in_one_pass']:,}: {samples['good']:,} good, "
                          f"{samples['bad']:,} bad")]
     lines += [("data set", f"{source['share']:6.1%}  {source['samples']:,} samples  {source['path']}"
-                           f" {source['subflavors']}".rstrip()) for source in keys["sources"]]
+                           + (f"  {json.dumps(source['subflavors'])}" if source["subflavors"] else ""))
+              for source in keys["sources"]]
     lines += [(f"{name} tokens", _spread(tokens[name])) for name in ("text", "image", "total")]
     lines += [("shares", f"image tokens {tokens['image_share']:.1%}, to learn {tokens['target_share']:.1%} "
                          f"({tokens['target_share_of_text']:.1%} of text)"),

@@ -9,11 +9,13 @@ from html import escape
 
 import numpy as np
 
-WIDTH, HEIGHT = 400, 210
-LEFT, RIGHT, TOP, BOTTOM = 44, 12, 26, 40
+# About as many pixels as on the page, so that text keeps its size.
+WIDTH, HEIGHT = 280, 190
+LEFT, RIGHT, TOP, BOTTOM = 40, 18, 26, 40
 MAX_BARS = 24
 MAX_BAR_WIDTH = 30
-MAX_LABELS = 8
+MAX_LABELS = 6
+LYING_WIDTH = 480
 # Edges of width over height, each 2 ** 0.25 from the next, from 1:6 to 6:1; what lies outside counts as the outermost.
 ASPECT_STEP = 4
 ASPECT_LABELS = {"1:4": 0.25, "1:2": 0.5, "1:1": 1.0, "2:1": 2.0, "4:1": 4.0}
@@ -104,8 +106,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
 
 
-def _svg(height: float, label: str, parts: Sequence[str]) -> str:
-    return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
+    return (f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(label)}">'
             + "".join(parts) + "</svg>")
 
 
@@ -123,7 +125,7 @@ def histogram(bars: Bars, axis: str, colour: str, unit: str) -> str:
     band = min(width / count, MAX_BAR_WIDTH + 8)
     left = LEFT + (width - band * count) / 2
     bottom = TOP + height
-    step = max(nice_step(top / 3), 1)
+    step = max(nice_step(top / 5), 1)
     parts = []
     for index in range(1, int(top / step) + 1):
         y = bottom - height * index * step / top
@@ -141,7 +143,7 @@ def histogram(bars: Bars, axis: str, colour: str, unit: str) -> str:
         x = left + bars.marker[0] * band
         parts += [_line(x, TOP - 6, x, bottom, "marker"),
                   _text(min(max(x, LEFT + 30), WIDTH - RIGHT - 34), TOP - 11, bars.marker[1], css="note")]
-    return _svg(HEIGHT, f"{axis}: {unit}", parts)
+    return _svg(WIDTH, HEIGHT, f"{axis}: {unit}", parts)
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def lying_bars(groups: Sequence[Group], label: str, most: float, reference: tupl
         reference: value and text of a line that bars are to be compared with; None without.
     """
     left, right, thick, gap = 112, 56, 14, 12
-    width = WIDTH - left - right
+    width = LYING_WIDTH - left - right
     y = 24.0 if reference else 6.0
     parts = []
     for group in groups:
@@ -186,4 +188,4 @@ def lying_bars(groups: Sequence[Group], label: str, most: float, reference: tupl
         x = left + width * reference[0] / most
         parts += [_line(x, 18, x, y - gap + 4, "marker"), _text(x, 12, reference[1], css="note")]
     parts.append(_line(left, 18 if reference else 0, left, y - gap + 4, "axis"))
-    return _svg(y, label, parts)
+    return _svg(LYING_WIDTH, y, label, parts)

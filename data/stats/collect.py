@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megatron.energon import stateless
@@ -123,7 +124,7 @@ class RecordingEncoder(VlmTaskEncoder):
         source = source_of(row)
         self._collected.records.append(Record(
             source=source,
-            name=sample_name(row, row.__sources__),
+            name=sample_name(sample, None),
             text_tokens=sample.length - sample.image_tokens,
             image_tokens=sample.image_tokens,
             target_tokens=int(sample.target_mask.sum()),
@@ -136,9 +137,10 @@ class RecordingEncoder(VlmTaskEncoder):
 
 
 def source_of(row: Row) -> tuple[str, str]:
-    """Path of the data set of a row, and its subflavors as JSON, empty without any."""
+    """Path of the data set of a row, relative where it lies below this folder; and its subflavors as JSON or ""."""
     path = str(row.__sources__[0].dataset_path) if row.__sources__ else ""
-    return path, json.dumps(row.__subflavors__, sort_keys=True, default=str) if row.__subflavors__ else ""
+    flavors = json.dumps(row.__subflavors__, sort_keys=True, default=str) if row.__subflavors__ else ""
+    return path.removeprefix(f"{Path.cwd()}/"), flavors
 
 
 def request_of(config: Config, sizes: ModelSizes) -> tuple[DataRequest, Tiling]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ def figures(collected: Collected, packings: Sequence[Packing], chosen: int, patc
             "in_one_pass": sum(collected.sizes),
         },
         "sources": [
-            {"path": path, "subflavors": flavors, "samples": count, "share": count / len(records),
+            {"path": path, "subflavors": json.loads(flavors or "{}"), "samples": count, "share": count / len(records),
              "tokens": sum(record.length for record in records if record.source == (path, flavors))}
             for (path, flavors), count in counts.most_common()
         ],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from html import escape
 from typing import Any
 
@@ -18,6 +18,7 @@ from data.stats.sizes import ModelSizes
 from data.stats.style import CSS
 
 MAX_BAD_ROWS = 100
+SHOWN_FLAGS = ("prompt-format", "image-tiling", "seq-length", "seed")  # even at their defaults
 IMBALANCE_NOTE = (
     "Imbalance: image tokens of the pack that has most, over the mean of the packs of its buffer. 1 is even; lanes "
     "whose packs have fewer image tokens wait for the one that has most."
@@ -90,14 +91,19 @@ def keys_html(report: Report) -> str:
     parts = [_key("good samples", number(samples["good"])),
              _key("bad samples", number(samples["bad"]), wrong=samples["bad"] > 0)]
     if report.records:
-        parts += [_key("tokens of a sample, mean", number(round(tokens["total"]["mean"], 1))),
-                  _key("tokens of images", percent(tokens["image_share"])),
+        parts += [_key("mean tokens", number(round(tokens["total"]["mean"], 1))),
+                  _key("image tokens", percent(tokens["image_share"])),
                   _key("tokens to learn", percent(tokens["target_share"])),
                   _key("images", number(report.figures["images"]["count"]))]
     if report.chosen is not None:
         name = "row used, packed" if report.chosen.buffer_size else "row used, without packing"
         parts.append(_key(name, percent(report.chosen.utilisation)))
     return f'<div class="keys">{"".join(parts)}</div>'
+
+
+def flavors(source: Mapping[str, Any]) -> str:
+    """Subflavors for people."""
+    return ", ".join(f"{name}: {value}" for name, value in source["subflavors"].items())
 
 
 def sources_html(report: Report) -> str:
@@ -109,7 +115,7 @@ def sources_html(report: Report) -> str:
     rows = []
     for source in sources:
         meter = f'<span class="meter"><i style="width:{100 * source["share"]:.1f}%"></i></span>'
-        cells = [f"<code>{escape(source['path'])}</code>", f"<code>{escape(source['subflavors'])}</code>",
+        cells = [f"<code>{escape(source['path'])}</code>", f"<code>{escape(flavors(source))}</code>",
                  number(source["samples"]), percent(source["share"]) + meter, number(source["tokens"])]
         rows.append(("", cells if len(heads) == len(cells) else [cells[0], *cells[2:]]))
     samples = report.figures["samples"]
@@ -144,17 +150,18 @@ def images_html(report: Report) -> str:
     images = [image for record in report.records for image in record.images]
     if not images:
         return "<h2>Images</h2><p>No sample has an image.</p>"
-    patches = [image.patches(report.sizes.patch_size) for image in images]
     shown: list[tuple[str, Bars, str]] = [
         ("Width", integer_bars([image.size[1] for image in images]), "pixels, before tiling"),
         ("Height", integer_bars([image.size[0] for image in images]), "pixels, before tiling"),
         ("Aspect ratio", aspect_bars([image.size[1] / image.size[0] for image in images]),
          "width : height, before tiling"),
-        ("Patches", integer_bars(patches), f"patches of {report.sizes.patch_size} pixels an image, after tiling"),
     ]
     if report.tiling.kind == "fixed":
         tiles = integer_bars([len(image.tiles) for image in images])
-        shown.append(("Tiles", tiles, f"tiles of {report.tiling.image_size} pixels an image"))
+        shown.append(("Tiles", tiles, f"tiles of {report.tiling.image_size} pixels, of an image"))
+    else:
+        patches = integer_bars([image.patches(report.sizes.patch_size) for image in images])
+        shown.append(("Patches", patches, f"patches of {report.sizes.patch_size} pixels, of an image"))
     count = report.figures["images"]["samples_with_images"]
     note = f"<p>{number(len(images))} images in {number(count)} of {number(len(report.records))} samples.</p>"
     charts = "".join(_figure(title, histogram(bars, axis, "image", "images")) for title, bars, axis in shown)
@@ -180,19 +187,20 @@ def packing_html(report: Report) -> str:
         legend = [("quiet", "packed as they fit"), ("image", "with --packing-balance")]
         svg = lying_bars(groups, "imbalance of image tokens", most, (1.0, "even"))
         charts.append(_figure("Imbalance of image tokens", svg, legend))
-    heads = [("packing buffer", False), ("rows", True), ("samples a row", True), ("row used", True),
+    heads = [("packing buffer", False), ("samples a row", True), ("row used", True),
              ("imbalance", True), ("with --packing-balance", True)]
     rows = [("chosen" if packing.buffer_size == given else "", [
-        _buffer_name(packing) + (" (as given)" if packing.buffer_size == given else ""), number(packing.rows),
+        _buffer_name(packing) + (" (as given)" if packing.buffer_size == given else ""),
         f"{packing.samples_per_row:.1f}", percent(packing.utilisation),
         *("&ndash;" if value is None else f"{value:.2f}" for value in (packing.imbalance, packing.imbalance_balanced)),
     ]) for packing in packings]
-    note = (f"<p>Rows have --seq-length {number(report.sizes.seq_length)} tokens. A buffer is the number of samples "
-            f"among which a pack is chosen (--packing-buffer-size). {IMBALANCE_NOTE if measured else ''}</p>")
+    note = (f"<p>Rows have {number(report.sizes.seq_length)} tokens (<code>--seq-length</code>). A buffer is the number "
+            "of samples among which a pack is chosen (<code>--packing-buffer-size</code>). "
+            f"{IMBALANCE_NOTE if measured else ''}</p>")
     if given > len(report.records):
         note += (f"<p>Only {number(len(report.records))} samples were read, fewer than the buffer of {number(given)} "
                  "holds: read more with --samples.</p>")
-    return (f'<h2>Packing</h2>{note}<div class="charts" style="margin-bottom:12px">{"".join(charts)}</div>'
+    return (f'<h2>Packing</h2>{note}<div class="charts wide">{"".join(charts)}</div>'
             + _table(heads, rows))
 
 
@@ -217,21 +225,33 @@ def samples_html(report: Report) -> str:
     legend = ('<div class="key-tokens"><span class="token">text</span> a token '
               '&nbsp; <span class="token target">text</span> a token to learn &nbsp; '
               '<span class="token special">&lt;s&gt;</span> a special token &nbsp; '
-              '<span class="image">image 1</span> placeholder of an image. The title of a token is its id.</div>')
+              '<span class="image">image 1</span> placeholder of an image. Point at a token for its id.</div>')
     return f"<h2>Samples</h2>{legend}{''.join(shown)}"
+
+
+def given_flags(report: Report) -> str:
+    """The flags that are not at their defaults, and a few others."""
+    words = []
+    for settings in (report.config, report.sizes):
+        for setting in fields(settings):
+            value, name = vars(settings)[setting.name], setting.name.replace("_", "-")
+            if name == "data-path" or (value == setting.default and name not in SHOWN_FLAGS):
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{name}")
+            else:
+                words.append(f"--{name} " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value)))
+    return " ".join(words)
 
 
 def page_html(report: Report) -> str:
     """The whole page."""
-    config, sizes = report.config, report.sizes
-    samples = report.figures["samples"]
-    flags = (f"--tokenizer {config.tokenizer} --prompt-format {config.prompt_format} --image-tag-type "
-             f"{config.image_tag_type} --image-tiling {config.image_tiling} --seq-length {sizes.seq_length} "
-             f"--packing-buffer-size {config.packing_buffer_size} --seed {sizes.seed}")
+    config, samples = report.config, report.figures["samples"]
+    flags = given_flags(report)
     body = [
         f"<h1>{escape(config.data_path)}</h1>",
-        f"<p>{number(samples['read'])} samples of the train split, which has {number(samples['in_one_pass'])}, read "
-        f"with<br><code>{escape(flags)}</code></p>",
+        f"<p class='flags'>{number(samples['read'])} samples of the train split, which has "
+        f"{number(samples['in_one_pass'])}, read with<br><code>{escape(flags)}</code></p>",
         keys_html(report),
     ]
     if report.records:

@@ -21,7 +21,8 @@ MAX_IMAGES = 12  # of a sample
 MAX_TOKENS = 2000  # of a sample
 # Tokens that may share a character: a byte each, of at most four, and some around.
 MAX_SHARED = 8
-SMALLEST, LARGEST = 112, 320  # pixels of the longer side on the page
+# Pixels on the page: of the shorter side, as far as the longer one allows; of the longer one; of a thumbnail's height.
+SMALLEST, LARGEST, THUMBNAIL = 96, 320, 160
 LOSSLESS_SIDE = 128
 REPLACEMENT = chr(0xFFFD)
 
@@ -68,14 +69,14 @@ def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], t
     """
     rows, cols = fixed_grid(*image.size, tiling) if tiling.kind == "fixed" else (1, 1)
     height, width = tiles[0].shape[1:]
-    longer = max(rows * height, cols * width)
-    scale = LARGEST / longer if longer > LARGEST else max(SMALLEST // longer, 1)
+    shorter, longer = sorted([rows * height, cols * width])
+    scale = LARGEST / longer if longer > LARGEST else max(min(SMALLEST // shorter, LARGEST // longer), 1)
     cells = "".join(_tile(tile, tiling, scale) for tile in tiles[: rows * cols])
-    thumbnail = "".join(_tile(tile, tiling, min(scale * max(rows, cols), LARGEST / height) / 2)
-                        for tile in tiles[rows * cols :])
+    small = min(scale * rows, THUMBNAIL / height)
+    thumbnail = "".join(_tile(tile, tiling, small) for tile in tiles[rows * cols :])
     grid = f'<div class="tiles" style="grid-template-columns:repeat({cols},max-content)">{cells}</div>'
     size = f"{image.size[1]} x {image.size[0]}"
-    made = f"{width} x {height}" + (f", {rows} rows of {cols} tiles" if rows * cols > 1 else "")
+    made = (f"{cols} x {rows} tiles of " if rows * cols > 1 else "") + f"{width} x {height}"
     made += " and a thumbnail" if thumbnail else ""
     beside = f'<div class="tiles thumbnail">{thumbnail}</div>' if thumbnail else ""
     return (f'<figure><div class="shown">{grid}{beside}</div><figcaption><b>image {position}</b> {size} pixels '

@@ -17,6 +17,7 @@ h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywher
 h2 { font-size: 19px; margin: 40px 0 12px; }
 h3 { font-size: 15px; margin: 0; overflow-wrap: anywhere; }
 p { margin: 0 0 12px; max-width: 80ch; color: var(--soft); }
+p.flags { max-width: none; }
 code { font: 13px ui-monospace, "SF Mono", "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
 .card, .sample, .figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 .keys { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 20px; }
@@ -24,10 +25,11 @@ code { font: 13px ui-monospace, "SF Mono", "DejaVu Sans Mono", monospace; overfl
 .key span { display: block; color: var(--soft); font-size: 13px; }
 .key b { display: block; font-size: 24px; line-height: 1.3; font-weight: 600; }
 .key.wrong b { color: var(--bad); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); gap: 12px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 12px; }
+.charts.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); margin-bottom: 12px; }
 .figure { margin: 0; padding: 14px 16px 10px; }
 .figure h3 { margin-bottom: 6px; }
-.figure svg { display: block; width: 100%; max-width: 460px; height: auto; margin: 0 auto; }
+.figure svg { display: block; width: 100%; max-width: 560px; height: auto; margin: 0; }
 .legend { color: var(--soft); font-size: 13px; margin: 0 0 6px; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin: 0 5px -1px 0; }
 .legend span { margin-right: 16px; white-space: nowrap; }
@@ -40,6 +42,7 @@ svg .note { fill: var(--ink); }
 svg .grid { stroke: var(--line); }
 svg .axis { stroke: var(--axis); }
 svg .marker { stroke: var(--ink); stroke-dasharray: 3 3; opacity: .65; }
+p:not(.flags) code { white-space: nowrap; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 8px 16px; border-bottom: 1px solid var(--line); vertical-align: top; }
