@@ -194,8 +194,8 @@ def packing_html(report: Report) -> str:
         f"{packing.samples_per_row:.1f}", percent(packing.utilisation),
         *("&ndash;" if value is None else f"{value:.2f}" for value in (packing.imbalance, packing.imbalance_balanced)),
     ]) for packing in packings]
-    note = (f"<p>Rows have {number(report.sizes.seq_length)} tokens (<code>--seq-length</code>). A buffer is the number "
-            "of samples among which a pack is chosen (<code>--packing-buffer-size</code>). "
+    note = (f"<p>Rows have {number(report.sizes.seq_length)} tokens (<code>--seq-length</code>). A buffer is the "
+            "number of samples among which a pack is chosen (<code>--packing-buffer-size</code>). "
             f"{IMBALANCE_NOTE if measured else ''}</p>")
     if given > len(report.records):
         note += (f"<p>Only {number(len(report.records))} samples were read, fewer than the buffer of {number(given)} "
