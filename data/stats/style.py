@@ -25,7 +25,9 @@ code { font: 13px ui-monospace, "SF Mono", "DejaVu Sans Mono", monospace; overfl
 .key span { display: block; color: var(--soft); font-size: 13px; }
 .key b { display: block; font-size: 24px; line-height: 1.3; font-weight: 600; }
 .key.wrong b { color: var(--bad); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 12px; }
+.charts { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 12px; }
+@media (max-width: 1080px) { .charts { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
+@media (max-width: 600px) { .charts { grid-template-columns: minmax(0, 1fr); } }
 .charts.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); margin-bottom: 12px; }
 .figure { margin: 0; padding: 14px 16px 10px; }
 .figure h3 { margin-bottom: 6px; }
