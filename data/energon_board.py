@@ -54,11 +54,17 @@ class Board:
 
 
 class Notes:
-    """The line of whichever worker runs in this process; `worker` is set when its iteration starts."""
+    """The line of whichever worker runs in this process.
+
+    Attributes:
+        worker: global worker id, set when its iteration starts; -1 before.
+        place: shard and sample that it has read last.
+    """
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self.worker = -1
+        self.place = "nothing was read"
 
     def write(self, text: str) -> None:
         """Write to this worker's line; outside of a worker, for example while a data set is built, to none."""
@@ -103,6 +109,7 @@ class WatchedReader:
             ValueError: the shard is missing, short, or not the one that was prepared.
         """
         place = self._place(index)
+        self._notes.place = place
         self._notes.write(f"reading {place}")
         try:
             sample = self._reader[index]

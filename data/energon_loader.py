@@ -127,7 +127,7 @@ class RowStream(IterableDataset):
             checkpoint = None
             if count - saved >= CHECKPOINT_EVERY:
                 checkpoint, saved = Checkpoint(count, self._state(count)), count
-            self._notes.write("waiting for the trainer")
+            self._notes.write(f"waiting for the trainer, after {self._notes.place}")
             yield Arrival(worker, count - 1, row, checkpoint)
         raise ValueError("--data-path: the data set ended, where it should start over")
 

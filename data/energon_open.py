@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import ryml  # type: ignore[import-untyped]
 from megatron.energon import WorkerConfig, get_train_dataset, load_dataset
 from megatron.energon import errors as energon_errors
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.webdataset import base_webdataset
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.task_encoder.base import TaskEncoder
@@ -20,8 +21,11 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from data.energon import Config
 
 # What Energon raises for a folder, a YAML or a split that it cannot use.
-OPEN_ERRORS = (AssertionError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError)
+OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, TypeError, ryml.ryml.ExceptionBasic)
 SPLIT_NAMES = {"train": "train", "valid": "val"}
+# Shards that a worker process keeps open, over all sources of a blend, and a lane that is read in the training process,
+# where there may be many. Each costs a file handle, of which processes often get 1024, and a buffer.
+OPEN_SHARDS, OPEN_SHARDS_IN_PROCESS = 256, 32
 
 
 def _discard(*_: Any, **__: Any) -> None:
@@ -46,6 +50,10 @@ def naming(flag: str, path: str, split: str) -> Iterator[None]:
         yield
     except OPEN_ERRORS as error:
         detail = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, KeyError):
+            detail = f"there is no {detail}"
+        elif isinstance(error, ryml.ryml.ExceptionBasic):
+            detail = "not a YAML file"
         raise ValueError(f"{flag} {path}: cannot open the {SPLIT_NAMES[split]!r} split: {detail}") from error
 
 
@@ -72,6 +80,32 @@ def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
     elif isinstance(dataset, BaseWrapperDataset):
         for inner in dataset.datasets:
             yield from leaves(inner)
+
+
+class OpenShards(dict[int, Any]):
+    """A reader's open shards, the one used longest ago first, which is the one that Energon closes.
+
+    In a plain dictionary the one opened first is first: where a worker reads several at a time, each new shard would
+    close others that are still being read. And a tar file remembers every member it has read: open for long, it would
+    grow with every pass.
+    """
+
+    def __getitem__(self, shard: int) -> Any:
+        tar = self.pop(shard)
+        tar.members.clear()
+        self[shard] = tar
+        return tar
+
+
+def keep_open(dataset: SavableDataset, most: int) -> None:
+    """Let a data set keep `most` shards open, but no fewer than Energon would: it comes back to each many times.
+
+    Energon keeps as many as are being read (16); the one just finished then takes the place of one that is still read.
+    """
+    readers = [reader for leaf in leaves(dataset) for reader in leaf.join_readers if isinstance(reader, ITarReader)]
+    for reader in readers:
+        reader.itar_files_cache = OpenShards()
+        reader.itar_cache_size = max(reader.itar_cache_size, most // len(readers))
 
 
 def leaf_range(leaf: WebdatasetSampleLoaderDataset) -> range:
@@ -113,7 +147,7 @@ def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEnco
     # Without shuffling Energon reads one slice of a shard after the other.
     order = {} if config.shuffle else {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
     with naming("--data-path", config.data_path, "train"):
-        return get_train_dataset(
+        dataset = get_train_dataset(
             config.data_path,
             worker_config=worker_config,
             batch_size=None,
@@ -124,6 +158,8 @@ def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEnco
             repeat=True,
             **order,
         )
+    keep_open(dataset, OPEN_SHARDS if worker_config.num_workers else OPEN_SHARDS_IN_PROCESS)
+    return dataset
 
 
 def valid_datasets(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> list[SavableDataset]:

@@ -177,11 +177,10 @@ class EnergonReader:
             )
         check_workers(state, self._request.num_lanes, self._num_workers)
         flags = self._state_flags()
-        changed = [name for name, value in flags.items() if state["flags"].get(name) != value]
+        changed = [f"--{name.replace('_', '-')} {value}: the checkpoint's data was read with {state['flags'].get(name)}"
+                   for name, value in flags.items() if state["flags"].get(name) != value]
         if changed:
-            raise ValueError("; ".join(
-                f"--{name.replace('_', '-')} {flags[name]}: the checkpoint's data was read with {state['flags'].get(name)}"
-                for name in changed) + "; --finetune starts the data anew")
+            raise ValueError("; ".join(changed) + "; --finetune starts the data anew")
         if state["sizes"] != self._sizes:
             raise ValueError(f"--data-path {self._config.data_path}: has {self._sizes} samples, the checkpoint's data "
                              f"had {state['sizes']}; --finetune starts the data anew")

@@ -63,9 +63,8 @@ def test_a_lane_reads_on_after_any_row(shards, tmp_path, order):
         assert keys(open_reader(config, [1], 2, states=states), 1, 20) == whole[stop : stop + 20], stop
 
 
-@pytest.mark.parametrize("order", ["shuffle buffer", "packing"])
-def test_workers_of_several_lanes_read_on_after_any_row(shards, tmp_path, order):
-    config = Config(data_path=shards, num_workers=2, **ORDERS[order])
+def test_workers_of_several_lanes_read_on_after_any_row(shards, tmp_path):
+    config = Config(data_path=shards, num_workers=2, **ORDERS["packing"])
     first = open_reader(config, [0, 1], 2)
     rows = 3 * CHECKPOINT_EVERY + 20
     marks, whole = {}, {0: [], 1: []}
