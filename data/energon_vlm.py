@@ -8,7 +8,6 @@ and each image is decoded once. What stands in a buffer is a function of the sam
 from __future__ import annotations
 
 import io
-import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,30 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from megatron.energon import (
-    CaptioningSample,
-    Cooker,
-    InterleavedSample,
-    SkipSample,
-    TaskEncoder,
-    TextSample,
-    VQASample,
-    WorkerConfig,
-    basic_sample_keys,
-    edataclass,
-    stateless,
-)
+from megatron.energon import Cooker, SkipSample, TaskEncoder, WorkerConfig, edataclass, stateless
 from megatron.energon import Sample as EnergonSample
-from megatron.energon.cache import FileStoreDecoder
-from megatron.energon.errors import FatalSampleError
 from megatron.energon.wrappers import MapDataset, PackingDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from PIL import Image
 
-from data.conversations import Conversation, captioned, from_parts
+from data.bad_samples import ErrorLog, reason_of, sample_name
+from data.energon_cooking import TextDecoder, conversation_of, cook
 from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of
 from data.packing import select_balanced, select_packs
-from data.prompts import IMAGE_MARKER, Tokenizer
+from data.prompts import Tokenizer
 from mimo.protocols import DataRequest, Sample
 
 if TYPE_CHECKING:
@@ -93,13 +79,6 @@ def to_sample(row: Row) -> Sample:
 
 
 @edataclass
-class ParsedSample(EnergonSample):
-    """A sample of a crude data set, parsed."""
-
-    conversation: Conversation
-
-
-@edataclass
 class EncodedSample(EnergonSample):
     """A tokenised sample with compressed images: what stands in a packing buffer.
 
@@ -120,125 +99,6 @@ class EncodedSample(EnergonSample):
     image_tokens: int
 
 
-class ErrorLog:
-    """Bad samples of a worker: the error handler of its `WorkerConfig`.
-
-    Args:
-        max_bad_samples: bad samples that are passed over; one more ends the worker.
-    """
-
-    def __init__(self, max_bad_samples: int) -> None:
-        self.max_bad_samples = max_bad_samples
-        self.count = 0
-        self._pending: list[str] = []
-
-    def handler(self, exception: Exception, sample: Any, sources: Any) -> None:
-        """Note a bad sample. Energon calls it in the worker and goes on with the next sample.
-
-        Raises:
-            FatalSampleError: there are too many; it names the sample and the flag.
-            AssertionError: `exception` is one, which no sample can be blamed for, or belongs to a whole buffer.
-        """
-        if isinstance(exception, AssertionError) or isinstance(sample, list):
-            raise exception
-        message = f"{sample_name(sample, sources)}: {reason_of(exception)}"
-        self.count += 1
-        self._pending.append(message)
-        if self.count > self.max_bad_samples:
-            raise FatalSampleError(
-                f"--max-bad-samples {self.max_bad_samples}: a data worker met {self.count} bad samples, the last is "
-                f"{message}"
-            ) from exception
-
-    def take(self) -> tuple[str, ...]:
-        """Messages since the last call, `<shard> <key>: <reason>`."""
-        messages, self._pending = tuple(self._pending), []
-        return messages
-
-
-def reason_of(exception: Exception) -> str:
-    """An exception as one line, with its type where the text alone may say little."""
-    text = " ".join(str(exception).split()) or "no message"
-    return text if isinstance(exception, ValueError) else f"{type(exception).__name__}: {text}"
-
-
-def sample_name(sample: Any, sources: Any) -> str:
-    """Shard, with the folder of its data set, and key of a sample at any stage of Energon's pipeline."""
-    if isinstance(sample, EnergonSample):
-        key, origin = sample.__key__, sources or sample.__sources__
-    else:
-        # Before a sample is loaded it is a dict, or one dict for each joined data set.
-        parts = sample if isinstance(sample, dict) else sample.data[0]
-        key, origin = parts["__key__"], sources or parts["__sources__"]
-    return " ".join([*(f"{source.dataset_path.name}/{source.shard_name}" for source in (origin or ())[:1]), key])
-
-
-class TextDecoder(FileStoreDecoder):  # type: ignore[misc]
-    """Parses the json and txt parts of a sample; everything else stays bytes."""
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        return {name: self.decode(name, part) for name, part in sample.items()}
-
-    def decode(self, fname: str, data: Any) -> Any:
-        """One part. Raises ValueError, naming it, where it is not what its extension says."""
-        extension = fname.rpartition(".")[2]
-        if not isinstance(data, bytes) or extension not in ("json", "txt"):
-            return data
-        try:
-            return json.loads(data) if extension == "json" else data.decode()
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"part {fname} is not {extension}: {error}") from error
-
-    def config(self) -> dict[str, Any]:
-        """What Energon compares between a checkpoint and a data set."""
-        return {"decoder": "text"}
-
-
-@stateless
-def cook(sample: dict[str, Any]) -> ParsedSample:
-    """A crude sample, parsed. Raises ValueError for what is wrong with it."""
-    parts = {name: part for name, part in sample.items() if not name.startswith("__")}
-    return ParsedSample(**basic_sample_keys(sample), conversation=from_parts(sample["__key__"], parts))
-
-
-def conversation_of(sample: EnergonSample) -> Conversation:
-    """What a sample of any supported type says. Raises ValueError for what is wrong with it."""
-    if isinstance(sample, ParsedSample):
-        return sample.conversation
-    if isinstance(sample, CaptioningSample):
-        return captioned(sample.caption, [("image", sample.image)])
-    if isinstance(sample, VQASample):
-        conversation = captioned(best_answer(sample), [("image", sample.image)], prompt=sample.context)
-        if IMAGE_MARKER in sample.context:
-            conversation.messages[0] = {"role": "user", "content": sample.context}  # type: ignore[index]
-        return conversation
-    if isinstance(sample, InterleavedSample):
-        pieces = list(sample.sequence)
-        image = {"type": "image"}
-        document = [{"type": "text", "text": piece} if isinstance(piece, str) else image for piece in pieces]
-        images = [(f"number {number}", piece) for number, piece in enumerate(pieces) if not isinstance(piece, str)]
-        return Conversation(document=document, images=images)
-    if isinstance(sample, TextSample):
-        return Conversation(document=sample.text)
-    raise ValueError(
-        f"{type(sample).__name__} is no sample type that is read here: CaptioningSample, VQASample, InterleavedSample, "
-        "TextSample, or a CrudeWebdataset"
-    )
-
-
-def best_answer(sample: VQASample) -> Any:
-    """The answer of the highest weight, the first of equal ones. Raises ValueError where there is none."""
-    answers = [sample.answers] if isinstance(sample.answers, str) else list(sample.answers or ())
-    if not answers:
-        raise ValueError("no text: the question has no answer")
-    if sample.answer_weights is None:
-        return answers[0]
-    weights = [float(weight) for weight in sample.answer_weights]
-    if len(weights) != len(answers):
-        raise ValueError(f"{len(answers)} answers but {len(weights)} weights")
-    return answers[weights.index(max(weights))]
-
-
 def open_image(name: str, data: Any) -> Image.Image:
     """An image whose header is read and whose pixels are not. Raises ValueError, naming it, where it is none."""
     if not isinstance(data, bytes):
@@ -256,7 +116,7 @@ def global_worker_id() -> int:
     return int(worker.global_worker_id() if worker.num_workers else worker.rank)
 
 
-class VlmTaskEncoder(TaskEncoder):  # type: ignore[misc]
+class VlmTaskEncoder(TaskEncoder):
     """Samples to rows, for one model; see the module's text.
 
     Args:
@@ -324,6 +184,7 @@ class VlmTaskEncoder(TaskEncoder):  # type: ignore[misc]
         """Decode the images of a sample. Raises ValueError for one that cannot be decoded."""
         images: list[torch.Tensor] = []
         for name, data in sample.images:
+            assert self._tiling is not None
             try:
                 tiles = tile_image(open_image(name, data), self._tiling)
             except UNDECODABLE as error:
@@ -415,7 +276,7 @@ def without_tolerance(dataset: Any) -> None:
             without_tolerance(inner)
 
 
-class PackedRows(PackingDataset):  # type: ignore[misc]
+class PackedRows(PackingDataset):
     """Energon's packing, without its progress bar and with what each pack of a buffer was before balancing."""
 
     _savable_fields = (*PackingDataset._savable_fields, "_unbalanced")

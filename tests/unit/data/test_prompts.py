@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data.prompts import IMAGE_TAGS, PROMPT_FORMATS, Tokenizer, content_parts
+from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
+from data.prompts import Tokenizer, content_parts
 from mimo.protocols import TokenSpec
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
@@ -211,8 +212,8 @@ def test_a_document_without_special_tokens_still_has_a_first_token_that_is_no_ta
         (["hello", TALK[2]], [], "turn 1 is str"),
         ([{"role": "user", "content": None}, TALK[2]], [], "content is NoneType"),
         ([{"role": "user", "content": [{"type": "audio"}]}, TALK[2]], [], "neither text nor image"),
-        ([{"role": "user", "content": [{"type": "image", "image": "/etc/x.png"}]}, TALK[2]], [1], "may have type image alone"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[2]], [1], "may have type image alone"),
+        ([{"role": "user", "content": [{"type": "image", "image": "/etc/x.png"}]}, TALK[2]], [1], "type image alone"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[2]], [1], "type image alone"),
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_said(folder, talk, tiles, message):

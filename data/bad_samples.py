@@ -1,0 +1,61 @@
+"""Bad samples of a data worker: named, counted, and too many of them fatal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.energon import Sample as EnergonSample
+from megatron.energon.errors import FatalSampleError
+
+
+class ErrorLog:
+    """Bad samples of a worker: the error handler of its `WorkerConfig`.
+
+    Args:
+        max_bad_samples: bad samples that are passed over; one more ends the worker.
+    """
+
+    def __init__(self, max_bad_samples: int) -> None:
+        self.max_bad_samples = max_bad_samples
+        self.count = 0
+        self._pending: list[str] = []
+
+    def handler(self, exception: Exception, sample: Any, sources: Any) -> None:
+        """Note a bad sample. Energon calls it in the worker and goes on with the next sample.
+
+        Raises:
+            FatalSampleError: there are too many; it names the sample and the flag.
+            AssertionError: `exception` is one, which no sample can be blamed for, or belongs to a whole buffer.
+        """
+        if isinstance(exception, AssertionError) or isinstance(sample, list):
+            raise exception
+        message = f"{sample_name(sample, sources)}: {reason_of(exception)}"
+        self.count += 1
+        self._pending.append(message)
+        if self.count > self.max_bad_samples:
+            raise FatalSampleError(
+                f"--max-bad-samples {self.max_bad_samples}: a data worker met {self.count} bad samples, the last is "
+                f"{message}"
+            ) from exception
+
+    def take(self) -> tuple[str, ...]:
+        """Messages since the last call, `<shard> <key>: <reason>`."""
+        messages, self._pending = tuple(self._pending), []
+        return messages
+
+
+def reason_of(exception: Exception) -> str:
+    """An exception as one line, with its type where the text alone may say little."""
+    text = " ".join(str(exception).split()) or "no message"
+    return text if isinstance(exception, ValueError) else f"{type(exception).__name__}: {text}"
+
+
+def sample_name(sample: Any, sources: Any) -> str:
+    """Shard, with the folder of its data set, and key of a sample at any stage of Energon's pipeline."""
+    if isinstance(sample, EnergonSample):
+        key, origin = sample.__key__, sources or sample.__sources__
+    else:
+        # Before a sample is loaded it is a dict, or one dict for each joined data set.
+        parts = sample if isinstance(sample, dict) else sample.data[0]
+        key, origin = parts["__key__"], sources or parts["__sources__"]
+    return " ".join([*(f"{source.dataset_path.name}/{source.shard_name}" for source in (origin or ())[:1]), key])

@@ -1,0 +1,94 @@
+"""Samples of Energon's types, and crude ones, as conversations."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron.energon import (
+    CaptioningSample,
+    InterleavedSample,
+    TextSample,
+    VQASample,
+    basic_sample_keys,
+    edataclass,
+    stateless,
+)
+from megatron.energon import Sample as EnergonSample
+from megatron.energon.cache import FileStoreDecoder
+
+from data.conversations import Conversation, captioned, from_parts
+from data.prompts import IMAGE_MARKER
+
+
+@edataclass
+class ParsedSample(EnergonSample):
+    """A sample of a crude data set, parsed."""
+
+    conversation: Conversation
+
+
+class TextDecoder(FileStoreDecoder):
+    """Parses the json and txt parts of a sample; everything else stays bytes."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.decode(name, part) for name, part in sample.items()}
+
+    def decode(self, fname: str, data: Any) -> Any:
+        """One part. Raises ValueError, naming it, where it is not what its extension says."""
+        extension = fname.rpartition(".")[2]
+        if not isinstance(data, bytes) or extension not in ("json", "txt"):
+            return data
+        try:
+            return json.loads(data) if extension == "json" else data.decode()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"part {fname} is not {extension}: {error}") from error
+
+    def config(self) -> dict[str, Any]:
+        """What Energon compares between a checkpoint and a data set."""
+        return {"decoder": "text"}
+
+
+@stateless
+def cook(sample: dict[str, Any]) -> ParsedSample:
+    """A crude sample, parsed. Raises ValueError for what is wrong with it."""
+    parts = {name: part for name, part in sample.items() if not name.startswith("__")}
+    return ParsedSample(**basic_sample_keys(sample), conversation=from_parts(sample["__key__"], parts))
+
+
+def conversation_of(sample: EnergonSample) -> Conversation:
+    """What a sample of any supported type says. Raises ValueError for what is wrong with it."""
+    if isinstance(sample, ParsedSample):
+        return sample.conversation
+    if isinstance(sample, CaptioningSample):
+        return captioned(sample.caption, [("image", sample.image)])
+    if isinstance(sample, VQASample):
+        conversation = captioned(best_answer(sample), [("image", sample.image)], prompt=sample.context)
+        if IMAGE_MARKER in sample.context:
+            conversation.messages[0] = {"role": "user", "content": sample.context}  # type: ignore[index]
+        return conversation
+    if isinstance(sample, InterleavedSample):
+        pieces = list(sample.sequence)
+        image = {"type": "image"}
+        document = [{"type": "text", "text": piece} if isinstance(piece, str) else image for piece in pieces]
+        images = [(f"number {number}", piece) for number, piece in enumerate(pieces) if not isinstance(piece, str)]
+        return Conversation(document=document, images=images)
+    if isinstance(sample, TextSample):
+        return Conversation(document=sample.text)
+    raise ValueError(
+        f"{type(sample).__name__} is no sample type that is read here: CaptioningSample, VQASample, InterleavedSample, "
+        "TextSample, or a CrudeWebdataset"
+    )
+
+
+def best_answer(sample: VQASample) -> Any:
+    """The answer of the highest weight, the first of equal ones. Raises ValueError where there is none."""
+    answers = [sample.answers] if isinstance(sample.answers, str) else list(sample.answers or ())
+    if not answers:
+        raise ValueError("no text: the question has no answer")
+    if sample.answer_weights is None:
+        return answers[0]
+    weights = [float(weight) for weight in sample.answer_weights]
+    if len(weights) != len(answers):
+        raise ValueError(f"{len(answers)} answers but {len(weights)} weights")
+    return answers[weights.index(max(weights))]
