@@ -210,8 +210,9 @@ class WorkerProcesses:
     def name(self, worker: int) -> str:
         """A worker for messages: its id, lane and process, and what it does."""
         pid, seconds, text = self._board.read(worker)
-        return (f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid or '?'}), "
-                f"for {seconds:.0f} s: {text}")
+        rows = self._rows  # another thread may close it
+        pid = pid if pid or rows is None else rows._workers[worker - self.workers.start].pid
+        return f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid}), for {seconds:.0f} s: {text}"
 
     def pull(self, worker: int) -> Arrival:
         """The next row of any of the workers, which are asked in turn.
@@ -232,10 +233,12 @@ class WorkerProcesses:
         return item
 
     def _dead(self) -> list[str]:
-        wait([process.sentinel for process in self._rows._workers], STOP_S)  # a broken pipe is seen before the end
+        # A broken connection is seen before the end of the process, and that before its exit code.
+        ended = wait([process.sentinel for process in self._rows._workers], STOP_S)
         dead = []
         for worker, process in zip(self.workers, self._rows._workers, strict=True):
-            if not process.is_alive():
+            if process.sentinel in ended:
+                process.join()
                 code = process.exitcode
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
                 dead.append(f"a data worker {how}: {self.name(worker)}")
