@@ -54,13 +54,12 @@ def test_transformer_engine_agrees_with_plain_layers(shards: Path, tmp_path: Pat
     assert last["packing-utilisation"] > 0.7 and last["image-tokens"] > 0
 
 
-@pytest.mark.parametrize("lane_loader", ["routed", "per-lane"])
-def test_colocated_lanes(shards: Path, tmp_path: Path, lane_loader: str) -> None:
-    flags = ("--layout", "colocated", "--encoder-dp", "2", "--llm-tp", "2", "--sequence-parallel", "--transformer-impl",
-             "transformer_engine", "--bf16", "--lane-loader", lane_loader)
-    found = run(shards, tmp_path / "colocated", *flags)
-    disjoint = run(shards, tmp_path / "disjoint", *DISJOINT, "--transformer-impl", "transformer_engine", "--bf16")
-    np.testing.assert_allclose(found, disjoint, rtol=2e-2)
+def test_colocated_lanes(shards: Path, tmp_path: Path) -> None:
+    flags = ("--layout", "colocated", "--encoder-tp", "2", "--llm-tp", "2", "--sequence-parallel", "--transformer-impl",
+             "transformer_engine", "--bf16")
+    routed, own = (run(shards, tmp_path / mode, *flags, "--lane-loader", mode) for mode in ("routed", "per-lane"))
+    np.testing.assert_allclose(routed, own, rtol=1e-3)
+    assert routed[-1] < 0.7 * routed[0]
 
 
 def test_goes_on_exactly(shards: Path, tmp_path: Path) -> None:
