@@ -23,9 +23,9 @@ from data.energon import Config
 # What Energon raises for a folder, a YAML or a split that it cannot use.
 OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, TypeError, ryml.ryml.ExceptionBasic)
 SPLIT_NAMES = {"train": "train", "valid": "val"}
-# Shards that a worker process keeps open, over all sources of a blend, and a lane that is read in the training process,
-# where there may be many. Each costs a file handle, of which processes often get 1024, and a buffer.
-OPEN_SHARDS, OPEN_SHARDS_IN_PROCESS = 256, 32
+# Shards that stay open, over all sources of a blend: in a worker process, and for a lane that is read in the training
+# process. Each costs a file handle, of which processes often get 1024.
+OPEN_SHARDS, OPEN_SHARDS_IN_PROCESS = 512, 32
 
 
 def _discard(*_: Any, **__: Any) -> None:
@@ -83,24 +83,19 @@ def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
 
 
 class OpenShards(dict[int, Any]):
-    """A reader's open shards, the one used longest ago first, which is the one that Energon closes.
-
-    In a plain dictionary the one opened first is first: where a worker reads several at a time, each new shard would
-    close others that are still being read. And a tar file remembers every member it has read: open for long, it would
-    grow with every pass.
-    """
+    """A reader's open tar files. Each forgets the members it has read: its list of them would grow with every pass."""
 
     def __getitem__(self, shard: int) -> Any:
-        tar = self.pop(shard)
+        tar = super().__getitem__(shard)
         tar.members.clear()
-        self[shard] = tar
         return tar
 
 
 def keep_open(dataset: SavableDataset, most: int) -> None:
-    """Let a data set keep `most` shards open, but no fewer than Energon would: it comes back to each many times.
+    """Let a data set keep `most` shards open, but no fewer than Energon would.
 
-    Energon keeps as many as are being read (16); the one just finished then takes the place of one that is still read.
+    Energon keeps 16, reads 16 at a time, and closes the one opened first. A new one closes one that is still read, and
+    that closes the next when it is opened again: more than one open a shard even in the first pass.
     """
     readers = [reader for leaf in leaves(dataset) for reader in leaf.join_readers if isinstance(reader, ITarReader)]
     for reader in readers:
@@ -158,7 +153,7 @@ def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEnco
             repeat=True,
             **order,
         )
-    keep_open(dataset, OPEN_SHARDS if worker_config.num_workers else OPEN_SHARDS_IN_PROCESS)
+    keep_open(dataset, OPEN_SHARDS if config.num_workers else OPEN_SHARDS_IN_PROCESS)
     return dataset
 
 

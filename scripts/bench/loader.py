@@ -1,0 +1,369 @@
+"""What routed lanes save: shards opened, bytes read, samples decoded, memory and samples/s, against per-lane loaders.
+
+    python scripts/bench/loader.py --device cpu
+    python scripts/bench/loader.py --device cpu --lanes 4 --llm-tp 1 --packing-buffer-size 32
+    python scripts/bench/loader.py --device cuda --data-path DATASET --tokenizer FOLDER --image-token-id 32000
+
+One process a rank on this host: an encoder grid of --encoder-dp ranks, and a language grid of --lanes replicas of
+--llm-tp times --llm-pp ranks. They train nothing: each takes its microbatches as fast as they come. `routed`, where one
+rank reads a lane for all, and `per-lane`, where every rank reads the lanes that it needs, take turns on the same
+batches, which are compared. Flags that are not listed here are those of train_hetero.py.
+
+Counted over all ranks and their workers, from the opening of the loaders until they are closed, so that what was read
+ahead and never used is in: opens of shards (tar files; their indices apart) and bytes that were asked of them.
+`decoded_per_used` is how often a sample that a step used was decoded; samples that were decoded ahead of the last step
+are told apart, as `decoded_ahead`. `resident_bytes` is the proportional set size of ranks and workers in the steady
+state. samples/s are of all lanes, over the steps after the first --warmup-steps. Of --repeats rounds, the figure is the
+median. The last line of output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from mimo.batch import Microbatch
+    from mimo.config.run import RunConfig
+    from mimo.grid.spec import Layout
+    from mimo.training.loader import StepLoader
+
+ARMS = ("routed", "per-lane")
+OPENS_PER_SHARD, RATE = 1.1, 1.0
+# Patches a side of an image, of which each becomes a token.
+PATCHES = 8
+VOCABULARY = 512
+
+
+def flags() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what of it is for the trainer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True,
+                        help="cuda: batches are page-locked, and a step copies them to the GPU")
+    parser.add_argument("--lanes", type=int, default=2, help="replicas of the language model")
+    parser.add_argument("--encoder-dp", type=int, default=1, help="encoder ranks, which share the lanes")
+    parser.add_argument("--llm-tp", type=int, default=2, help="ranks of a language model's stage")
+    parser.add_argument("--llm-pp", type=int, default=1, help="stages of a language model")
+    parser.add_argument("--num-workers", type=int, default=2, help="data workers of a lane")
+    parser.add_argument("--micro-batch-size", type=int, help="rows of a lane in a step (8, with packing 1)")
+    parser.add_argument("--packing-buffer-size", type=int, default=0, help="samples among which packs are chosen")
+    parser.add_argument("--seq-length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=16, help="timed steps")
+    parser.add_argument("--warmup-steps", type=int, default=3, help="steps before them")
+    parser.add_argument("--repeats", type=int, default=2, help="rounds of both arms")
+    parser.add_argument("--samples", type=int, default=640, help="samples to write where no --data-path is given")
+    parser.add_argument("--shards", type=int, default=126, help="shards to write")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels a side of an image, a multiple of 8")
+    parser.add_argument("--data-path", help="prepared shards; left out: images are drawn in a temporary folder")
+    chosen, further = parser.parse_known_args()
+    if chosen.micro_batch_size is None:
+        chosen.micro_batch_size = 1 if chosen.packing_buffer_size else 8
+    if chosen.image_size % PATCHES or not 1 <= chosen.shards <= chosen.samples:
+        parser.error(f"--image-size {chosen.image_size} --shards {chosen.shards} --samples {chosen.samples}: need a "
+                     f"multiple of {PATCHES}, and 1 <= shards <= samples")
+    if min(chosen.steps, chosen.warmup_steps, chosen.repeats) < 1:
+        parser.error("--steps, --warmup-steps, --repeats: at least 1")
+    return chosen, further
+
+
+def world_size(chosen: argparse.Namespace) -> int:
+    """Ranks of the two grids."""
+    return int(chosen.encoder_dp + chosen.lanes * chosen.llm_tp * chosen.llm_pp)
+
+
+@dataclass
+class Visit:
+    """One arm in one round, on one rank.
+
+    Attributes:
+        keys: sample keys of each step, of every batch this rank holds.
+        digests: of all tensors of each step before the timed ones.
+        first_s: until the first batch, on the slowest rank.
+        steady_s: of all timed steps, on the slowest rank.
+        resident_bytes: proportional set size of this rank and its workers.
+        processes: their number.
+        events: what they did.
+    """
+
+    keys: list[tuple[str, ...]]
+    digests: list[str]
+    first_s: float
+    steady_s: float
+    resident_bytes: int
+    processes: int
+    events: list[str]
+
+
+def configuration(chosen: argparse.Namespace, further: list[str]) -> tuple[RunConfig, Layout]:
+    """What train_hetero.py would make of the flags, checked as it does, which also imports what the loaders need."""
+    from mimo.config.cli import parse
+    from mimo.config.validate import validate
+
+    options: dict[str, Any] = {
+        "layout": "disjoint", "model_provider": "mock", "dataset_provider": "energon", "device": chosen.device,
+        "encoder_dp": chosen.encoder_dp, "llm_dp": chosen.lanes, "llm_tp": chosen.llm_tp, "llm_pp": chosen.llm_pp,
+        "num_workers": chosen.num_workers, "micro_batch_size": chosen.micro_batch_size,
+        "global_batch_size": chosen.micro_batch_size * chosen.lanes, "seq_length": chosen.seq_length,
+        "packing_buffer_size": chosen.packing_buffer_size, "vision_image_size": chosen.image_size,
+        "vision_patch_size": chosen.image_size // PATCHES, "vocab_size": VOCABULARY, "image_token_id": VOCABULARY - 1,
+        "train_iters": 1000}
+    if chosen.data_path:
+        options["data_path"] = chosen.data_path
+    config = parse([*(text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))),
+                    *further])
+    return config, validate(config, world_size(chosen))
+
+
+class Bench:
+    """One rank."""
+
+    def __init__(self, chosen: argparse.Namespace, further: list[str]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.chosen = chosen
+        self.rank = int(os.environ["RANK"])
+        self.folder = Path(os.environ["BENCH_FOLDER"])
+        self.opened = 0
+        self.device = torch.device("cpu")
+        if chosen.device == "cuda":
+            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        # They take seconds to import, and the launcher needs neither.
+        from scripts.bench.image_shards import prepare_shards, write_shards
+        from scripts.bench.read_events import Events, watch
+
+        dist.init_process_group("gloo")
+        # The loaders' messages: a barrier of the main thread is not to meet them.
+        self.channel = dist.new_group(backend="gloo")
+        if not chosen.data_path:
+            further = [*further, "--data-path", str(self.folder / "shards"), "--tokenizer",
+                       str(self.folder / "tokenizer")]
+            write_shards(self.folder, samples=chosen.samples, shards=chosen.shards, image_size=chosen.image_size,
+                         rank=self.rank, world_size=world_size(chosen))
+            self.agreed()
+            if self.rank == 0:
+                prepare_shards(self.folder)
+            self.agreed()
+        self.config, self.layout = configuration(chosen, further)
+        self.events = Events()
+        watch(self.events)
+
+    def agreed(self, seconds: float = 0.0) -> float:
+        """The maximum over ranks, once all are here."""
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+    def open(self, arm: str) -> StepLoader:
+        """The loader of an arm, from the first sample."""
+        from mimo import registry
+        from mimo.training.data import open_loader
+
+        config = self.config
+        self.opened += 1
+        return open_loader(
+            self.layout, self.rank, model_provider=registry.model_provider("mock"), model_config=config.model_family,
+            data_provider=registry.dataset_provider("energon"), data_config=config.dataset, num_microbatches=1,
+            micro_batch_size=config.train.micro_batch_size, seq_length=config.train.seq_length, seed=config.train.seed,
+            lane_loader=arm, host=self.channel, tag=self.opened, pin_memory=self.device.type == "cuda")
+
+    def step(self, loader: StepLoader) -> Microbatch:
+        """The next microbatch, where a training step takes it from."""
+        import torch
+
+        (batch,) = loader.next_step()
+        if self.device.type == "cuda":
+            batch = batch.to(self.device)
+            torch.cuda.synchronize()
+        return batch
+
+    def visit(self, arm: str) -> Visit:
+        """Open an arm, step, and close it."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the arm before has freed is not this one's
+        path = self.folder / f"events-{self.opened}-{self.rank}"
+        self.events.record(path)
+        self.agreed()
+        began = time.perf_counter()
+        loader = self.open(arm)
+        batches = [self.step(loader)]
+        first_s = self.agreed(time.perf_counter() - began)
+        batches += [self.step(loader) for _ in range(self.chosen.warmup_steps - 1)]
+        keys, digests = [keys_of(batch) for batch in batches], [digest(batch) for batch in batches]
+        del batches
+        self.agreed()
+        began = time.perf_counter()
+        keys += [keys_of(self.step(loader)) for _ in range(self.chosen.steps)]
+        steady_s = self.agreed(time.perf_counter() - began)
+        resident_bytes, processes = resident()
+        self.agreed()
+        loader.close()
+        self.agreed()
+        found = path.read_text().splitlines()
+        path.unlink()
+        return Visit(keys, digests, first_s, steady_s, resident_bytes, processes, found)
+
+
+def keys_of(batch: Microbatch) -> tuple[str, ...]:
+    """Sample keys of all that a rank holds of a microbatch; a pack is several samples."""
+    rows = (*(batch.text.keys if batch.text else ()), *(key for part in batch.encoders.values() for key in part.keys))
+    return tuple(key for row in rows for key in row.split(" "))
+
+
+def digest(batch: Microbatch) -> str:
+    """Everything that a microbatch holds, as a hash."""
+    import torch
+
+    from mimo.batch import map_tensors
+
+    found = hashlib.sha1()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + tensor.cpu().numpy().tobytes())
+        return torch.zeros(0)
+
+    found.update(repr(map_tensors(batch, note)).encode())
+    return found.hexdigest()
+
+
+def resident() -> tuple[int, int]:
+    """Proportional set size of this process and its workers in bytes, and their number: shared pages count once."""
+    import psutil
+
+    here = psutil.Process()
+    family = [here, *here.children(recursive=True)]
+    return sum(process.memory_full_info().pss for process in family), len(family)
+
+
+def arm_figures(bench: Bench, visits: list[Visit]) -> dict[str, Any]:
+    """One arm in one round, from the visits of all ranks."""
+    language = bench.layout.language
+    steps = [[key for lane in range(bench.layout.num_lanes) for key in visits[language.rank_at(dp=lane)].keys[step]]
+             for step in range(len(visits[0].keys))]
+    used = Counter(key for keys in steps for key in keys)
+    noted: dict[str, list[str]] = {}
+    for line in (line for visit in visits for line in visit.events):
+        kind, value = line.split(" ", 1)
+        noted.setdefault(kind, []).append(value)
+    decoded = Counter(value.split(" ", 1)[1] for value in noted["decode"])
+    opens, distinct = len(noted["open-shard"]), len(set(noted["open-shard"]))
+    # A key is used again where a run is longer than the data; what is decoded ahead may then count here, never less.
+    decoded_for_used = sum(decoded[key] for key in used)
+    timed = sum(map(len, steps[bench.chosen.warmup_steps:]))
+    return {
+        "shard_opens": opens, "distinct_shards": distinct, "opens_per_shard": opens / distinct,
+        "bytes_read": sum(map(int, noted["read-shard"])), "index_opens": len(noted.get("open-index", ())),
+        "index_bytes_read": sum(map(int, noted.get("read-index", ()))),
+        "samples_used": used.total(), "samples_decoded": decoded.total(),
+        "images_decoded": sum(int(value.split(" ", 1)[0]) for value in noted["decode"]),
+        "decoded_ahead": decoded.total() - decoded_for_used, "decoded_per_used": decoded_for_used / used.total(),
+        "resident_bytes": sum(visit.resident_bytes for visit in visits),
+        "processes": sum(visit.processes for visit in visits),
+        "samples_per_s": timed / visits[0].steady_s, "first_batch_s": visits[0].first_s}
+
+
+def middle(values: list[Any]) -> Any:
+    """The median; of whole numbers a whole number."""
+    found = statistics.median(values)
+    return round(found) if isinstance(values[0], int) else found
+
+
+def compare(first: list[Visit], other: list[Visit]) -> None:
+    """Raise RuntimeError unless all ranks had the same batches in both."""
+    for rank, (one, two) in enumerate(zip(first, other, strict=True)):
+        if (one.keys, one.digests) != (two.keys, two.digests):
+            step = next(step for step, (left, right) in enumerate(zip(one.keys, two.keys, strict=True))
+                        if left != right or one.digests[step:step + 1] != two.digests[step:step + 1])
+            raise RuntimeError(f"rank {rank}, step {step}: the arms gave different batches: {one.keys[step]} and "
+                               f"{two.keys[step]}")
+
+
+def measure(bench: Bench) -> dict[str, Any] | None:
+    """All figures, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    first: list[Visit] = []
+    for _ in range(bench.chosen.repeats):
+        for arm in ARMS:
+            visits: list[Any] = [None] * bench.layout.world_size
+            dist.all_gather_object(visits, bench.visit(arm))
+            first = first or visits
+            compare(first, visits)
+            rounds[arm].append(arm_figures(bench, visits))
+    if bench.rank:
+        return None
+    arms = {arm: {name: middle([figures[name] for figures in found]) for name in found[0]}
+            for arm, found in rounds.items()}
+    routed, per_lane = arms["routed"], arms["per-lane"]
+    ratios = {name: routed[name] / per_lane[name] for name in routed if per_lane[name]}
+    worst = max(figures["opens_per_shard"] for figures in rounds["routed"])
+    return {
+        "device": bench.chosen.device,
+        "device_name": torch.cuda.get_device_name() if bench.device.type == "cuda" else platform.machine(),
+        "cpus": os.cpu_count(), "world_size": bench.layout.world_size, "lanes": bench.layout.num_lanes,
+        "encoder_dp": bench.chosen.encoder_dp, "num_workers": bench.chosen.num_workers,
+        "packing_buffer_size": bench.chosen.packing_buffer_size, "steps": bench.chosen.steps, "equal_batches": True,
+        **arms, "routed_over_per_lane": ratios,
+        "meets_opens": worst <= OPENS_PER_SHARD,
+        "meets_decoded": all(figures["decoded_per_used"] == 1 for figures in rounds["routed"]),
+        "meets_samples_per_s": ratios["samples_per_s"] >= RATE, "all": rounds}
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print a table."""
+    print(f"{'':20}{'routed':>14}{'per-lane':>14}{'ratio':>9}")
+    for name, ratio in figures["routed_over_per_lane"].items():
+        routed, per_lane = (figures[arm][name] for arm in ARMS)
+        shown = ".2f" if isinstance(routed, float) else ",d"
+        print(f"{name:20}{routed:>14{shown}}{per_lane:>14{shown}}{ratio:>9.2f}")
+
+
+def launch(chosen: argparse.Namespace) -> int:
+    """Start this command again, once a rank."""
+    with tempfile.TemporaryDirectory(prefix="loader-bench-") as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                   str(world_size(chosen)), __file__, *sys.argv[1:]]
+        return subprocess.run(command, check=False, env={"OMP_NUM_THREADS": "1", **os.environ, "BENCH_FOLDER": folder}
+                              ).returncode
+
+
+def main() -> int:
+    chosen, further = flags()
+    if "RANK" not in os.environ:
+        return launch(chosen)
+    import torch.distributed as dist
+
+    bench = Bench(chosen, further)
+    figures = measure(bench)
+    dist.destroy_process_group()
+    if figures is not None:
+        show(figures)
+        print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
