@@ -40,8 +40,9 @@ class Config:
     """Most digits of a number."""
     digits_strip: bool = False
     """All digits of a number side by side in one image, blank after the last; otherwise one image per digit."""
-    digits_text_only_fraction: float = 0.1
-    """Share of train samples without an image (the number is written in words); at 1, validation is text too."""
+    digits_text_only_fraction: float = 0.3
+    """Share of train samples without an image (the number is in words), which teach the language model to copy in
+    order; at 1, validation is text too."""
     digits_augment: bool = True
     """Shift train scans by up to one scan pixel and vary their intensity by up to 10 percent."""
     digits_valid_fraction: float = 0.15

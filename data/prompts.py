@@ -288,12 +288,25 @@ def load_tokenizer(folder: str) -> Any:
         raise ValueError("--tokenizer: give the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
         raise ValueError(f"--tokenizer {folder}: there is no such folder")
-    from transformers import AutoTokenizer  # seconds to import, and --help needs none of it
+    # Seconds to import, and --help needs none of it.
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if (Path(folder) / "tokenizer.json").exists():
+            # The file says all; AutoTokenizer would look for the model's own class, and every rank would wait for that
+            # import. Nor is it news that the class is another.
+            logging.set_verbosity_error()
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(f"--tokenizer {folder}: not a Hugging Face tokenizer: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     if not tokenizer.is_fast:
         raise ValueError(f"--tokenizer {folder}: has no tokenizer.json, whose offsets the loss mask needs")
     if not tokenizer.get_vocab():

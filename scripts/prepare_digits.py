@@ -39,7 +39,8 @@ from mimo.protocols import TokenSpec
 
 # A scan has 17 grey levels, 0 to 16; 15 of 255 apart they fit into a byte.
 GREY_STEP = 15
-TEXT_SHARE = 0.1
+# As much text as the in-memory data set has.
+TEXT_SHARE = digits.Config.digits_text_only_fraction
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endgeneration %}"

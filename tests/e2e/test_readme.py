@@ -20,6 +20,7 @@ from mimo.config.cli import FileConfig, parse
 from mimo.config.run import RunConfig
 from mimo.config.toml_file import flag_name, typed_fields
 from mimo.config.validate import run_world_size, validate
+from tests.support.digit_shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +29,8 @@ EXAMPLES = ROOT / "tests" / "support"
 OTHER_FLAGS = {
     "--steps": "scripts/quickstart.sh",
     "--slow": "scripts/test.sh",
+    "--out": "scripts/data_stats.py",
+    "--image-size": "scripts/prepare_digits.py",
     "--upgrade-package": "scripts/compile_requirements.sh",
     "--nproc-per-node": None,
     "--shutdown-timeout": None,
@@ -68,9 +71,14 @@ def test_the_readme_shows_the_examples_as_they_are() -> None:
     assert shown == [(EXAMPLES / name).read_text() for name in ("own_provider.py", "own_data.py")]
 
 
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("data") / "shards")
+
+
 @pytest.mark.parametrize(("processes", "flags"), training_commands(),
                          ids=[str(place) for place in range(len(training_commands()))])
-def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_path: Path,
+def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_path: Path, shards: Path,
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -78,6 +86,7 @@ def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_
     llava = registry.model_provider("llava")
     (tmp_path / "config.json").write_text(json.dumps(llava.hf_config(llava.Config())))
     flags = [str(tmp_path) if flag.startswith("models/") else flag for flag in flags]
+    flags = [f"{shards}{flag.removeprefix('shards')}" if flag.startswith("shards/") else flag for flag in flags]
     if "--print-config" in flags:
         with pytest.raises(SystemExit) as ended:
             parse(flags)
@@ -104,7 +113,8 @@ def test_every_flag_exists() -> None:
         registry.model_provider(name).Config for name in ("llava", "mock", "tests.support.own_provider:provider")
     ]
     configs += [
-        registry.dataset_provider(name).Config for name in ("digits", "mock", "tests.support.own_data:provider")
+        registry.dataset_provider(name).Config
+        for name in ("digits", "energon", "mock", "tests.support.own_data:provider")
     ]
     types = {name: kind for config in configs for name, kind in typed_fields(config).items()}
     known = {flag_name(name) for name in types} | {

@@ -95,7 +95,7 @@ def assert_equal(mine: list[Sample], expected: list[Sample]) -> None:
     [
         ("digits", "train", 0.0, range(SAMPLES)),
         ("digits", "val", 0.0, None),
-        ("text", "train", 1.0, range(SAMPLES, SAMPLES + 3)),
+        ("text", "train", 1.0, range(SAMPLES, SAMPLES + round(SAMPLES * 0.3 / 0.7))),
         ("text", "val", 1.0, None),
     ],
 )
@@ -138,7 +138,7 @@ def test_the_printed_flags_read_the_same_pixels(script, tmp_path, capsys, flags,
 def test_the_blend_draws_from_both_by_weight(written, config):
     rows = iter(open_loader(written / "blend.yaml", config, request(), train=True))
     with_images = [bool(next(rows).images) for _ in range(300)]
-    assert 0.8 < np.mean(with_images) < 0.97
+    assert 0.6 < np.mean(with_images) < 0.8
     valid = in_shards(written / "blend.yaml", config, "val")
     assert len(valid) == len(digits.valid_numbers(digits.Config())) and all(sample.images for sample in valid)
 

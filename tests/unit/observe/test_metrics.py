@@ -32,7 +32,8 @@ def test_record_is_flat_under_megatron_keys():
         "iteration": 12, "consumed_samples": 384, "lm loss": 1.2345, "grad-norm": 1.23, "learning-rate": 3e-4,
         "learning-rate/vision": 1e-4, "learning-rate/language": 3e-4, "loss-scale": 1.0, "num-zeros": None,
         "batch-size": 32, "iteration-time": 0.152, "tokens-per-s-per-gpu": 12_340.0, "image-tokens": 640,
-        "text-tokens": 1200, "packing-utilisation": 0.0, "bad-samples": 0, "data-wait-s": 0.001, "bridge-wait-s": 0.003, "peak-memory-bytes/vision": 100,
+        "text-tokens": 1200, "packing-utilisation": 0.0, "bad-samples": 0,
+        "data-wait-s": 0.001, "bridge-wait-s": 0.003, "peak-memory-bytes/vision": 100,
         "peak-memory-bytes/language": 200, "skipped-iterations": 0, "success": True, "seq_load_balancing_loss": 1.01}
 
 

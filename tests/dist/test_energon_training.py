@@ -1,0 +1,74 @@
+"""Training from shards: the losses of the same samples in memory, and runs that go on exactly where they stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.digit_shards import LAYOUT, MODEL, NOTED, PACKED, data_flags, run_training, write_shards
+from tests.support.launch import losses, records
+from tests.support.noted_energon import FOLDER, noted_rows
+from tests.support.spawn import WorkerPool
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "digits")
+
+
+def run(pool: WorkerPool, notes: Path | None, *flags: object) -> None:
+    """Train on three ranks; with `notes`, the rows that were read are noted there."""
+    pool.run(noting_training, tuple(map(str, flags)), 3, None if notes is None else str(notes), world_size=3,
+             timeout_s=250)
+
+
+def noting_training(rank: int, flags: tuple[str, ...], world_size: int, notes: str | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if notes is not None:
+            patch.setenv(FOLDER, notes)
+        run_training(rank, flags, world_size)
+
+
+def order_of(rows: dict[tuple[int, int], set[str]], lanes: int) -> list[list[tuple[int, bool]]]:
+    """For each lane `(index, text only)` of its samples. A key tells the data set and the index."""
+    order: list[list[tuple[int, bool]]] = [[] for _ in range(lanes)]
+    for (lane, _), (key,) in sorted((place, tuple(keys)) for place, keys in rows.items()):
+        name = key.rsplit("/", 1)[-1]
+        order[lane].append((int(name.split("-")[1]), key.startswith("text/")))
+    return order
+
+
+def test_shards_give_the_losses_of_the_same_samples_in_memory(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
+    run(pool, tmp_path, *MODEL, *LAYOUT, *NOTED, *data_flags(shards), "--train-iters", 4, "--run-dir",
+        tmp_path / "shards")
+    rows = noted_rows(tmp_path)
+    assert {len(keys) for keys in rows.values()} == {1}
+    order = order_of(rows, 2)
+    assert {text_only for lane in order for _, text_only in lane} == {True, False}, "both parts of the blend"
+    (tmp_path / "order.json").write_text(json.dumps(order))
+    run(pool, None, *MODEL, *LAYOUT, "--dataset-provider", "tests.support.listed_digits:provider", "--digits-order",
+        tmp_path / "order.json", "--train-iters", 4, "--run-dir", tmp_path / "memory")
+    assert losses(tmp_path / "shards") == pytest.approx(losses(tmp_path / "memory"), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["routed", "per-lane"])
+def test_packed_rows_train_and_go_on_exactly(pool: WorkerPool, shards: Path, tmp_path: Path, mode: str) -> None:
+    flags = (*MODEL, *PACKED, *NOTED, *data_flags(shards), "--packing-buffer-size", 8, "--packing-balance",
+             "--shuffle-buffer-size", 4, "--lane-loader", mode)
+    found = {}
+    for name, parts in (("whole", (6,)), ("resumed", (2, 3, 6))):
+        folder, save, notes = tmp_path / name, tmp_path / f"{name}-save", tmp_path / f"{name}-notes"
+        notes.mkdir()
+        for iterations in parts:
+            run(pool, notes, *flags, "--train-iters", iterations, "--save", save, "--load", save, "--run-dir", folder)
+        found[name] = losses(folder), noted_rows(notes)
+    whole, resumed = found["whole"], found["resumed"]
+    assert resumed[0] == whole[0], "losses differ"
+    assert {place: resumed[1][place] for place in whole[1]} == whole[1]
+    (keys,) = whole[1][0, 0]
+    assert " " in keys, "a row of several samples"
+    last = records(tmp_path / "whole")[-1]
+    assert last["packing-utilisation"] > 0.6 and last["encoder-imbalance"] >= 1
+    assert last["encoder-imbalance-unbalanced"] >= 1
