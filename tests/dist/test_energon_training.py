@@ -72,3 +72,23 @@ def test_packed_rows_train_and_go_on_exactly(pool: WorkerPool, shards: Path, tmp
     last = records(tmp_path / "whole")[-1]
     assert last["packing-utilisation"] > 0.6 and last["encoder-imbalance"] >= 1
     assert last["encoder-imbalance-unbalanced"] >= 1
+
+
+def test_lanes_may_change_where_their_workers_stay(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
+    """From two lanes of two workers to one of four: no sample twice, none left out; other numbers are refused."""
+    before, after, save = tmp_path / "before", tmp_path / "after", tmp_path / "save"
+    before.mkdir()
+    after.mkdir()
+    flags = (*MODEL, *LAYOUT, *NOTED, *data_flags(shards), "--save", save, "--load", save, "--run-dir", tmp_path / "run")
+    run(pool, before, *flags, "--train-iters", 2)
+    one_lane = (*flags, "--llm-dp", 1, "--encoder-tp", 2)
+    run(pool, after, *one_lane, "--num-workers", 4, "--train-iters", 3)
+    rows = {place: key for place, (key,) in ((place, tuple(keys)) for place, keys in noted_rows(before).items())}
+    trained = [key for (_, position), key in rows.items() if position < 16]
+    ahead = {key for (_, position), key in rows.items() if position >= 16}
+    continued = [key for keys in noted_rows(after).values() for key in keys]
+    assert len(trained) == 32 and len(set(trained)) == 32 and len(set(continued)) == len(continued)
+    assert not set(trained) & set(continued), "samples that were trained on came again"
+    assert ahead <= set(continued), "samples that were only read ahead are lost"
+    with pytest.raises(RuntimeError, match="--llm-dp 1 --num-workers 2.*--llm-dp 1 --num-workers 4 would continue it"):
+        run(pool, None, *one_lane, "--num-workers", 2, "--train-iters", 4)
