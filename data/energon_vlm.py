@@ -7,6 +7,7 @@ and each image is decoded once. What stands in a buffer is a function of the sam
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 import zlib
@@ -62,6 +63,28 @@ class Row(EnergonSample):
     skipped: tuple[str, ...] = ()
     unbalanced_image_tokens: int | None = None
     worker: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """From a worker to the trainer all pixels travel as one tensor.
+
+        Each tensor that crosses would keep a file handle open on both sides, and a row may have dozens of images.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        images = fields.pop("images")
+        fields |= {"tokens": self.tokens.numpy(), "target_mask": self.target_mask.numpy()}
+        return _unpack_row, (fields, torch.cat([image.flatten() for image in images]) if images else None)
+
+
+def _unpack_row(fields: dict[str, Any], pixels: torch.Tensor | None) -> Row:
+    """A row that `Row.__reduce__` took apart; its images share the memory of `pixels`."""
+    fields |= {name: torch.from_numpy(fields[name]) for name in ("tokens", "target_mask")}
+    sizes = fields["image_sizes"]
+    if pixels is None:
+        return Row(images=[], **fields)
+    areas = [height * width for height, width in sizes]
+    channels = pixels.numel() // sum(areas)
+    parts = pixels.split([channels * area for area in areas])
+    return Row(images=[part.view(channels, *size) for part, size in zip(parts, sizes, strict=True)], **fields)
 
 
 def to_sample(row: Row) -> Sample:

@@ -413,3 +413,20 @@ def test_what_cannot_work_is_refused_before_anything_is_read(config):
         VlmTaskEncoder(replace(config, tokenizer="/nowhere"), request(), ErrorLog(0))
     with pytest.raises(ValueError, match="--image-tiling dynamic"):
         VlmTaskEncoder(replace(config, image_tiling="dynamic"), request(), ErrorLog(0))
+
+
+def test_a_row_crosses_processes_as_one_tensor():
+    """Every tensor that a worker sends keeps a file handle open; a process often has 1024."""
+    images = [torch.rand(3, 4, 6), torch.rand(3, 2, 8)]
+    row = Row(__key__="a b", __restore_key__=(), __subflavors__=None, __sources__=(), tokens=torch.arange(7),
+              target_mask=torch.arange(7) > 3, image_sizes=((4, 6), (2, 8)), images=images, lengths=(3, 4), worker=5)
+    rebuild, (fields, pixels) = row.__reduce__()
+    assert not [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
+    again = rebuild(fields, pixels)
+    assert all(torch.equal(one, two) for one, two in zip(again.images, images, strict=True))
+    assert torch.equal(again.tokens, row.tokens) and torch.equal(again.target_mask, row.target_mask)
+    assert (again.lengths, again.worker, again.__key__) == ((3, 4), 5, "a b")
+    text = Row(__key__="t", __restore_key__=(), __subflavors__=None, __sources__=(), tokens=torch.arange(2),
+               target_mask=torch.ones(2, dtype=torch.bool), image_sizes=(), images=[], worker=0)
+    rebuild, arguments = text.__reduce__()
+    assert rebuild(*arguments).images == []

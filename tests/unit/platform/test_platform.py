@@ -105,16 +105,18 @@ def peaks(rank):
 
     from mimo.platform import current_platform
 
-    platform = current_platform()
-    platform.reset_peak_memory()
-    before = platform.peak_memory_bytes()
-    torch.ones(50_000_000)
-    return before, platform.peak_memory_bytes()
+    platform, growth = current_platform(), []
+    for _ in range(3):  # a kernel that takes idle pages back meanwhile hides some of it
+        platform.reset_peak_memory()
+        before = platform.peak_memory_bytes()
+        torch.ones(50_000_000)
+        growth.append(platform.peak_memory_bytes() - before)
+    return max(growth)
 
 
 def test_peak_memory_sees_a_freed_tensor(pool):
-    for before, after in pool.run(peaks):
-        assert after - before > 150e6  # 200 MB were held for a moment
+    for growth in pool.run(peaks):
+        assert growth > 150e6  # 200 MB were held for a moment
 
 
 def draws(rank, seed, tp_rank, ep_rank, expt_tp_rank, restore=False):
