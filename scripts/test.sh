@@ -7,11 +7,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 marks="not slow and not gpu"
-limit_s=900
+limit_s=1200
 if [[ "${1:-}" == --slow ]]; then
     shift
     marks="not gpu"
-    limit_s=3600
+    limit_s=5400
 fi
 
 setup_venv cpu-dev

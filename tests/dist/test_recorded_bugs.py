@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.batch import EncoderBatch, Microbatch, PackedSequences, TextBatch
 from tests.support.equality import MOE, Outcome, assert_equal, run_layout, run_oracle
 from tests.support.global_state import assemble
 from tests.support.spawn import WorkerPool
@@ -197,8 +197,12 @@ def filled(kind: type, **given: Any) -> Any:
     for field in dataclasses.fields(kind):
         if str(field.type) == "torch.Tensor":
             values[field.name] = torch.zeros(2, 3)
+        elif str(field.type) == "PackedSequences | None":
+            values[field.name] = PackedSequences(torch.zeros(3), 2)
         elif str(field.type) == "dict[str, torch.Tensor]":
             values[field.name] = {"one": torch.zeros(2), "two": torch.zeros(3)}
+        elif field.name == "inputs":
+            values[field.name] = {"one": torch.zeros(2), "packed_seq_params": PackedSequences(torch.zeros(3), 2)}
     return kind(**values)
 
 
@@ -207,7 +211,7 @@ def test_bug_22_every_tensor_of_a_batch_moves() -> None:
     side = filled(EncoderBatch, keys=("a", "b"), token_counts=(1, 2), lane_sizes=(2,))
     batch = Microbatch(text, {"vision": side, "audio": filled(EncoderBatch, keys=(), token_counts=(), lane_sizes=())})
     moved = batch.to(torch.device("meta"))
-    assert len(list(all_tensors(batch))) == len(list(all_tensors(moved))) == 4 + 2 + 2 + 2
+    assert len(list(all_tensors(batch))) == len(list(all_tensors(moved))) == 4 + 1 + 2 + 2 + 2
     assert {tensor.device.type for tensor in all_tensors(moved)} == {"meta"}
     assert {tensor.device.type for tensor in all_tensors(batch)} == {"cpu"}, "the batch itself is left alone"
     assert moved.text is not None and moved.text.keys == ("a", "b") and moved.encoders["vision"].lane_sizes == (2,)

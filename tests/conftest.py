@@ -1,0 +1,48 @@
+"""Which tests run in the fast suite: the others are marked slow, and `scripts/test.sh --slow` runs them, too."""
+
+from __future__ import annotations
+
+import pytest
+
+# Of tests/dist, by file: every test, or those whose id has one of these words.
+FAST_DIST: dict[str, tuple[str, ...]] = {
+    "test_bad_input.py": ("missing_image",),
+    "test_bridge.py": ("test_evaluation_between_steps[encoder-tp2",),
+    "test_checkpoint_bugs.py": ("",),
+    "test_checkpoint_resume.py": ("to_the_bit[tp2]", "to_the_bit[disjoint-llm-dp2]", "continues[llm-tp2]",
+                                  "continues[from-colocated-to-disjoint]"),
+    "test_checkpoint_strict.py": ("every_deleted", "every_corrupted_item", "no_code"),
+    "test_deepseek.py": ("hugging_face[yarn",),
+    "test_dynamic_resolution.py": ("both_pipelines", "1-encoder"),
+    "test_energon_training.py": ("go_on_exactly[routed]",),
+    "test_equality.py": ("the_batch_is_mixed", "dense-encoder-dp1-llm-dp2", "dense-encoder-tp2", "moe-llm-ep2",
+                         "moe-encoder-pp2-llm-pp2", "dense-colocated-encoder-dp2"),
+    "test_hf_families.py": ("llama", "tied"),
+    "test_language_model.py": ("",),
+    "test_packed_attention.py": ("",),
+    "test_recorded_bugs.py": ("",),
+    "test_routed_lanes.py": ("",),
+}
+# Elsewhere: long tests of what others touch, too.
+SLOW = (
+    "test_quickstart.py::test_seeds_repeat_and_matter", "test_export_of_a_model_that_moved", "test_a_full_disk[shard",
+    "test_verify_names_what_is_damaged", "test_the_examples_train[own_provider]", "test_killed_between_a_name",
+    "test_a_run_restored_within_a_buffer", "test_bench_loader.py", "test_bench_checkpoint.py",
+    "test_data_stats.py::test_the_page",
+)
+
+
+def is_fast(nodeid: str) -> bool:
+    """Whether the fast suite runs a test."""
+    path, _, name = nodeid.partition("::")
+    if path.startswith("tests/dist/"):
+        return any(word in name for word in FAST_DIST.get(path.removeprefix("tests/dist/"), ()))
+    return not any(word in nodeid for word in SLOW)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is not in the fast suite."""
+    for item in items:
+        if not is_fast(item.nodeid):
+            item.add_marker(pytest.mark.slow)
