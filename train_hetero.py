@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         config = parse(argv)
-        layout = validate(config, run_world_size(config, os.environ))
+        layout = validate(config, run_world_size(config, os.environ), int(os.environ.get("RANK", "0")))
         if config.train.dry_run:
             report = dry_run_report(config, layout, registry.model_provider(config.model.model_provider))
             if speaks:

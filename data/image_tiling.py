@@ -325,21 +325,3 @@ def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     if tiling.use_thumbnail and len(tiles) > 1:
         tiles.append(normalised(resized(upright, (side, side)), tiling))
     return tiles
-
-
-def imgs_sizes(sizes: Sequence[Size]) -> np.ndarray:
-    """Sizes of tiles in pixels as an encoder of packed patches takes them: int64 `[N, 2]`, height and width."""
-    return np.array(sizes, np.int64).reshape(-1, 2)
-
-
-def cu_seqlens(sizes: Sequence[Size], patch_size: int) -> np.ndarray:
-    """Where the patches of each tile start in their packed sequence, and its length: int32 `[N + 1]`.
-
-    Raises:
-        ValueError: a side is not a multiple of `patch_size` pixels.
-    """
-    grid, rest = np.divmod(imgs_sizes(sizes), patch_size)
-    if rest.any():
-        height, width = sizes[int(rest.any(axis=1).argmax())]
-        raise ValueError(f"a tile of {height}x{width} pixels is not a whole number of patches of {patch_size} pixels")
-    return np.concatenate([[0], np.cumsum(grid.prod(axis=1))]).astype(np.int32)

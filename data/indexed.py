@@ -47,8 +47,12 @@ class IndexedStream:
         """Continue where `state` was taken, by the same lane or, as all lanes stand at the same place, by any other.
 
         Raises:
-            ValueError: the lane count changed and the samples consumed by all lanes do not divide over the new one.
+            ValueError: the state is of another kind of data set; or the lane count changed and the samples consumed by
+                all lanes do not divide over the new one.
         """
+        if not {"consumed", "lanes"} <= state.keys():
+            raise ValueError(f"the checkpoint's data state is not of an indexed data set: it holds "
+                             f"{', '.join(sorted(map(str, state)))}; --finetune starts the data anew")
         total = int(state["consumed"]) * int(state["lanes"])
         consumed, left_over = divmod(total, self._lane.count)
         if left_over:

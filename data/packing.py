@@ -250,27 +250,3 @@ def imbalance(costs: Sequence[int]) -> float:
     """Largest over mean, at least 1; 1.0 where there are no costs, or all are zero."""
     total = sum(costs)
     return float(max(costs) * len(costs) / total) if total else 1.0
-
-
-def cu_seqlens_of(lengths: Sequence[int], row_length: int) -> np.ndarray:
-    """Where each sequence of a row starts, and the row's length; the padding is a sequence of its own.
-
-    Args:
-        lengths: tokens of each sequence, in order.
-        row_length: tokens of the row, padding included.
-
-    Returns:
-        int32 `[sequences + 1]`.
-
-    Raises:
-        ValueError: a sequence without tokens, or more tokens than the row has.
-    """
-    sizes = np.asarray(lengths, np.int64).reshape(-1)
-    if (sizes < 1).any():
-        raise ValueError(f"sequence {int((sizes < 1).argmax())} of a row has {sizes.min()} tokens: need at least 1")
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    if starts[-1] > row_length:
-        raise ValueError(f"sequences of {starts[-1]} tokens in a row of {row_length}")
-    if starts[-1] < row_length:
-        starts = np.append(starts, row_length)
-    return starts.astype(np.int32)

@@ -6,39 +6,17 @@ instead of a hang in a collective.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
-import torch.distributed as dist
-
 from mimo.batch import Microbatch
+from mimo.grid.channel import HostChannel
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, lane_shares, lane_sources
 from mimo.protocols import LANGUAGE
 
 # Per microbatch: (key, token count) of each sample.
 Manifest = list[list[tuple[str, int]]]
-
-
-def _send(manifest: Manifest, rank: int, group: dist.ProcessGroup) -> list[tuple[dist.Work, torch.Tensor]]:
-    payload = torch.frombuffer(bytearray(pickle.dumps(manifest)), dtype=torch.uint8)
-    size = torch.tensor([payload.numel()], dtype=torch.int64)
-    pending = []
-    for tensor in (size, payload):
-        work = dist.isend(tensor, rank, group=group)
-        assert work is not None, "the sender is a member of the host group"
-        pending.append((work, tensor))
-    return pending
-
-
-def _receive(rank: int, group: dist.ProcessGroup) -> Manifest:
-    size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, rank, group=group)
-    payload = torch.empty(int(size.item()), dtype=torch.uint8)
-    dist.recv(payload, rank, group=group)
-    return pickle.loads(payload.numpy().tobytes())
 
 
 class Handshake:
@@ -52,7 +30,7 @@ class Handshake:
     def __init__(self, grids: Grids, micro_batch_size: int) -> None:
         self.grids = grids
         self.micro_batch_size = micro_batch_size
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._channel = HostChannel(grids.host, tag=0)
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
         """Exchange manifests of a step. Called by every rank, in step order.
@@ -60,9 +38,7 @@ class Handshake:
         Raises:
             ValueError: on the language rank whose lane differs, naming both samples and counts.
         """
-        for work, _ in self._pending:
-            work.wait()
-        self._pending = []
+        self._channel.flush()
         own: dict[tuple[str, int], Manifest] = {}
         for encoder in self.grids.layout.encoders:
             own |= self._offer(encoder, microbatches)
@@ -84,7 +60,7 @@ class Handshake:
             if receiver == self.grids.rank:
                 own[encoder.name, share.lane] = manifest
             else:
-                self._pending += _send(manifest, receiver, self.grids.host)
+                self._channel.send(receiver, manifest)
         return own
 
     def _compare(self, encoder: GridSpec, microbatches: Sequence[Microbatch],
@@ -98,7 +74,7 @@ class Handshake:
         lane = place["dp"]
         for dp, share in lane_sources(encoder.dp, layout.num_lanes, self.micro_batch_size, lane):
             sender = encoder.rank_at(dp=dp, pp=-1)
-            theirs = own[encoder.name, lane] if sender == self.grids.rank else _receive(sender, self.grids.host)
+            theirs = own[encoder.name, lane] if sender == self.grids.rank else self._channel.receive(sender)
             for index, batch in enumerate(microbatches):
                 assert batch.text is not None, "language ranks hold text"
                 counts = batch.text.token_counts[encoder.name]

@@ -210,7 +210,7 @@ def _wanted_streams(own: list[str], stored: list[str], num_lanes: int) -> list[s
     Streams of an indexed data set all stand at one sample, so any of them will do for one that is missing. Lanes that
     are read once for all modules each stand at their own: where their number changed, their reader needs all of them.
     """
-    shared = [name for name in stored if name.startswith("data/")]
+    shared = [name for name in stored if name.startswith(f"{paths.SHARED_STREAM}/")]
     if own and shared and len(shared) != num_lanes:
         return stored
     wanted = [name for name in own if name in stored]

@@ -13,6 +13,8 @@ import shutil
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# A data stream is named `module/lane`; what is read once for all modules has this in place of one.
+SHARED_STREAM = "data"
 RELEASE = "release"
 METADATA = "metadata.json"
 _ITERATION = re.compile(r"iter_(\d{7,})")

@@ -10,18 +10,21 @@ from mimo.config.optim import OptimConfig, ScheduleConfig
 from mimo.config.run import RunConfig
 from mimo.data_request import data_request
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
+from mimo.grid.reading import lanes_read_by
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, RoutedDataProvider
 
 PROJECTOR = "projector"
 
 
-def validate(config: RunConfig, world_size: int) -> Layout:
+def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     """Check a whole run and give its layout.
 
     Args:
         config: the run; a dry run needs no length.
         world_size: number of ranks.
+        rank: this one. Data that costs something to open is checked by the ranks that will read it, the first always
+            among them.
 
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
@@ -40,7 +43,7 @@ def validate(config: RunConfig, world_size: int) -> Layout:
     _check_ddp(config)
     _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
-    _check_data(config, layout)
+    _check_data(config, layout, rank)
     return layout
 
 
@@ -193,10 +196,10 @@ def _check_ddp(config: RunConfig) -> None:
             "--encoder-ddp-overlap needs --overlap-grad-reduce")
 
 
-def _check_data(config: RunConfig, layout: Layout) -> None:
+def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
     """Let a data set that is read by lanes refuse what cannot work."""
     dataset = registry.dataset_provider(config.data.dataset_provider)
-    if not isinstance(dataset, RoutedDataProvider):
+    if not isinstance(dataset, RoutedDataProvider) or not lanes_read_by(layout, rank):
         return
     provider, train = registry.model_provider(config.model.model_provider), config.train
     for split in ("train", "valid") if train.eval_iters else ("train",):

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from mimo.config.data import DataConfig
 from mimo.data_request import data_request
+from mimo.grid.channel import HostChannel
 from mimo.grid.reading import lanes_read_by, needs_of
 from mimo.grid.spec import Layout
 from mimo.protocols import DataProvider, DataRequest, ModelProvider, RoutedDataProvider
-from mimo.training.channel import HostChannel
 from mimo.training.loader import StepLoader
 from mimo.training.sources import ReaderSource, RoutedSource, Source, StreamSource
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mimo.batch import Microbatch
-from mimo.checkpoint.agree import gather
+from mimo.checkpoint.agree import from_first_rank, gather
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress
 from mimo.config.cli import to_toml
@@ -31,6 +31,9 @@ from mimo.training.moe_metrics import TRACKED, count_moe_layers, moe_losses
 from mimo.training.resume import run_state, start
 from mimo.training.setup import setup_trainer
 from mimo.training.step import StepResult, train_step
+
+# Seconds that a rank which only receives data waits longer for it than those that read.
+READER_SPEAKS_FIRST_S = 10.0
 
 
 class TrainingLoop:
@@ -61,6 +64,8 @@ class TrainingLoop:
         self.saver: Saver | None = None
         self.last_evaluation: Evaluation | None = None
         self.bad_samples = 0
+        # Size of the validation split, once it was asked for.
+        self.num_valid_samples: tuple[int | None, ...] = ()
         # Loaders opened so far, the same on all ranks: their messages must not mix. 0 is the handshake's.
         self._opened = 0
 
@@ -151,7 +156,11 @@ class TrainingLoop:
         limit_s = (checkpoint.exit_duration_in_mins or float("inf")) * 60
         while progress.iteration < self.total_iterations:
             begin = time.perf_counter()
-            with self.watchdog.waiting("data", iteration=progress.iteration + 1, state=loader.describe):
+            # Who reads knows why nothing comes: its report has to be out before the launcher ends it for another's.
+            patience_s = 0.0 if loader.reads else train.watchdog_timeout_s + READER_SPEAKS_FIRST_S
+            with self.watchdog.limit(patience_s), self.watchdog.waiting(
+                "data", iteration=progress.iteration + 1, state=loader.describe
+            ):
                 microbatches = loader.next_step()
             over_time = time.monotonic() - began > limit_s
             result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested) or over_time)
@@ -260,7 +269,10 @@ class TrainingLoop:
         if not train.eval_iters:
             return
         loader = self._open("valid", prefetch=True)
-        num_samples = self.dataset.num_samples(self.config.dataset, "valid")
+        if not self.num_valid_samples:  # asked of one rank: the others may not have opened the data at all
+            found = self.dataset.num_samples(self.config.dataset, "valid") if self.grids.rank == 0 else None
+            self.num_valid_samples = (from_first_rank(self.grids, found),)
+        (num_samples,) = self.num_valid_samples
         steps = (loader.next_step() for _ in range(train.eval_iters))
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
         loader.close()

@@ -30,7 +30,7 @@ def run(config: RunConfig) -> int:
     if world_size == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29517")
-    layout = validate(config, world_size)
+    layout = validate(config, world_size, rank)
     _show_log(rank)
     quieten_wheel()
     platform = get_platform(config.train.device)

@@ -10,19 +10,24 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
+from mimo.checkpoint.paths import SHARED_STREAM
+from mimo.grid.channel import HostChannel
 from mimo.grid.reading import Need, lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import Layout
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.protocols import LANGUAGE, DataProvider, Lane, LaneReader, Sample, SampleStream, TokenSpec
-from mimo.training.channel import HostChannel
 
 StepSamples = dict[tuple[str, int], list[list[Sample]]]
-# Name of a stream in a checkpoint: `module/lane`. What is read once for all modules has this in place of one.
-SHARED = "data"
 
 
 class Source(Protocol):
-    """The samples of one rank. One thread uses it at a time."""
+    """The samples of one rank. One thread uses it at a time.
+
+    Attributes:
+        reads: it reads data itself; others only receive.
+    """
+
+    reads: bool
 
     def start(self) -> None:
         """Before the first `read`, from the main thread."""
@@ -72,6 +77,7 @@ class StreamSource:
 
     def __init__(self, provider: DataProvider, config: Any, tokens: TokenSpec, needs: Sequence[Need], *, lanes: int,
                  seed: int, split: str, micro_batch_size: int, num_microbatches: int) -> None:
+        self.reads = True
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
         self._streams: dict[str, tuple[Need, SampleStream]] = {}
         for need in needs:
@@ -136,6 +142,7 @@ class ReaderSource:
 
     def __init__(self, reader: LaneReader, lanes: Sequence[int], needs: Sequence[Need], *, micro_batch_size: int,
                  num_microbatches: int) -> None:
+        self.reads = True
         self._reader, self._lanes, self._needs = reader, lanes, needs
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
 
@@ -165,11 +172,11 @@ class ReaderSource:
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
         """State of each lane."""
-        return {f"{SHARED}/{lane}": state for lane, state in self._reader.state_dict(mark).items()}
+        return {f"{SHARED_STREAM}/{lane}": state for lane, state in self._reader.state_dict(mark).items()}
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
         """Hand the reader the lanes of a checkpoint. Raises ValueError for another data set's, and as the reader."""
-        other = [name for name in streams if not name.startswith(f"{SHARED}/")]
+        other = [name for name in streams if not name.startswith(f"{SHARED_STREAM}/")]
         if other:
             raise ValueError(f"the checkpoint's data state ({', '.join(other)}) is of an indexed data set, this one is "
                              "read by lanes; --finetune starts the data anew")
@@ -200,7 +207,8 @@ class RoutedSource:
 
     def __init__(self, local: ReaderSource | None, layout: Layout, rank: int, micro_batch_size: int,
                  channel: HostChannel) -> None:
-        self._local, self._channel, self._rank = local, channel, rank
+        self.reads = local is not None
+        self._local, self._channel = local, channel
         needs = needs_of(layout, rank, micro_batch_size)
         self._own = needs_from(layout, rank, rank, micro_batch_size)
         self._from: dict[int, list[Need]] = {}

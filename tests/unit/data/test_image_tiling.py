@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data.energon import Config
-from data.image_tiling import Tiling, cu_seqlens, imgs_sizes, oriented_size, tile_image, tile_sizes, tiling_of
+from data.image_tiling import Tiling, oriented_size, tile_image, tile_sizes, tiling_of
 from mimo.protocols import TokenSpec
 
 RESIZE = Tiling("resize", 32, 0, 1, 4, 1024, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
@@ -328,18 +328,6 @@ def test_every_kind_of_pixel_is_converted(make, rgb):
 def test_pixels_without_a_known_range_are_refused(image, message):
     with pytest.raises(ValueError, match=message):
         tile_image(image, RESIZE)
-
-
-def test_sizes_of_packed_patches():
-    sizes = [(32, 64), (96, 32), (32, 32)]
-    assert imgs_sizes(sizes).dtype == np.int64
-    assert imgs_sizes(sizes).tolist() == [[32, 64], [96, 32], [32, 32]]
-    assert cu_seqlens(sizes, 16).dtype == np.int32
-    assert cu_seqlens(sizes, 16).tolist() == [0, 8, 20, 24]
-    assert imgs_sizes([]).shape == (0, 2)
-    assert cu_seqlens([], 16).tolist() == [0]
-    with pytest.raises(ValueError, match="96x40 pixels is not a whole number of patches of 16"):
-        cu_seqlens([(32, 32), (96, 40)], 16)
 
 
 def test_tiling_of_takes_what_each_kind_needs():

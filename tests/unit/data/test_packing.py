@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing import cu_seqlens_of, imbalance, select_balanced, select_packs, utilisation
+from data.packing import imbalance, select_balanced, select_packs, utilisation
 
 CAPACITY = 256
 # A sample: text tokens, and image tokens that are often none and else a multiple of a tile's.
@@ -162,25 +162,3 @@ def test_utilisation_and_imbalance():
     assert imbalance([3, 1, 2]) == 1.5
     assert imbalance([0, 0]) == imbalance([]) == 1.0
     assert imbalance(np.array([4, 0])) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("lengths", "row_length", "starts"),
-    [
-        ([3, 2], 8, [0, 3, 5, 8]),
-        ([3, 5], 8, [0, 3, 8]),
-        ([8], 8, [0, 8]),
-        ([], 8, [0, 8]),
-    ],
-)
-def test_the_padding_of_a_row_is_a_sequence_of_its_own(lengths, row_length, starts):
-    cu_seqlens = cu_seqlens_of(lengths, row_length)
-    assert cu_seqlens.dtype == np.int32
-    assert cu_seqlens.tolist() == starts
-
-
-def test_sequences_that_are_no_row_are_refused():
-    with pytest.raises(ValueError, match="sequences of 9 tokens in a row of 8"):
-        cu_seqlens_of([4, 5], 8)
-    with pytest.raises(ValueError, match="sequence 1 of a row has 0 tokens"):
-        cu_seqlens_of([4, 0], 8)

@@ -1,4 +1,4 @@
-"""Messages between ranks over the host, used by one background thread of each rank."""
+"""Messages between ranks over the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class HostChannel:
-    """Python objects from rank to rank, in order for each pair.
+    """Python objects from rank to rank, in order for each pair. One thread of a rank uses it.
 
     Args:
         group: a gloo group of the whole world.
