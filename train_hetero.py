@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         from mimo.training.run import run
 
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.
-        return run(config)
+        return run(config, layout)
     except ValueError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)

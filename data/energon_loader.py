@@ -23,6 +23,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
 import torch
 from megatron.energon import WorkerConfig
 from megatron.energon.flavors.base_dataset import SavableDataset
@@ -159,6 +160,13 @@ def _init_worker(parent: int, _: int) -> None:
     gc.freeze()
 
 
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
 def _unchanged(row: Any) -> Any:
     """In place of torch's conversion, which would make lists of tuples."""
     return row
@@ -208,11 +216,22 @@ class WorkerProcesses:
         atexit.register(self.close)
 
     def name(self, worker: int) -> str:
-        """A worker for messages: its id, lane and process, and what it does."""
+        """A worker for messages: its id, lane and process, and what it did last."""
         pid, seconds, text = self._board.read(worker)
         rows = self._rows  # another thread may close it
         pid = pid if pid or rows is None else rows._workers[worker - self.workers.start].pid
         return f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid}), for {seconds:.0f} s: {text}"
+
+    def holds_up(self, worker: int) -> int:
+        """The worker that keeps `pull` waiting. Rows come in turn, so it need not be the one whose row is wanted."""
+        rows = self._rows
+        if rows is None:
+            return worker
+        for other, process in zip(self.workers, rows._workers, strict=True):
+            if _is_stopped(process.pid):  # a row of it may be the next to be unpickled, which takes its help
+                return other
+        task = rows._task_info.get(rows._rcvd_idx)
+        return self.workers[task[0]] if task else worker
 
     def pull(self, worker: int) -> Arrival:
         """The next row of any of the workers, which are asked in turn.
@@ -289,6 +308,10 @@ class InProcess:
         """The worker for messages."""
         _, seconds, text = self._board.read(worker)
         return f"lane {worker}, read in the training process, for {seconds:.0f} s: {text}"
+
+    def holds_up(self, worker: int) -> int:
+        """The worker that keeps `pull` waiting."""
+        return worker
 
     def pull(self, worker: int) -> Arrival:
         """Its next row. Errors come through as they are."""

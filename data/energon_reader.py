@@ -189,6 +189,9 @@ class EnergonReader:
         """The worker that is waited for, then the others, each with what it reads."""
         waiting = self._waiting_for
         names = {worker: source.name(worker) for source in self._sources for worker in source.workers}
+        if waiting is not None:
+            source = next(source for source in self._sources if waiting in source.workers)
+            waiting = source.holds_up(waiting)
         first = [] if waiting is None else [f"waiting for {names.pop(waiting)}"]
         return "; ".join(first + list(names.values()))
 

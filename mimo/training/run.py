@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 from mimo.config.run import RunConfig
-from mimo.config.validate import validate
 from mimo.grid.spec import Layout
 from mimo.observe.errors import fail_fast
 from mimo.platform import get_platform
@@ -17,20 +16,23 @@ from mimo.platform.quiet import quieten_wheel
 from mimo.registry import dataset_provider, model_provider
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, layout: Layout) -> int:
     """Train as configured, as one process of a torchrun launch (or alone).
+
+    Args:
+        config: the run's flags.
+        layout: what `mimo.config.validate.validate` made of them.
 
     Returns:
         Exit code: 0 at the end of the run or after SIGTERM.
 
     Raises:
-        ValueError: flags that cannot work, before any process group exists.
+        ValueError: a device that is not there, before any process group exists.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29517")
-    layout = validate(config, world_size, rank)
     _show_log(rank)
     quieten_wheel()
     platform = get_platform(config.train.device)
