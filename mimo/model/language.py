@@ -1,4 +1,4 @@
-"""The decoder: the wheel's `GPTModel` with a padded vocabulary and checkpoint names from its own groups."""
+"""Decoders: the wheel's `GPTModel` and `HybridModel` with a padded vocabulary and checkpoint names from own groups."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 
-class LanguageModel(GPTModel):
-    """A decoder whose embedding and output rows from `true_vocab_size` on stand for no token.
+class PaddedVocabulary(LanguageModule):
+    """What both kinds of decoder share; a base class of each, before the wheel's.
 
-    The logits of those rows are the least finite number, so they are never the largest one, their probability is
-    exactly zero and no gradient reaches them.
-
-    Args:
-        true_vocab_size: number of tokens, at most `vocab_size`, which counts the padding rows too.
-        model: arguments of `GPTModel`.
+    Embedding and output rows from `true_vocab_size` on stand for no token: their logits are the least finite number, so
+    they are never the largest one, their probability is exactly zero and no gradient reaches them.
     """
 
-    def __init__(self, *, true_vocab_size: int, **model: Any) -> None:
-        super().__init__(**model)
+    vocab_size: int
+    true_vocab_size: int
+
+    def set_true_vocab_size(self, true_vocab_size: int) -> None:
+        """Say how many rows stand for tokens, at most `vocab_size`, which counts the padding rows too."""
         assert 0 < true_vocab_size <= self.vocab_size, f"{true_vocab_size} tokens in {self.vocab_size} rows"
         self.true_vocab_size = true_vocab_size
 
@@ -53,3 +54,29 @@ class LanguageModel(GPTModel):
             # A copy of the first stage's, on the same tensor-parallel rank.
             replica_id=(1, 0, data_parallel.rank()), allow_shape_mismatch=True, tp_group=self.tp_group,
             dp_cp_group=data_parallel)
+
+
+class LanguageModel(PaddedVocabulary, GPTModel):
+    """A decoder of equal layers.
+
+    Args:
+        true_vocab_size: number of tokens.
+        model: arguments of `GPTModel`.
+    """
+
+    def __init__(self, *, true_vocab_size: int, **model: Any) -> None:
+        super().__init__(**model)
+        self.set_true_vocab_size(true_vocab_size)
+
+
+class HybridLanguageModel(PaddedVocabulary, HybridModel):
+    """A decoder whose layers follow a pattern of Mamba-2, attention, MoE and dense layers.
+
+    Args:
+        true_vocab_size: number of tokens.
+        model: arguments of `HybridModel`.
+    """
+
+    def __init__(self, *, true_vocab_size: int, **model: Any) -> None:
+        super().__init__(**model)
+        self.set_true_vocab_size(true_vocab_size)

@@ -1,0 +1,219 @@
+"""A Nemotron-H-style decoder as plain data: Mamba-2, attention, MoE and dense layers in the order of a pattern.
+
+Every symbol of the pattern is one layer with a norm before it and a residual connection around it (arXiv:2504.03624).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from mimo.grid.spec import GridSpec
+from providers.common.checks import Problems, flag
+
+MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
+SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
+CONV_KERNEL = 4  # the wheel's MambaMixer has no other
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """Language model: layers of Mamba-2, attention without positions, experts with squared ReLU; RMSNorm."""
+
+    hybrid_layer_pattern: str = "MEMEM*EMEMEM*EMEMEM*"
+    """One symbol a layer: M Mamba-2, * attention, E mixture of experts, - dense MLP. After a slash, the layers of one
+    depth of multi-token prediction; one slash and the same layers again for every depth."""
+    hidden_size: int = 2688
+    """Width of the decoder."""
+    num_attention_heads: int = 32
+    """Query heads."""
+    num_query_groups: int = 8
+    """Key and value heads, shared by groups of query heads."""
+    kv_channels: int = 128
+    """Channels of a head."""
+    ffn_hidden_size: int = 1856
+    """Inner width of a dense MLP."""
+    vocab_size: int = 131072
+    """Number of tokens."""
+    make_vocab_size_divisible_by: int = 128
+    """Embedding and output have as many rows as tokens, rounded up to a multiple of this (and of --llm-tp). Where
+    --llm-tp divides it, checkpoints of all layouts have the same rows."""
+    max_position_embeddings: int = 262144
+    """Longest sequence; --seq-length must not exceed it."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of the RMSNorms."""
+    untie_embeddings_and_output_weights: bool = True
+    """Separate weights for the input embedding and the output layer."""
+    mamba_num_heads: int = 64
+    """Heads of a Mamba-2 layer."""
+    mamba_head_dim: int = 64
+    """Channels of such a head."""
+    mamba_num_groups: int = 8
+    """Groups of heads that share B and C, and a group of the norm behind the scan."""
+    mamba_state_dim: int = 128
+    """State of a channel."""
+    num_experts: int = 128
+    """Routed experts of an E layer."""
+    moe_router_topk: int = 6
+    """Experts each token is sent to."""
+    moe_ffn_hidden_size: int = 1856
+    """Inner width of a routed expert."""
+    moe_shared_expert_intermediate_size: int = 3712
+    """Inner width of the shared expert, which sees every token."""
+    moe_latent_size: int = 0
+    """Latent MoE: tokens are projected to this width before the routed experts and back behind them; 0: they are
+    not."""
+    moe_router_enable_expert_bias: bool = True
+    """A float32 bias on the scores that choose experts, moved after every step towards an even load
+    (arXiv:2408.15664)."""
+    moe_router_bias_update_rate: float = 1e-3
+    """Step of that bias; 0 keeps it."""
+    moe_router_topk_scaling_factor: float = 2.5
+    """Factor of the chosen experts' normalized weights."""
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
+    """Load-balancing loss of the router."""
+    moe_aux_loss_coeff: float = 1e-4
+    """Weight of the load-balancing loss; 0: off. Megatron multiplies that loss by all tokens, padding included, and the
+    gradient is divided by the target tokens: with few targets it weighs more."""
+    moe_router_force_load_balancing: bool = False
+    """Tokens go to random experts, evenly: for benchmarks only, the model does not learn."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the loss of multi-token prediction."""
+    hidden_dropout: float = 0.0
+    """Dropout on the residual branches."""
+    attention_dropout: float = 0.0
+    """Dropout on the attention weights."""
+
+    @property
+    def layers(self) -> str:
+        """Symbols of the decoder's layers, those of multi-token prediction left out."""
+        return self.hybrid_layer_pattern.split("/")[0]
+
+    @property
+    def mtp_layers(self) -> str:
+        """Symbols of one depth of multi-token prediction; empty without it."""
+        return self.hybrid_layer_pattern.split("/")[1] if self.num_mtp_depths else ""
+
+    @property
+    def num_mtp_depths(self) -> int:
+        """Depths of multi-token prediction."""
+        return self.hybrid_layer_pattern.count("/")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(self.layers)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Layers of each kind, those of multi-token prediction left out."""
+        return Counter(self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.kv_channels
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value weight."""
+        return self.kv_channels * (self.num_attention_heads + 2 * self.num_query_groups)
+
+    @property
+    def mamba_inner_size(self) -> int:
+        """Channels of a Mamba-2 layer inside, those of z and x each."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def mamba_conv_size(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.mamba_inner_size + 2 * self.mamba_num_groups * self.mamba_state_dim
+
+    @property
+    def mamba_in_proj_rows(self) -> tuple[int, ...]:
+        """Rows of the input projection: z, x, B, C, dt."""
+        state = self.mamba_num_groups * self.mamba_state_dim
+        return (self.mamba_inner_size, self.mamba_inner_size, state, state, self.mamba_num_heads)
+
+    @property
+    def expert_size(self) -> int:
+        """Width of the tokens that routed experts see."""
+        return self.moe_latent_size or self.hidden_size
+
+    def padded_vocab_size(self, llm_tp: int = 1) -> int:
+        """Rows of embedding and output: the tokens and the padding after them."""
+        unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
+        return -(-self.vocab_size // unit) * unit
+
+
+def check_hybrid(config: HybridConfig, problems: Problems) -> None:
+    """Note what is wrong with the decoder's sizes on any layout."""
+    _check_pattern(config, problems)
+    names = ["hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size",
+             "make_vocab_size_divisible_by", "max_position_embeddings", "mamba_num_heads", "mamba_head_dim",
+             "mamba_num_groups", "mamba_state_dim"]
+    if MLP in config.hybrid_layer_pattern:
+        names.append("ffn_hidden_size")
+    if MOE in config.hybrid_layer_pattern:
+        names += ["num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+    for name in names:
+        problems.positive(name, getattr(config, name))
+    for name in ("moe_latent_size", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
+        if getattr(config, name) < 0:
+            problems.add(f"{flag(name)} {getattr(config, name)} is below 0")
+    if problems.found:
+        return
+    problems.divides("num_attention_heads", config.num_attention_heads, "num_query_groups", config.num_query_groups)
+    problems.divides("mamba_num_heads", config.mamba_num_heads, "mamba_num_groups", config.mamba_num_groups)
+    if MOE in config.hybrid_layer_pattern and config.moe_router_topk > config.num_experts:
+        problems.add(f"--moe-router-topk {config.moe_router_topk} exceeds --num-experts {config.num_experts}")
+
+
+def _check_pattern(config: HybridConfig, problems: Problems) -> None:
+    pattern = config.hybrid_layer_pattern
+    for index, symbol in enumerate(pattern):
+        if symbol not in SYMBOLS and symbol != "/":
+            known = ", ".join(f"{symbol} ({name})" for symbol, name in SYMBOLS.items())
+            problems.add(f"--hybrid-layer-pattern {pattern}: symbol {symbol!r} at position {index + 1} is unknown; "
+                         f"layers are {known}")
+            return
+    main, *depths = pattern.split("/")
+    if not main:
+        problems.add(f"--hybrid-layer-pattern {pattern!r} has no layers")
+    if depths and (not depths[0] or set(depths) != {depths[0]}):
+        problems.add(f"--hybrid-layer-pattern {pattern}: every depth of multi-token prediction has the same layers, at "
+                     f"least one; these are {', '.join(repr(depth) for depth in depths)}")
+
+
+def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
+    """Note what the language grid cannot hold."""
+    layers = config.num_layers
+    if layers % grid.pp:
+        fits = [stages for stages in range(1, layers + 1) if layers % stages == 0]
+        problems.add(f"--hybrid-layer-pattern {config.hybrid_layer_pattern} has {layers} layers, not divisible by "
+                     f"--llm-pp {grid.pp}; --llm-pp that fit: {', '.join(map(str, fits))}")
+    for name in ("num_attention_heads", "mamba_num_heads", "mamba_num_groups"):
+        problems.divides(name, getattr(config, name), "llm_tp", grid.tp)
+    groups = config.num_query_groups
+    if groups % grid.tp and grid.tp % groups:
+        problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
+    problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
+    if seq_length > config.max_position_embeddings:
+        problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
+    if MLP in config.hybrid_layer_pattern:
+        problems.divides("ffn_hidden_size", config.ffn_hidden_size, "llm_tp", grid.tp)
+    if MOE in config.hybrid_layer_pattern:
+        problems.divides("num_experts", config.num_experts, "llm_ep", grid.ep)
+        problems.divides("moe_ffn_hidden_size", config.moe_ffn_hidden_size, "llm_expt_tp", grid.expt_tp)
+        problems.divides("moe_shared_expert_intermediate_size", config.moe_shared_expert_intermediate_size, "llm_tp",
+                         grid.tp)
+    elif grid.ep > 1 or grid.expt_tp > 1:
+        problems.add(f"--llm-ep {grid.ep} and --llm-expt-tp {grid.expt_tp} need layers with experts; "
+                     f"--hybrid-layer-pattern {config.hybrid_layer_pattern} has no E")

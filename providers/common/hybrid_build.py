@@ -1,0 +1,103 @@
+"""Megatron's configuration and spec of a Nemotron-H-style decoder. Imports torch."""
+
+from __future__ import annotations
+
+from megatron.core.activations import squared_relu
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo.model.hybrid import hybrid_stack_spec
+from mimo.model.language import HybridLanguageModel
+from mimo.platform import current_platform
+from mimo.protocols import BuildContext
+from providers.common.build import RECOMPUTE, transformer_config
+from providers.common.hybrid import MOE, HybridConfig
+
+
+def hybrid_config(config: HybridConfig, context: BuildContext | None) -> TransformerConfig:
+    """Megatron's configuration of the decoder; `context` is None on ranks that do not build it."""
+    fields: dict[str, object] = {
+        "num_layers": config.num_layers, "is_hybrid_model": True, "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_query_groups,
+        "kv_channels": config.kv_channels, "ffn_hidden_size": config.ffn_hidden_size, "normalization": "RMSNorm",
+        "layernorm_epsilon": config.norm_epsilon, "activation_func": squared_relu, "gated_linear_unit": False,
+        "add_bias_linear": False, "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout, "mamba_num_heads": config.mamba_num_heads,
+        "mamba_head_dim": config.mamba_head_dim, "mamba_num_groups": config.mamba_num_groups,
+        "mamba_state_dim": config.mamba_state_dim,
+        "sequence_parallel": context is not None and context.sequence_parallel}
+    fields |= RECOMPUTE["none" if context is None else context.recompute]
+    if MOE in config.hybrid_layer_pattern:
+        fields |= _moe_fields(config, context)
+    if config.num_mtp_depths:
+        fields |= {"mtp_num_layers": config.num_mtp_depths, "mtp_loss_scaling_factor": config.mtp_loss_scaling_factor}
+    return transformer_config(context, **fields)
+
+
+def _moe_fields(config: HybridConfig, context: BuildContext | None) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "num_moe_experts": config.num_experts, "moe_router_topk": config.moe_router_topk,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "moe_router_score_function": "sigmoid", "moe_router_dtype": "fp32",
+        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
+        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
+        "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
+        "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
+        # The fused kernel sums in another order in bf16, which moves tokens to other experts.
+        "moe_router_fusion": False,
+        "moe_grouped_gemm": context is not None and context.transformer_impl == "transformer_engine"}
+    if config.moe_latent_size:
+        fields["moe_latent_size"] = config.moe_latent_size
+    if context is not None:
+        fields |= {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp}
+    return fields
+
+
+def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpec:
+    """Spec of the decoder.
+
+    Raises:
+        ValueError: experts on a tensor-parallel grid without sequence parallelism.
+    """
+    built = hybrid_config(config, context)
+    if context is None:
+        return ModuleSpec(module=HybridLanguageModel, params={"config": built})
+    tp, pp = context.grid.tp, context.grid.pp
+    if MOE in config.hybrid_layer_pattern and tp > 1 and not context.sequence_parallel:
+        raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {tp} needs --sequence-parallel")
+    if not current_platform().has_mamba_kernels():
+        from mimo.platform.mamba import use_torch_mamba
+
+        use_torch_mamba()
+    return ModuleSpec(module=HybridLanguageModel, params={
+        "config": built,
+        "hybrid_stack_spec": hybrid_stack_spec(built),
+        "hybrid_layer_pattern": with_stages(config.hybrid_layer_pattern, pp),
+        "vocab_size": config.padded_vocab_size(tp),
+        "true_vocab_size": config.vocab_size,
+        "max_sequence_length": context.seq_length,
+        "pre_process": context.pre_process,
+        "post_process": context.post_process,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
+        "position_embedding_type": "none",
+        # The merged sequence is scattered, not the text tokens alone: MimoModel does it.
+        "scatter_embedding_sequence_parallel": False,
+        "pg_collection": context.groups,
+    })
+
+
+def with_stages(pattern: str, stages: int) -> str:
+    """The pattern with a `|` between equal pipeline stages, as the wheel wants it.
+
+    >>> with_stages("MEM*/ME", 2)
+    'ME|M*/ME'
+    """
+    layers, *depths = pattern.split("/")
+    size = len(layers) // stages
+    assert size * stages == len(layers), f"{len(layers)} layers over {stages} pipeline stages"
+    parts = "|".join(layers[start:start + size] for start in range(0, len(layers), size))
+    return "/".join([parts, *depths])
