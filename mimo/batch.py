@@ -31,10 +31,12 @@ class PackedSequences:
     Attributes:
         cu_seqlens: int32 `[sequences + 1]`, where each starts; the last entry is the length of the row.
         max_seqlen: tokens of the longest.
+        seq_idx: int32 `[1, tokens]`, the number of each token's sequence, for Mamba layers; None for an encoder's.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    seq_idx: torch.Tensor | None = None
 
 
 @dataclass

@@ -332,3 +332,40 @@ class ModelProvider(Protocol):
         """The model as a Hugging Face config.json: `architectures`, `model_type` and everything that is not at its
         class's default. A provider without a Hugging Face counterpart raises ValueError, saying so."""
         ...
+
+
+@dataclass(frozen=True)
+class MegatronSource:
+    """A Megatron checkpoint (`torch_dist`) that holds all modules as one model.
+
+    Attributes:
+        path: folder of checkpoints, or one checkpoint's own folder.
+        flag: the flag that names it, for messages.
+        prefixes: of each module, the beginning of names in the module's state dict -> what stands for it in the
+            checkpoint; the longest that fits is taken. `{"language": {"": "language_model."}}`.
+        ignored: tensors that the model has no use for: regular expressions, searched in the checkpoint's keys, each
+            with the reason. Tensors of an optimizer are never read and need none.
+    """
+
+    path: str
+    flag: str
+    prefixes: Mapping[str, Mapping[str, str]]
+    ignored: tuple[tuple[str, str], ...] = ()
+
+
+@runtime_checkable
+class MegatronSourceProvider(Protocol):
+    """A model provider whose weights may come from a Megatron checkpoint of the model as one."""
+
+    def megatron_source(self, config: Any) -> MegatronSource | None:
+        """The checkpoint that a run starts from; None where its flag is not given."""
+        ...
+
+
+@runtime_checkable
+class StagedProvider(Protocol):
+    """A model provider whose `Config` has a field `training_stage`, empty for none."""
+
+    def frozen_parts(self, config: Any) -> frozenset[str]:
+        """What the configuration's stage freezes: encoder names, `projector`, `language`."""
+        ...

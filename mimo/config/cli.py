@@ -19,6 +19,7 @@ import tyro
 from mimo import registry
 from mimo.config import toml_file
 from mimo.config.run import RunConfig
+from mimo.protocols import StagedProvider
 
 DESCRIPTION = """Train a multimodal model whose encoder and language model live on separate process grids.
 
@@ -66,7 +67,24 @@ def parse(argv: list[str] | None = None) -> RunConfig:
         if _prints():
             print(to_toml(config), end="")
         raise SystemExit(0)
-    return config
+    return with_training_stage(config)
+
+
+def with_training_stage(config: RunConfig) -> RunConfig:
+    """The configuration with the parts frozen that the provider's training stage freezes.
+
+    Raises:
+        ValueError: --freeze names other parts than the stage.
+    """
+    provider = registry.model_provider(config.model.model_provider)
+    if not isinstance(provider, StagedProvider) or not config.model_family.training_stage:
+        return config
+    stage = config.model_family.training_stage
+    frozen = ",".join(sorted(provider.frozen_parts(config.model_family)))
+    if config.model.freeze and config.model.frozen != frozenset(frozen.split(",")):
+        raise ValueError(f"--freeze {config.model.freeze} with --training-stage {stage}, which freezes "
+                         f"{frozen or 'nothing'}: give one of them")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=frozen))
 
 
 def to_toml(config: RunConfig) -> str:

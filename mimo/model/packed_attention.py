@@ -20,7 +20,7 @@ def packed_seq_params(sequences: PackedSequences | None) -> PackedSeqParams | No
         return None
     starts, longest = sequences.cu_seqlens, sequences.max_seqlen
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
-                           max_seqlen_kv=longest)
+                           max_seqlen_kv=longest, seq_idx=sequences.seq_idx)
 
 
 class PackedDotProductAttention(DotProductAttention):

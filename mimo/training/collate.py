@@ -191,7 +191,10 @@ def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
     if stops[-1] < row_length:
         stops.append(row_length)
     cu_seqlens = torch.tensor([0, *stops], dtype=torch.int32)
-    return PackedSequences(cu_seqlens, int(cu_seqlens.diff().max()))
+    lengths = cu_seqlens.diff()
+    # Here rather than on the device, where the wheel would wait for it.
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths.long())[None]
+    return PackedSequences(cu_seqlens, int(lengths.max()), seq_idx)
 
 
 def placeholder_positions(input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
