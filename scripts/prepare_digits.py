@@ -12,41 +12,28 @@ arguments write the same bytes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import re
 import sys
-import tarfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from megatron.energon import CrudeWebdataset
-from megatron.energon.epathlib import EPath
 from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from data import digits
 from data.prompts import IMAGE_MARKER
 from mimo.protocols import TokenSpec
+from scripts.shards import Member, prepare_shards, write_shard, write_word_tokenizer
 
 # A scan has 17 grey levels, 0 to 16; 15 of 255 apart they fit into a byte.
 GREY_STEP = 15
 # As much text as the in-memory data set has.
 TEXT_SHARE = digits.Config.digits_text_only_fraction
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endgeneration %}"
-    "{% else %}{{ ' ' + message['content'] }}{% endif %}{% endfor %}"
-)
-Member = tuple[str, bytes]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -124,15 +111,6 @@ def scans_of(key: str) -> tuple[int, ...]:
     return tuple(int(scan) for scan in key.rpartition("/")[2].split("-")[2:])
 
 
-def write_shard(path: Path, samples: Iterator[Member]) -> None:
-    """A tar whose bytes depend on nothing but its members."""
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, content in samples:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-
-
 def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, range], text_only: bool) -> None:
     """Shards of the splits and what `energon prepare` would ask a person for.
 
@@ -150,29 +128,14 @@ def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, ra
             names.append(f"{split}-{shard:03d}.tar")
             parts = (member for index in indices for member in members(chosen, split, int(index), text_only))
             write_shard(folder / names[-1], parts)
-    with contextlib.redirect_stdout(io.StringIO()):
-        CrudeWebdataset.prepare_dataset(
-            EPath(folder), names, split_parts_patterns=[(split, f"{split}-.*") for split in splits], workers=1
-        )
-    meta = folder / ".nv-meta"
-    (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
-    # Energon draws it at random.
-    content = b"".join((folder / name).read_bytes() for name in names)
-    (meta / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, content.hex())))
+    prepare_shards(folder, names, list(splits))
 
 
 def write_tokenizer(folder: Path) -> None:
     """A word tokenizer with the ids of `data/digits.py`."""
     special = {"<pad>": digits.PAD, "<bos>": digits.BOS, "<eos>": digits.EOS, IMAGE_MARKER: digits.FIRST_DIGIT - 1}
     numerals = {str(digit): digits.FIRST_DIGIT + digit for digit in range(10)}
-    words = Tokenizer(WordLevel(special | numerals | digits.WORDS))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
-        additional_special_tokens=[IMAGE_MARKER],
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    write_word_tokenizer(folder, special | numerals | digits.WORDS, WhitespaceSplit())
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 from collections.abc import Iterator
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.energon import CrudeWebdataset
-from megatron.energon.epathlib import EPath
 from PIL import Image
 
 from data.digits import NAMES
 from data.prompts import IMAGE_MARKER
-from scripts.prepare_digits import write_shard, write_tokenizer
+from scripts.prepare_digits import write_tokenizer
+from scripts.shards import prepare_shards, write_shard
 
 
 def draw(index: int, size: int) -> tuple[str, bytes]:
@@ -44,14 +42,12 @@ def write_shards(folder: Path, *, samples: int, shards: int, image_size: int, ra
     (folder / "shards").mkdir(exist_ok=True)
     split = np.array_split(np.arange(samples), shards)
     for number in range(rank, shards, world_size):
-        write_shard(folder / "shards" / f"{number:05d}.tar", members(split[number]))
+        write_shard(folder / "shards" / f"train-{number:05d}.tar", members(split[number]))
 
 
-def prepare_shards(folder: Path) -> None:
+def prepare_images(folder: Path) -> None:
     """What `energon prepare` does with the shards, and a tokenizer."""
     shards = folder / "shards"
     names = sorted(path.name for path in shards.glob("*.tar"))
-    with contextlib.redirect_stdout(io.StringIO()):
-        CrudeWebdataset.prepare_dataset(EPath(shards), names, split_parts_patterns=[("train", ".*")], workers=1)
-    (shards / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    prepare_shards(shards, names, ["train"])
     write_tokenizer(folder / "tokenizer")

@@ -147,7 +147,7 @@ class Bench:
             self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         # They take seconds to import, and the launcher needs neither.
-        from scripts.bench.image_shards import prepare_shards, write_shards
+        from scripts.bench.image_shards import prepare_images, write_shards
         from scripts.bench.read_events import Events, watch
 
         dist.init_process_group("gloo")
@@ -160,7 +160,7 @@ class Bench:
                          rank=self.rank, world_size=world_size(chosen))
             self.agreed()
             if self.rank == 0:
-                prepare_shards(self.folder)
+                prepare_images(self.folder)
             self.agreed()
         self.config, self.layout = configuration(chosen, further)
         self.events = Events()

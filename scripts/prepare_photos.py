@@ -1,0 +1,195 @@
+"""Write crops of photographs with captions as shards that Megatron-Energon reads, with a tokenizer.
+
+    python scripts/prepare_photos.py --out OUT
+    python scripts/prepare_photos.py --out OUT --num-samples 400 --num-shards 4 --max-patches 576
+
+The photographs are those inside the packages scikit-image and scikit-learn; nothing is downloaded. A caption names the
+photograph and where in it the crop lies: "astronaut, upper left". Height and width of a crop are multiples of 32, so
+that 16-pixel patches in groups of 2 x 2 need no resizing, and it has from 256 patches to --max-patches of them.
+
+OUT/photos has train and val shards; no crop occurs twice. OUT/tokenizer has the words of the captions. Keys tell the
+crops: `train-000012-astronaut-32-64-256-320` shows rows 32 to 287 and columns 64 to 383. The same arguments write the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from PIL import Image
+from tokenizers.pre_tokenizers import Whitespace
+
+from data.prompts import IMAGE_MARKER
+from scripts.shards import Member, prepare_shards, write_shard, write_word_tokenizer
+
+# Package and file of each photograph. Others of scikit-image come over the network, or are no colour photographs.
+PHOTOGRAPHS = {
+    "astronaut": ("skimage.data", "astronaut.png"),
+    "cat": ("skimage.data", "chelsea.png"),
+    "coffee": ("skimage.data", "coffee.png"),
+    "flower": ("sklearn.datasets.images", "flower.jpg"),
+    "galaxies": ("skimage.data", "hubble_deep_field.jpg"),
+    "motorcycle": ("skimage.data", "motorcycle_left.png"),
+    "rocket": ("skimage.data", "rocket.jpg"),
+    "temple": ("sklearn.datasets.images", "china.jpg"),
+}
+PATCH_SIZE, SIZE_MULTIPLE, MIN_PATCHES = 16, 32, 256
+LARGEST_ASPECT = 2
+QUESTION = "what is shown?"
+# A crop whose centre lies this close to the photograph's, as a share of its side, is in the middle.
+MIDDLE = 0.05
+IMAGE_TOKEN_ID = 3
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A rectangle of a photograph, in pixels."""
+
+    photograph: str
+    top: int
+    left: int
+    height: int
+    width: int
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of 16 x 16 pixels."""
+        return self.height * self.width // PATCH_SIZE**2
+
+
+@cache
+def load_photograph(name: str) -> np.ndarray:
+    """Pixels of a photograph, uint8 `[height, width, 3]`."""
+    package, file = PHOTOGRAPHS[name]
+    with (files(package) / file).open("rb") as stream:
+        return np.asarray(Image.open(stream).convert("RGB"))
+
+
+@cache
+def crop_sizes(height: int, width: int, max_patches: int) -> list[tuple[int, int]]:
+    """Every (height, width) in pixels that a crop of a photograph of this size may have."""
+    cells = (SIZE_MULTIPLE // PATCH_SIZE) ** 2
+    return [(SIZE_MULTIPLE * rows, SIZE_MULTIPLE * cols)
+            for rows in range(1, height // SIZE_MULTIPLE + 1) for cols in range(1, width // SIZE_MULTIPLE + 1)
+            if MIN_PATCHES <= rows * cols * cells <= max_patches
+            and rows <= LARGEST_ASPECT * cols and cols <= LARGEST_ASPECT * rows]
+
+
+def choose_crops(count: int, seed: int, max_patches: int) -> list[Crop]:
+    """Different crops of all photographs in turn: of any allowed size, anywhere."""
+    rng = np.random.default_rng(seed)
+    names, chosen = list(PHOTOGRAPHS), dict[Crop, None]()
+    while len(chosen) < count:
+        name = names[len(chosen) % len(names)]
+        whole_height, whole_width, _ = load_photograph(name).shape
+        sizes = crop_sizes(whole_height, whole_width, max_patches)
+        height, width = sizes[int(rng.integers(len(sizes)))]
+        top, left = (int(rng.integers(room + 1)) for room in (whole_height - height, whole_width - width))
+        chosen[Crop(name, top, left, height, width)] = None
+    return list(chosen)
+
+
+def _place(start: int, length: int, whole: int, words: tuple[str, str]) -> str:
+    """The first or second word, or none for the middle, by where a crop's centre lies on one axis."""
+    offset = (start + length / 2) / whole - 0.5
+    return "" if abs(offset) <= MIDDLE else words[offset > 0]
+
+
+def caption(crop: Crop) -> str:
+    """Which photograph, and which part of it."""
+    height, width, _ = load_photograph(crop.photograph).shape
+    places = (_place(crop.top, crop.height, height, ("upper", "lower")),
+              _place(crop.left, crop.width, width, ("left", "right")))
+    return f"{crop.photograph}, {' '.join(filter(None, places)) or 'center'}"
+
+
+def crop_of(key: str) -> Crop:
+    """The crop that a sample's key tells, with its data set and shard or without."""
+    _, _, name, *numbers = key.rpartition("/")[2].split("-")
+    top, left, height, width = map(int, numbers)
+    return Crop(name, top, left, height, width)
+
+
+def members(split: str, index: int, crop: Crop) -> Iterator[Member]:
+    """Name and bytes of the parts of a sample."""
+    key = f"{split}-{index:06d}-{crop.photograph}-{crop.top}-{crop.left}-{crop.height}-{crop.width}"
+    pixels = load_photograph(crop.photograph)[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
+    messages = [{"role": "user", "content": f"{IMAGE_MARKER} {QUESTION}"},
+                {"role": "assistant", "content": caption(crop)}]
+    yield f"{key}.0.png", buffer.getvalue()
+    yield f"{key}.json", json.dumps({"messages": messages}).encode()
+
+
+def write_photos(folder: Path, splits: dict[str, Sequence[Crop]], num_shards: int) -> None:
+    """Shards of each split: `num_shards` of train, one of any other."""
+    folder.mkdir(parents=True)
+    names = []
+    for split, crops in splits.items():
+        for shard, indices in enumerate(np.array_split(np.arange(len(crops)), num_shards if split == "train" else 1)):
+            names.append(f"{split}-{shard:03d}.tar")
+            parts = (member for index in indices for member in members(split, int(index), crops[index]))
+            write_shard(folder / names[-1], parts)
+    prepare_shards(folder, names, list(splits))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of the words and signs that captions and question have."""
+    text = " ".join([QUESTION, ",", *PHOTOGRAPHS, "upper lower left right center"])
+    words = dict.fromkeys(word for word, _ in Whitespace().pre_tokenize_str(text))
+    special = {"<pad>": 0, "<bos>": 1, "<eos>": 2, IMAGE_MARKER: IMAGE_TOKEN_ID}
+    write_word_tokenizer(folder, special | {word: len(special) + index for index, word in enumerate(words)},
+                         Whitespace())
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; what is in it already is not touched")
+    parser.add_argument("--num-samples", type=int, default=800, help="train samples")
+    parser.add_argument("--num-valid", type=int, default=64, help="held-out samples: other crops of the photographs")
+    parser.add_argument("--num-shards", type=int, default=8, help="train shards")
+    parser.add_argument("--max-patches", type=int, default=1024, help="most patches of a crop; at least 256")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of crops")
+    chosen = parser.parse_args(arguments)
+    if not 1 <= chosen.num_shards <= chosen.num_samples or chosen.num_valid < 1 or chosen.seed < 0:
+        parser.error(f"--num-samples {chosen.num_samples} --num-valid {chosen.num_valid} --num-shards "
+                     f"{chosen.num_shards} --seed {chosen.seed}: need 1 <= shards <= samples, 1 <= valid and seed >= 0")
+    if chosen.max_patches < MIN_PATCHES:
+        parser.error(f"--max-patches {chosen.max_patches}: must be at least {MIN_PATCHES}")
+    if chosen.out.exists() and any(chosen.out.iterdir()):
+        parser.error(f"{chosen.out}: is not empty")
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write everything and print the flags that read it."""
+    chosen = parse_arguments(arguments)
+    out = chosen.out
+    crops = choose_crops(chosen.num_samples + chosen.num_valid, chosen.seed, chosen.max_patches)
+    write_photos(out / "photos", {"train": crops[: chosen.num_samples], "val": crops[chosen.num_samples :]},
+                 chosen.num_shards)
+    write_tokenizer(out / "tokenizer")
+    patches = [crop.num_patches for crop in crops]
+    print(f"{chosen.num_samples} train and {chosen.num_valid} val samples of {min(patches)} to {max(patches)} patches "
+          f"(mean {np.mean(patches):.0f}) in {out}")
+    print("Train on them with")
+    print(f"  --dataset-provider energon --data-path {out / 'photos'} --tokenizer {out / 'tokenizer'} \\")
+    print(f"  --image-token-id {IMAGE_TOKEN_ID} --image-tiling dynamic --min-patches {MIN_PATCHES} "
+          f"--max-patches {chosen.max_patches}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What scripts that write shards share: tar files of samples, what `energon prepare` adds, a tokenizer of words."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import tarfile
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron.energon import CrudeWebdataset
+from megatron.energon.epathlib import EPath
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import PreTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from data.prompts import IMAGE_MARKER
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endgeneration %}"
+    "{% else %}{{ ' ' + message['content'] }}{% endif %}{% endfor %}"
+)
+# Name and content of a part of a sample.
+Member = tuple[str, bytes]
+
+
+def write_shard(path: Path, members: Iterable[Member]) -> None:
+    """A tar whose bytes depend on nothing but its members."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def prepare_shards(folder: Path, names: Sequence[str], splits: Sequence[str]) -> None:
+    """What `energon prepare` would ask a person for.
+
+    Args:
+        folder: holds the shards.
+        names: their file names.
+        splits: names of the splits; a shard's name begins with its split's and a hyphen.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        CrudeWebdataset.prepare_dataset(
+            EPath(folder), list(names), split_parts_patterns=[(split, f"{split}-.*") for split in splits], workers=1
+        )
+    meta = folder / ".nv-meta"
+    (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    # Energon draws it at random; here the same shards have the same.
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update((folder / name).read_bytes())
+    (meta / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, digest.hexdigest())))
+
+
+def write_word_tokenizer(folder: Path, words: Mapping[str, int], pre_tokenizer: PreTokenizer) -> None:
+    """A Hugging Face tokenizer with an id for each word.
+
+    Args:
+        folder: to write.
+        words: ids by word, `<pad>`, `<bos>`, `<eos>` and the image marker among them.
+        pre_tokenizer: cuts text into words.
+    """
+    tokenizer = Tokenizer(WordLevel(dict(words)))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        additional_special_tokens=[IMAGE_MARKER],
+    )
+    saved.chat_template = CHAT_TEMPLATE
+    saved.save_pretrained(folder)
