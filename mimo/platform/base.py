@@ -50,6 +50,10 @@ class Platform(abc.ABC):
     def has_transformer_engine(self) -> bool:
         """Whether Transformer Engine layers can run here."""
 
+    @abc.abstractmethod
+    def has_mamba_kernels(self) -> bool:
+        """Whether the fused kernels of Mamba-2 layers can run here; `mimo.platform.mamba` stands in for them."""
+
     def make_deterministic(self) -> None:  # noqa: B027  (a platform that is so by nature does nothing)
         """Use only kernels and reductions that give the same bits every time. Before `set_device`."""
 
@@ -122,3 +126,8 @@ class Platform(abc.ABC):
 def transformer_engine_installed() -> bool:
     """Whether the Transformer Engine package can be found, without importing it."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def mamba_kernels_installed() -> bool:
+    """Whether the packages of Mamba-2's kernels can be found, without importing them."""
+    return all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))

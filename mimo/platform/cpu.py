@@ -59,3 +59,7 @@ class CpuPlatform(Platform):
     def has_transformer_engine(self) -> bool:
         """False: its kernels are CUDA only."""
         return False
+
+    def has_mamba_kernels(self) -> bool:
+        """False: they are CUDA only."""
+        return False

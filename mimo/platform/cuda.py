@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from mimo.platform.base import Platform, transformer_engine_installed
+from mimo.platform.base import Platform, mamba_kernels_installed, transformer_engine_installed
 
 
 class CudaPlatform(Platform):
@@ -57,3 +57,7 @@ class CudaPlatform(Platform):
     def has_transformer_engine(self) -> bool:
         """Whether the package is installed."""
         return transformer_engine_installed()
+
+    def has_mamba_kernels(self) -> bool:
+        """Whether mamba_ssm and causal_conv1d are installed."""
+        return mamba_kernels_installed()
