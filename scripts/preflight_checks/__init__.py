@@ -1,0 +1,1 @@
+"""Parts of scripts/preflight.py: an sbatch script's command, this host, what the nodes say to each other."""

@@ -1,0 +1,87 @@
+"""Messages between the nodes of a job over one TCP store, which the first node serves. No GPU network is needed."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+
+# Seconds between two looks at nodes that have not answered.
+PAUSE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node among those of the job.
+
+    Attributes:
+        node: its number.
+        hosts: names of all nodes, in order.
+        address, port: where the first node listens.
+        gpus_per_node: processes that it starts for a check.
+    """
+
+    node: int
+    hosts: tuple[str, ...]
+    address: str
+    port: int
+    gpus_per_node: int
+
+    @property
+    def name(self) -> str:
+        """This node's host name."""
+        return self.hosts[self.node]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this node decides and reports."""
+        return self.node == 0
+
+
+class Board:
+    """What nodes have said, by topic."""
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        """Connect. Raises ValueError where the first node does not answer in time, or its port is taken."""
+        self.place = place
+        try:
+            self._store = TCPStore(place.address, place.port, is_master=place.is_first, wait_for_workers=False,
+                                   timeout=timedelta(seconds=timeout_s))
+        except DistError as error:
+            raise ValueError(f"{place.name}: no connection to {place.address}:{place.port}, where the first node "
+                             f"listens, in {timeout_s:g} s: {str(error).splitlines()[0]}") from error
+        self.port = int(self._store.port)
+
+    def post(self, topic: str, said: Any) -> None:
+        """Say something once, for this node."""
+        self._store.set(f"{topic}/{self.place.node}", json.dumps(said))
+
+    def collect(self, topic: str, nodes: range | list[int], timeout_s: float) -> dict[int, Any]:
+        """What each of the nodes has said, without those that were silent until the time was up."""
+        end = time.monotonic() + timeout_s
+        missing, found = list(nodes), {}
+        while missing:
+            said = [node for node in missing if self._store.check([f"{topic}/{node}"])]
+            found.update({node: json.loads(self._store.get(f"{topic}/{node}")) for node in said})
+            missing = [node for node in missing if node not in found]
+            if missing and time.monotonic() > end:
+                break
+            time.sleep(PAUSE_S if missing else 0)
+        return found
+
+    def ask_first(self, topic: str, timeout_s: float) -> Any:
+        """What the first node has said.
+
+        Raises:
+            ValueError: nothing, in time, or it is gone.
+        """
+        try:
+            self._store.wait([f"{topic}/0"], timedelta(seconds=timeout_s))
+            return json.loads(self._store.get(f"{topic}/0"))
+        except DistError as error:
+            raise ValueError(f"{self.place.name}: {self.place.hosts[0]} said nothing {topic!r} in {timeout_s:g} s"
+                             ) from error

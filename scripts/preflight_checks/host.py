@@ -1,0 +1,118 @@
+"""What one host can say by itself: its GPUs, the paths of a run, the space where checkpoints go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mimo.checkpoint.paths import check_writable, saved_iterations
+from preflight_checks.run_plan import Checkpoints
+
+# What another process, or one that is not gone, holds of a GPU; an idle one has some hundred megabytes.
+MAX_USED_MIB = 2048
+QUERY = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+NVIDIA_SMI_LIMIT_S = 60.0
+UNITS = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+
+
+@dataclass
+class Findings:
+    """What was looked at on a host.
+
+    Attributes:
+        facts: what is right, for the report.
+        problems: what ends the job, each a sentence with its values.
+        warnings: what does not.
+    """
+
+    facts: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def format_size(count: float) -> str:
+    """Bytes in binary units, one place behind the point."""
+    unit = next(unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit] or unit == "KiB")
+    return f"{count / UNITS[unit]:,.1f} {unit}"
+
+
+def check_gpus(expected: int, findings: Findings) -> None:
+    """Count the GPUs; look at memory that is in use and at memory errors that ECC could not correct."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=NVIDIA_SMI_LIMIT_S, check=False)
+    except FileNotFoundError:
+        findings.problems.append(f"GPUs: there is no nvidia-smi; {expected} GPUs are needed")
+        return
+    except subprocess.TimeoutExpired:
+        findings.problems.append(f"GPUs: nvidia-smi did not answer in {NVIDIA_SMI_LIMIT_S:g} s")
+        return
+    if done.returncode:
+        findings.problems.append(f"GPUs: nvidia-smi: {_last_line(done.stdout + done.stderr)}")
+        return
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(rows) if visible is None else min(len(rows), len([name for name in visible.split(",") if name]))
+    if count < expected:
+        limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        findings.problems.append(f"GPUs: {count} visible{limit}, {expected} are needed")
+    for index, name, total, used, errors in rows:
+        if used.isdecimal() and int(used) > MAX_USED_MIB:
+            findings.problems.append(f"GPU {index}: {used} MiB of {total} are in use, more than {MAX_USED_MIB}; "
+                                     "another process is on it")
+        if errors.isdecimal() and int(errors):
+            findings.problems.append(f"GPU {index} ({name}): {errors} uncorrected ECC errors since it was reset")
+    if rows:
+        free = min((int(row[2]) - int(row[3]) for row in rows if row[2].isdecimal() and row[3].isdecimal()), default=0)
+        findings.facts.append(f"{count} x {rows[0][1]}, at least {free:,} MiB free")
+
+
+def check_read(paths: dict[str, Path], findings: Findings) -> None:
+    """Whether each file opens and each folder can be listed."""
+    for flag, path in paths.items():
+        try:
+            if path.is_dir():
+                next(path.iterdir(), None)
+            else:
+                with path.open("rb") as file:
+                    file.read(1)
+        except OSError as error:
+            findings.problems.append(f"{flag} {path}: cannot be read: {error.strerror}")
+
+
+def check_written(paths: dict[str, Path], findings: Findings) -> None:
+    """Make each folder, write a file into it and remove that."""
+    for flag, path in paths.items():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            check_writable(path, f"{socket.gethostname()}_{os.getpid()}")
+        except OSError as error:
+            findings.problems.append(f"{flag} {path}: cannot be written: {error.strerror}")
+
+
+def check_space(save: Path, wanted: Checkpoints, findings: Findings) -> None:
+    """Compare what is free with the next two checkpoints (a problem) and with all to come (a warning)."""
+    if not save.is_dir():
+        return
+    free, there = shutil.disk_usage(save).free, len(saved_iterations(save))
+    size = f"a checkpoint of about {format_size(wanted.bytes_each)}"
+    # An older one is deleted only once the new one is complete.
+    to_come = max(wanted.kept - there, 0) + 1 if wanted.kept > 1 else 1
+    soon = min(to_come, 2)
+    findings.facts.append(f"--save {save}: {format_size(free)} free, {size}")
+    if free < soon * wanted.bytes_each:
+        findings.problems.append(f"--save {save}: {format_size(free)} free, and {soon} times {size} need "
+                                 f"{format_size(soon * wanted.bytes_each)}")
+    elif free < to_come * wanted.bytes_each:
+        findings.warnings.append(f"--save {save}: {format_size(free)} free, and the {to_come} checkpoints to come need "
+                                 f"{format_size(to_come * wanted.bytes_each)}: set --keep-last or a longer "
+                                 "--save-interval")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no message"

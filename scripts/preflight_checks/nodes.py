@@ -1,0 +1,173 @@
+"""The preflight over all nodes: each looks at itself, then they try each other; the first decides and reports."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mimo.config.run import RunConfig
+from preflight_checks.board import Board
+from preflight_checks.host import Findings, check_gpus, check_read, check_space, check_written
+from preflight_checks.reach import pairs_of, run_check
+from preflight_checks.run_plan import checkpoints, read_paths, written_paths
+
+CONTINUE, PAIRS, READY, NOT_READY = "continue", "pairs", "ready", "not ready"
+# Problems that the report lists; the rest is counted.
+MAX_LINES = 40
+
+
+def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
+    """Run all checks on this node, in step with the others.
+
+    Returns:
+        Exit code, the same on every node.
+
+    Raises:
+        ValueError: the first node is gone.
+    """
+    place, device = board.place, _device(config)
+    nodes = list(range(len(place.hosts)))
+    findings = check_host(config, device, place.gpus_per_node)
+    board.post("host", asdict(findings))
+    report = Report(board, device, config) if place.is_first else None
+    # The slowest node has twice a check's time, and as long again to be told of.
+    patience_s = 4 * timeout_s
+    verdict = report.hosts(timeout_s) if report else board.ask_first("after host", patience_s)
+    for topic, group in (("node", [place.node]), ("all", nodes)):
+        if verdict == CONTINUE:
+            run_check(board, topic, group, device, timeout_s)
+            verdict = report.check(topic, patience_s) if report else board.ask_first(f"after {topic}", patience_s)
+    if verdict == PAIRS:
+        for turn in (0, 1):
+            mine = [pair for pair in pairs_of(place, turn) if place.node in pair]
+            for pair in mine:
+                run_check(board, f"pairs {turn}", pair, device, timeout_s)
+        verdict = report.pairs(patience_s) if report else board.ask_first("after pairs", 2 * patience_s)
+    if report:
+        report.show(verdict)
+    board.post("done", verdict)
+    if place.is_first:
+        # Its store has to outlive what the others read.
+        board.collect("done", [node for node in nodes if node not in report.silent] if report else nodes, timeout_s)
+    return 0 if verdict == READY else 1
+
+
+def check_host(config: RunConfig, device: str, gpus_per_node: int) -> Findings:
+    """What this node can say by itself."""
+    findings = Findings()
+    if device == "cuda":
+        check_gpus(gpus_per_node, findings)
+    check_read(read_paths(config), findings)
+    check_written(written_paths(config), findings)
+    wanted = checkpoints(config)
+    if wanted is not None:
+        check_space(Path(str(config.checkpoint.save)), wanted, findings)
+    return findings
+
+
+def _device(config: RunConfig) -> str:
+    if config.train.device != "auto":
+        return config.train.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Report:
+    """What the first node hears, and what it decides.
+
+    Attributes:
+        silent: nodes that have not appeared.
+    """
+
+    def __init__(self, board: Board, device: str, config: RunConfig) -> None:
+        self.board, self.device, self.config = board, device, config
+        self.hosts_of_job = board.place.hosts
+        self.silent: set[int] = set()
+        self.facts: list[str] = []
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+
+    def hosts(self, timeout_s: float) -> str:
+        """Hear what each node has found on itself; whether to go on."""
+        count = len(self.hosts_of_job)
+        found = self.board.collect("host", range(count), timeout_s)
+        self.silent = set(range(count)) - found.keys()
+        self.problems += [f"{self._name(node)}: has not answered in {timeout_s:g} s" for node in sorted(self.silent)]
+        self.facts.append(f"{count} nodes, {self.board.place.gpus_per_node} processes each"
+                          if count > 1 else f"1 node, {self.board.place.gpus_per_node} processes")
+        for kind, lines in (("facts", self.facts), ("problems", self.problems), ("warnings", self.warnings)):
+            said: dict[str, list[str]] = {}
+            for node, findings in sorted(found.items()):
+                for line in findings[kind]:
+                    said.setdefault(line, []).append(self._name(node))
+            # What all nodes say, such as of a shared file system, is said once.
+            lines += [line if len(names) == count else f"{_shortened(names)}: {line}" for line, names in said.items()]
+        return self._decide("host", NOT_READY if self.problems else CONTINUE)
+
+    def check(self, topic: str, timeout_s: float) -> str:
+        """Hear how the all-reduces of a check went; whether to go on."""
+        count = len(self.hosts_of_job)
+        found = self.board.collect(topic, range(count), timeout_s)
+        where = f"{self._backend} in each node" if topic == "node" else f"{self._backend} over all nodes"
+        problems = [f"{self._name(node)}: {where}: no result in {timeout_s:g} s" for node in range(count)
+                    if node not in found]
+        for node, result in sorted(found.items()):
+            problems += [f"{self._name(node)}: {where}: process {local_rank}: {reason}"
+                         for local_rank, reason in result["failed"].items()]
+        if not problems:
+            slowest = min(found, key=lambda node: found[node]["bytes_per_s"])
+            self.facts.append(f"{where}: {found[slowest]['bytes_per_s'] / 1e9:.1f} GB/s bus bandwidth"
+                              + (f", slowest {self._name(slowest)}" if topic == "node" and count > 1 else ""))
+        self.problems += problems
+        if topic == "node" or count == 1:
+            last = count == 1 and topic == "all"
+            return self._decide(topic, NOT_READY if problems else READY if last else CONTINUE)
+        return self._decide(topic, PAIRS if problems else READY)
+
+    def pairs(self, timeout_s: float) -> str:
+        """Hear which neighbours reach each other: a node that none of its neighbours reaches is named."""
+        works: dict[int, list[bool]] = {}
+        for turn in (0, 1):
+            groups = pairs_of(self.board.place, turn)
+            found = self.board.collect(f"pairs {turn}", sorted({node for pair in groups for node in pair}), timeout_s)
+            for pair in groups:
+                well = all(node in found and not found[node]["failed"] for node in pair)
+                for node in pair:
+                    works.setdefault(node, []).append(well)
+        cut_off = [self._name(node) for node in sorted(works) if not any(works[node])]
+        if len(cut_off) == len(self.hosts_of_job):
+            verdict = "no node reaches a neighbour: the network between nodes, or its settings"
+        elif cut_off:
+            verdict = f"suspected: {', '.join(cut_off)} (neither neighbour reaches it); the others reach a neighbour"
+        else:
+            verdict = "every node reaches a neighbour; more than two at a time fail"
+        self.problems.insert(0, verdict)
+        return self._decide("pairs", NOT_READY)
+
+    def show(self, verdict: str) -> None:
+        """Print the report."""
+        lines = [*(f"  {fact}" for fact in self.facts), *(f"  warning: {warning}" for warning in self.warnings),
+                 *(f"  PROBLEM {problem}" for problem in self.problems[:MAX_LINES])]
+        if len(self.problems) > MAX_LINES:
+            lines.append(f"  ... and {len(self.problems) - MAX_LINES} more problems")
+        print("\n".join(["preflight", *lines, f"preflight: {verdict}"]))
+        sys.stdout.flush()
+
+    @property
+    def _backend(self) -> str:
+        return "NCCL" if self.device == "cuda" else "gloo"
+
+    def _name(self, node: int) -> str:
+        return self.hosts_of_job[node]
+
+    def _decide(self, topic: str, verdict: str) -> str:
+        said: Any = verdict
+        self.board.post(f"after {topic}", said)
+        return verdict
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:7])} and {len(names) - 7} more"

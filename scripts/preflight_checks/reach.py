@@ -1,0 +1,156 @@
+"""Whether the GPUs of a job reach each other: all-reduces in each node, over all nodes and, if that fails, in pairs.
+
+Every check has processes of its own, one a GPU: a failed communicator cannot be used again, and one that hangs is ended
+from outside. `python reach.py JSON` is such a process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from preflight_checks.board import Board, Place
+
+# Numbers in the tensor that is summed (float32): as much as a gradient bucket.
+ELEMENTS = {"cuda": 64 * 2**20, "cpu": 2**16}
+REPEATS = 3
+# Seconds that the other processes of a node have, once one has failed, to say why they fail too.
+GRACE_S = 5.0
+# Between two looks at the processes.
+PAUSE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a check.
+
+    Attributes:
+        address, port: where the board is.
+        prefix: names the group in it.
+        rank, world_size: of the group.
+        local_rank: GPU.
+        device: `cuda` or `cpu`.
+        timeout_s: for connecting and summing.
+    """
+
+    address: str
+    port: int
+    prefix: str
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    timeout_s: float
+
+
+def sum_over_group(process: Process) -> float:
+    """Sum over a group, check the result; gives the bandwidth in bytes/s as nccl-tests count it (busbw).
+
+    Raises:
+        ValueError: a wrong sum.
+    """
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=process.timeout_s)
+    if process.device == "cuda":
+        torch.cuda.set_device(process.local_rank)
+    device = torch.device(process.device, process.local_rank if process.device == "cuda" else None)
+    store = dist.TCPStore(process.address, process.port, is_master=False, timeout=timeout)
+    dist.init_process_group("nccl" if process.device == "cuda" else "gloo", rank=process.rank,
+                            world_size=process.world_size, timeout=timeout,
+                            store=dist.PrefixStore(process.prefix, store))
+    numbers = torch.empty(ELEMENTS[process.device], device=device)
+    # Exact in float32 for any world below 5,793 ranks.
+    expected = process.world_size * (process.world_size + 1) / 2
+    seconds = []
+    for _ in range(1 + REPEATS):
+        numbers.fill_(process.rank + 1)
+        if process.device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        dist.all_reduce(numbers)
+        low, high = numbers.min().item(), numbers.max().item()
+        seconds.append(time.perf_counter() - began)
+        if not low == high == expected:
+            raise ValueError(f"wrong sum: {low:g} to {high:g} instead of {expected:g}")
+    dist.barrier()
+    dist.destroy_process_group()
+    moved = numbers.nbytes * 2 * (process.world_size - 1) / process.world_size
+    return moved / min(seconds[1:])
+
+
+def run_check(board: Board, topic: str, group: list[int], device: str, timeout_s: float) -> None:
+    """Run this node's processes of a check over the nodes of `group`, and post how each ended."""
+    place, processes, outputs = board.place, [], []
+    for local_rank in range(place.gpus_per_node):
+        process = Process(place.address, board.port, f"{topic}/{group[0]}",
+                          group.index(place.node) * place.gpus_per_node + local_rank,
+                          len(group) * place.gpus_per_node, local_rank, device, timeout_s)
+        output = _unnamed_file()
+        outputs.append(output)
+        processes.append(subprocess.Popen([sys.executable, __file__, json.dumps(asdict(process))], stdout=output,
+                                          stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
+    _wait(processes, timeout_s)
+    failed, rates = {}, []
+    for local_rank, (child, output) in enumerate(zip(processes, outputs, strict=True)):
+        output.seek(0)
+        lines = [line.strip() for line in output.read().splitlines() if line.strip()]
+        output.close()
+        if child.returncode:
+            failed[local_rank] = _reason(child.returncode, lines, timeout_s)
+        else:
+            rates.append(json.loads(lines[-1]))
+    board.post(topic, {"failed": failed, "bytes_per_s": min(rates, default=0.0)})
+
+
+def pairs_of(place: Place, turn: int) -> list[list[int]]:
+    """Neighbours that are checked together in a turn: 0 with 1, 2 with 3, ...; then 1 with 2, ..., the last with 0."""
+    count = len(place.hosts)
+    found = [[node, node + 1] for node in range(turn, count - 1, 2)]
+    if turn == 1 and count > 2 and count % 2 == 0:
+        found.append([count - 1, 0])
+    return found
+
+
+def _unnamed_file() -> TextIO:
+    import tempfile
+
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _wait(processes: list[subprocess.Popen[Any]], timeout_s: float) -> None:
+    """Until all have ended; ends those that have not when the time is up, or a while after the first failure."""
+    # Starting Python and torch from a shared file system takes part of a check's own time a second time.
+    end = time.monotonic() + 2 * timeout_s
+    while any(child.poll() is None for child in processes) and time.monotonic() < end:
+        if any(child.returncode for child in processes):
+            end = min(end, time.monotonic() + GRACE_S)
+            while any(child.poll() is None for child in processes) and time.monotonic() < end:
+                time.sleep(PAUSE_S)
+            break
+        time.sleep(PAUSE_S)
+    for child in processes:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+
+
+def _reason(code: int, lines: list[str], timeout_s: float) -> str:
+    """Why a process failed, in one line."""
+    if code < 0 and not any("Error" in line for line in lines):
+        return f"no answer from the others within {timeout_s:g} s"
+    named = [line for line in lines if "Error" in line]
+    return (named or lines or [f"exit code {code}"])[-1][:300]
+
+
+if __name__ == "__main__":
+    print(json.dumps(sum_over_group(Process(**json.loads(sys.argv[1])))))

@@ -1,0 +1,92 @@
+"""What the trainer's flags say without a GPU: the layout, the paths that they name, the size of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data import energon
+from mimo import registry
+from mimo.config.run import RunConfig
+from mimo.config.validate import train_iterations, validate
+from mimo.data_request import data_request
+from mimo.grid.plan import total_parameters
+from mimo.grid.report import dry_run_report
+from mimo.protocols import StagedProvider
+
+# Fields that name what a run reads, of whichever section has them.
+READ_PATHS = ("data_path", "valid_data_path", "tokenizer", "load_nemotron_checkpoint", "load_hf", "load_vision_from",
+              "load_language_from", "hf_config")
+WRITTEN_PATHS = ("save", "run_dir", "tensorboard_dir")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What a run saves.
+
+    Attributes:
+        bytes_each: estimate for one: weights, and for what trains two moments and, in bf16, a float32 copy.
+        kept: how many there are in the end.
+        interval: iterations between two; None: only at the end.
+    """
+
+    bytes_each: int
+    kept: int
+    interval: int | None
+
+
+def plan(config: RunConfig, world_size: int) -> str:
+    """The topology as text. Opens no data.
+
+    Raises:
+        ValueError: flags that cannot work, naming them and their values.
+    """
+    # The data set's numbers are checked, its files are not: they are on the cluster.
+    planned = replace(config, train=replace(config.train, dry_run=True, world_size=world_size),
+                      data=replace(config.data, dataset_provider="mock"),
+                      dataset=registry.dataset_provider("mock").Config())
+    layout = validate(planned, world_size)
+    provider, train = registry.model_provider(config.model.model_provider), config.train
+    if config.data.dataset_provider == "energon":
+        energon.check(config.dataset, data_request(
+            layout, provider, config.model_family, micro_batch_size=train.micro_batch_size,
+            seq_length=train.seq_length, seed=train.seed, split="train"))
+    return dry_run_report(planned, layout, provider)
+
+
+def read_paths(config: RunConfig) -> dict[str, Path]:
+    """Files and folders that the run reads, by flag. --load is one where it is not the folder of --save, too."""
+    found = _paths(config, READ_PATHS)
+    load = config.checkpoint.load
+    if load is not None and load != config.checkpoint.save:
+        found["--load"] = Path(load)
+    return found
+
+
+def written_paths(config: RunConfig) -> dict[str, Path]:
+    """Folders that the run writes into, by flag."""
+    return _paths(config, WRITTEN_PATHS)
+
+
+def checkpoints(config: RunConfig) -> Checkpoints | None:
+    """Estimate of what the run saves; None without --save."""
+    if config.checkpoint.save is None:
+        return None
+    provider = registry.model_provider(config.model.model_provider)
+    frozen = config.model.frozen
+    if isinstance(provider, StagedProvider):
+        frozen |= provider.frozen_parts(config.model_family)
+    weight, state = (2, 12) if config.model.bf16 else (4, 12)
+    size = 0
+    for module in ("language", *(() if config.layout.llm_only else provider.encoders(config.model_family))):
+        trains = module not in frozen and config.checkpoint.save_optim
+        size += total_parameters(provider.parameter_shapes(config.model_family, module)) * (weight + state * trains)
+    interval = config.checkpoint.save_interval
+    saves = -(-train_iterations(config) // interval) if interval else 1
+    return Checkpoints(size, min(saves, config.checkpoint.keep_last or saves), interval)
+
+
+def _paths(config: RunConfig, names: tuple[str, ...]) -> dict[str, Path]:
+    values = {name: value for section in vars(config).values() if section is not None
+              for name, value in vars(section).items() if name in names and value}
+    return {"--" + name.replace("_", "-"): Path(values[name]) for name in names if name in values}

@@ -1,0 +1,186 @@
+# shellcheck shell=bash
+# What the scripts beside this file share: arithmetic, checks, launching, stopping, requeueing. A script sets its values,
+# sources this file and calls launch_training with the trainer's flags. No training value is here.
+#
+# Sourced from the folder where sbatch was typed, the top of the checkout: Slurm runs a copy of the script elsewhere.
+#
+# The script that sources this file has set them.
+# shellcheck disable=SC2153
+
+ROOT="$SLURM_SUBMIT_DIR"
+# What the user has to edit, and what a script has to set.
+SITE_PATHS=(PYTHON DATA_PATH TOKENIZER NEMOTRON_CHECKPOINT RUN_DIR)
+VALUES=(GPUS_PER_NODE ENCODER_NODES LLM_NODES ENCODER_TP LLM_TP GBS MBS TRAIN_SAMPLES)
+# Seconds that torchrun gives the ranks to save after SIGTERM; --signal of a script leaves 30 s more.
+SHUTDOWN_TIMEOUT_S=570
+# A run that is requeued more often than this has another problem.
+MAX_REQUEUES=200
+# The file that preflight.py --dry-run wants the command in; a job has none.
+PRINT_COMMAND="${PRINT_COMMAND:-}"
+# Slurm leaves it unset in the first attempt.
+ATTEMPT="${SLURM_RESTART_COUNT:-0}"
+stopped=
+
+say() { printf '%s\n' "$*"; }
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# Refuse variables that are not set or empty.
+require_set() {
+    local name
+    for name in "$@"; do
+        [[ -n "${!name+set}" && -n "${!name}" ]] || die "$name is not set; set it near the top of the script"
+    done
+}
+
+# $1 / $2 where it comes out even; $3 says what for.
+divide() {
+    (($1 % $2 == 0)) || die "$3: $1 is not divisible by $2"
+    quotient=$(($1 / $2))
+}
+
+# Data-parallel sizes and microbatches from what a script sets; prints them.
+derive_sizes() {
+    local quotient
+    require_set "${SITE_PATHS[@]}" "${VALUES[@]}"
+    divide $((ENCODER_NODES * GPUS_PER_NODE)) "$ENCODER_TP" \
+        "ENCODER_DP = ENCODER_NODES $ENCODER_NODES * GPUS_PER_NODE $GPUS_PER_NODE / ENCODER_TP $ENCODER_TP"
+    ENCODER_DP=$quotient
+    divide $((LLM_NODES * GPUS_PER_NODE)) "$LLM_TP" \
+        "LLM_DP = LLM_NODES $LLM_NODES * GPUS_PER_NODE $GPUS_PER_NODE / LLM_TP $LLM_TP"
+    LLM_DP=$quotient
+    divide "$GBS" $((MBS * LLM_DP)) "NUM_MICROBATCHES = GBS $GBS / (MBS $MBS * LLM_DP $LLM_DP)"
+    NUM_MICROBATCHES=$quotient
+    NUM_NODES=$((ENCODER_NODES + LLM_NODES))
+    TRAIN_ITERS=$(((TRAIN_SAMPLES + GBS - 1) / GBS))
+    say "nodes:            $NUM_NODES = $ENCODER_NODES encoder + $LLM_NODES language, $GPUS_PER_NODE GPUs each"
+    say "ENCODER_DP:       $ENCODER_DP (TP $ENCODER_TP)"
+    say "LLM_DP:           $LLM_DP (TP $LLM_TP)"
+    say "NUM_MICROBATCHES: $NUM_MICROBATCHES = GBS $GBS / (MBS $MBS * LLM_DP $LLM_DP)"
+    say "iterations:       $TRAIN_ITERS of $GBS samples"
+}
+
+# The paths have been edited and are there. Slurm's nodes see the same ones; preflight.py looks again on each.
+check_paths() {
+    local name
+    for name in "${SITE_PATHS[@]}"; do
+        [[ "${!name}" == /* ]] || die "$name=${!name}: an absolute path"
+        [[ "${!name}" != /path/to/* ]] || die "$name=${!name}: edit the paths at the top of the script"
+        [[ "$name" == RUN_DIR || -e "${!name}" ]] || die "$name=${!name}: there is no such file or folder"
+    done
+    [[ -x "$PYTHON" ]] || die "PYTHON=$PYTHON: not a program"
+}
+
+# Variables for NCCL and the libraries around it, the same in every run.
+set_communication() {
+    # Warnings name the peer and the device of a failed connection; INFO would be megabytes from every node.
+    export NCCL_DEBUG=WARN
+    # Kernels of one stream start in the order in which they were issued, as Megatron's overlap of tensor-parallel
+    # communication with computation expects on GPUs before Blackwell.
+    export CUDA_DEVICE_MAX_CONNECTIONS=1
+    # When a peer is gone, end the process instead of waiting in a collective that cannot finish.
+    export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+    # Eight ranks and their data workers share a node's cores.
+    export OMP_NUM_THREADS=1
+    # What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) is set by its administrators, or in SRUN_FLAGS.
+}
+
+# SIGTERM to this script: before the time limit (--signal), or before a preemption. srun would end the ranks at once
+# where it is signalled itself, so the signal goes to the step, and scripts/sbatch/node.sh hands it to torchrun.
+pass_stop_on() {
+    stopped=SIGTERM
+    say "$(date +%FT%T) SIGTERM: the run saves and ends, then the job is requeued"
+    scancel --signal=TERM "$SLURM_JOB_ID" || say "scancel failed: the step was not told to save"
+}
+
+# Run a step in the background, so that SIGTERM is handled while it runs; gives its exit code.
+run_step() {
+    local step code
+    srun --kill-on-bad-exit=1 --cpu-bind=none "${SRUN_FLAGS[@]}" "$@" &
+    step=$!
+    while true; do
+        code=0
+        wait "$step" || code=$?
+        # wait also ends when a signal comes.
+        kill -0 "$step" 2>/dev/null || return "$code"
+    done
+}
+
+# Iterations in the newest checkpoint; 0 before the first.
+saved_iterations() {
+    local tracker="$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" saved=0
+    # The file has no newline at its end, which read calls a failure.
+    if [[ -f "$tracker" ]]; then read -r saved <"$tracker" || true; fi
+    [[ "$saved" =~ ^[0-9]+$ ]] || saved=0
+    say "$saved"
+}
+
+# Put the job back into the queue. A job that was cancelled is no longer RUNNING, and one that Slurm preempts it requeues.
+requeue() {
+    local state
+    state="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)"
+    if [[ "$state" != RUNNING ]]; then
+        say "not requeued from here: the job is $state"
+    elif ((ATTEMPT >= MAX_REQUEUES)); then
+        die "requeued $ATTEMPT times: not again"
+    else
+        say "requeued: $1, at iteration $(saved_iterations) of $TRAIN_ITERS"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+}
+
+# Run the trainer with these flags on all nodes, after a preflight; requeue the job where the run was stopped.
+launch_training() {
+    local hosts port logs code=0 trainer
+    (($# > 0)) || die "launch_training was given no flags of the trainer"
+    port=29500
+    if [[ -z "$PRINT_COMMAND" ]]; then
+        check_paths
+        [[ "$SLURM_JOB_NUM_NODES" == "$NUM_NODES" ]] ||
+            die "the job has $SLURM_JOB_NUM_NODES nodes, the layout needs ENCODER_NODES $ENCODER_NODES + LLM_NODES \
+$LLM_NODES = $NUM_NODES: change #SBATCH --nodes"
+        mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+        # Below the ports that the system hands out, and another one for each job.
+        port=$((20000 + SLURM_JOB_ID % 10000))
+    else
+        hosts=(localhost)
+    fi
+    # Static rendezvous: rank 0 is on the first node of the list, and the nodes keep Slurm's order, which is the
+    # network's where a topology is configured. SLURM_NODEID is read on the node.
+    trainer=("$PYTHON" -m torch.distributed.run --nnodes "$NUM_NODES" --nproc-per-node "$GPUS_PER_NODE"
+        --master-addr "${hosts[0]}" --master-port "$port" --shutdown-timeout "$SHUTDOWN_TIMEOUT_S"
+        "$ROOT/train_hetero.py" "$@")
+    if [[ -n "$PRINT_COMMAND" ]]; then
+        printf '%s\0' "${trainer[@]}" >"$PRINT_COMMAND"
+        exit 0
+    fi
+    set_communication
+    logs="$RUN_DIR/logs/$SLURM_JOB_ID-attempt-$(printf %03d "$ATTEMPT")"
+    mkdir -p "$logs" "$RUN_DIR/checkpoints"
+    say "attempt $ATTEMPT of job $SLURM_JOB_ID on ${#hosts[@]} nodes from ${hosts[0]}; logs in $logs"
+    say "from iteration $(saved_iterations) of $TRAIN_ITERS"
+    trap pass_stop_on TERM
+
+    # For the preflight, which names the nodes that do not answer.
+    export MASTER_ADDR="${hosts[0]}" MASTER_PORT="$port" JOB_HOSTS="${hosts[*]}"
+    run_step "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" -- "$@" || code=$?
+    if ((code != 0)) && [[ -z "$stopped" ]]; then
+        die "preflight failed with exit code $code; nothing was started"
+    fi
+    if [[ -z "$stopped" ]]; then
+        # One file a node; the marker says that a step was told to stop, by this script or by Slurm.
+        run_step --output="$logs/%N.log" "$ROOT/scripts/sbatch/node.sh" "$logs/stopped" "${trainer[@]}" || code=$?
+        if [[ -e "$logs/stopped" ]]; then stopped=SIGTERM; fi
+    fi
+    if [[ -n "$stopped" ]]; then
+        requeue "$stopped"
+    elif ((code != 0)); then
+        die "training ended with exit code $code; see $logs"
+    elif (($(saved_iterations) < TRAIN_ITERS)); then
+        requeue "--exit-duration-in-mins"
+    else
+        say "finished: $TRAIN_ITERS iterations"
+    fi
+}
