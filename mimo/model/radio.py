@@ -1,0 +1,174 @@
+"""The RADIO vision transformer (Ranzinger et al., arXiv:2312.06709) on its own process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.vision.radio import RADIOViTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo.batch import PackedSequences
+from mimo.model.packed_attention import packed_seq_params as attention_params
+from mimo.model.patches import Grid, interpolate_positions, patch_grids, pixel_shuffle
+
+NUM_CHANNELS = 3
+"""Channels of an image: the wheel's patch embedding has no other."""
+
+
+def cropped_positions(weight: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+    """Position embeddings of images, `[rows * columns, hidden]` each: the square grid resized to the image's longer
+    side, of which the image takes the top left corner.
+
+    So in the published model where it does not draw crops (`ViTPatchGenerator._get_pos_embeddings`): bilinear, with
+    `align_corners=False`.
+
+    Args:
+        weight: `[side * side, hidden]`, row by row.
+        grids: rows and columns of patches of each image.
+    """
+    # Resized once a side and cropped once a grid: images of one size share them, and their gradient.
+    squares = {side: interpolate_positions(weight, (side, side)).view(side, side, -1)
+               for side in dict.fromkeys(max(grid) for grid in grids)}
+    by_grid = {grid: squares[max(grid)][:grid[0], :grid[1]].flatten(0, 1) for grid in dict.fromkeys(grids)}
+    return [by_grid[grid] for grid in grids]
+
+
+class RadioEncoder(RADIOViTModel):
+    """Images to patch features, of one size or packed one behind the other in their own sizes.
+
+    Parameters, their names and their sharding are the wheel's. The forward pass is not: the wheel's changes the packed
+    metadata that it is given, asks the device for the size of every image, resizes the positions anew for each of
+    them, and leaves class tokens and pixel shuffle to the caller.
+
+    Pixel shuffle orders channels as Hugging Face's models of the family do (InternVL's version 2, see
+    `mimo.model.patches.pixel_shuffle`), for images of one size and packed ones alike.
+
+    Args:
+        config: transformer sizes. `mtp_num_layers` 0 gives a norm after the last layer, None gives none: the wheel
+            builds the layers as if a stage followed them.
+        layer_spec: the layers.
+        patch_size: pixels a side of a patch.
+        image_size: pixels a side of the (square) images; no effect with dynamic resolution.
+        max_image_size: pixels a side of the image that has one position embedding for each of its patches.
+        class_token_len: learned tokens before the patches of each image, dropped from the output.
+        pg_collection: the module's process groups; one pipeline stage.
+        dynamic_resolution: images have any size and are packed.
+        pixel_shuffle: patches a side that become one token of the output.
+        cpe_augmentation: in training mode the positions of each image are those of a random crop of the square grid, as
+            when the published weights were made. Without it training sees the positions that evaluation sees.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_spec: TransformerBlockSubmodules, *, patch_size: int,
+                 image_size: int, max_image_size: int, class_token_len: int, pg_collection: ProcessGroupCollection,
+                 dynamic_resolution: bool = False, pixel_shuffle: int = 1, cpe_augmentation: bool = False) -> None:
+        size = max_image_size if dynamic_resolution else image_size
+        side = size // patch_size
+        assert max_image_size % patch_size == 0, f"positions for {max_image_size} pixels, patch size {patch_size}"
+        assert size % patch_size == 0, f"image size {size}, patch size {patch_size}"
+        assert dynamic_resolution or side % pixel_shuffle == 0, f"{side} patches a side, pixel shuffle {pixel_shuffle}"
+        assert pg_collection.pp.size() == 1, "the wheel's RADIO has one pipeline stage"
+        super().__init__(
+            config, layer_spec, add_class_token=class_token_len > 0, class_token_len=class_token_len,
+            patch_dim=patch_size, img_h=size, img_w=size, max_img_h=max_image_size, max_img_w=max_image_size,
+            has_cpe=True, embedder_bias=False, dynamic_resolution=dynamic_resolution,
+            force_cpe_eval_mode=not cpe_augmentation, interpolate_align_corners=False, pg_collection=pg_collection)
+        self.grid, self.image_shape = (side, side), (NUM_CHANNELS, size, size)
+        self.pixel_shuffle = pixel_shuffle
+        if dynamic_resolution:
+            # Tokens an image has inside the encoder; that depends on the image.
+            self.seq_length = 0
+        with torch.no_grad():
+            # The wheel draws with a standard deviation of 1, and positions would drown in what comes of the pixels.
+            self.embedder.weight.mul_(self.embedder.weight.size(1)**-0.5)
+
+    def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: np.ndarray | None = None,
+                packed_seq_params: PackedSequences | None = None) -> torch.Tensor:
+        """Encode images.
+
+        Args:
+            pixel_values: normalized pixels `[images, 3, image_size, image_size]`, any float dtype; with dynamic
+                resolution patches `[1, patches, 3 * patch_size ** 2]`, image after image and row by row.
+            imgs_sizes: with dynamic resolution int64 `[images, 2]`, height and width in pixels, on the host.
+            packed_seq_params: with dynamic resolution one sequence of patches an image; left as it is.
+
+        Returns:
+            `[images, tokens, pixel_shuffle ** 2 * hidden]`, packed `[1, tokens of all images, ...]`, in the dtype of
+            the parameters.
+
+        Raises:
+            ValueError: the images do not have the size that the encoder was built for, or the patches are not those of
+                `imgs_sizes`.
+        """
+        assert pixel_values is not None, "the encoder has one stage, which needs pixel_values"
+        if not self.dynamic_resolution:
+            hidden_snh = self.decoder(hidden_states=self._embed(pixel_values), attention_mask=None)
+            hidden_nsh = hidden_snh[self._num_class_tokens:].transpose(0, 1).contiguous()
+            return pixel_shuffle(hidden_nsh, self.grid, self.pixel_shuffle)
+        assert imgs_sizes is not None and packed_seq_params is not None, "images of any size come with their sizes"
+        assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence an image"
+        grids = patch_grids(imgs_sizes, self.patch_dim)
+        hidden_t1h = self.decoder(
+            hidden_states=self._embed_packed(pixel_values, grids), attention_mask=None,
+            packed_seq_params=attention_params(self._with_class_tokens(packed_seq_params)))
+        images = hidden_t1h[:, 0].split([self._num_class_tokens + rows * columns for rows, columns in grids])
+        return torch.cat([pixel_shuffle(image[self._num_class_tokens:], grid, self.pixel_shuffle)
+                          for image, grid in zip(images, grids, strict=True)])[None]
+
+    @property
+    def _num_class_tokens(self) -> int:
+        return self.class_token_len if self.add_class_token else 0
+
+    def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Pixels to the first layer's input `[seq_length, images, hidden]`."""
+        if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != self.image_shape:
+            raise ValueError(f"pixel_values has shape {list(pixel_values.shape)}; the encoder takes [images, "
+                             f"{', '.join(str(size) for size in self.image_shape)}] (channels, height, width)")
+        (rows, columns), patch, images = self.grid, self.patch_dim, len(pixel_values)
+        patches = pixel_values.reshape(images, NUM_CHANNELS, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+        hidden_nsh, _ = self.embedder(patches.reshape(images, rows * columns, -1).to(self.embedder.weight.dtype))
+        if self._draws_crops:
+            hidden_nsh = hidden_nsh + self.get_pos_enc(images, input_size=self.image_shape[1:])
+        else:
+            hidden_nsh = hidden_nsh + cropped_positions(self.position_embeddings[0], [self.grid])[0]
+        if self.add_class_token:
+            hidden_nsh = torch.cat([self.class_token.expand(images, -1, -1), hidden_nsh], dim=1)
+        return hidden_nsh.transpose(0, 1).contiguous()
+
+    def _embed_packed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        """Patches of images of any size to the first layer's input `[tokens, 1, hidden]`, class tokens included."""
+        counts = [rows * columns for rows, columns in grids]
+        width = NUM_CHANNELS * self.patch_dim**2
+        if tuple(patches.shape) != (1, sum(counts), width):
+            raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
+                             f"{[1, sum(counts), width]} (one row, patches, channels * patch size ** 2)")
+        hidden_nsh, _ = self.embedder(patches.to(self.embedder.weight.dtype))
+        if self._draws_crops:
+            positions = [self.get_pos_enc(1, input_size=(rows * self.patch_dim, columns * self.patch_dim))[0]
+                         for rows, columns in grids]
+        else:
+            positions = cropped_positions(self.position_embeddings[0], grids)
+        hidden_th = hidden_nsh[0] + torch.cat(positions)
+        if self.add_class_token:
+            # One expanded tensor, not one parameter many times: its gradient is then one sum.
+            class_tokens = self.class_token.expand(len(grids), -1, -1).unbind()
+            pieces: list[Any] = []
+            for class_token, image in zip(class_tokens, hidden_th.split(counts), strict=True):
+                pieces += [class_token, image]
+            hidden_th = torch.cat(pieces)
+        return hidden_th[:, None]
+
+    @property
+    def _draws_crops(self) -> bool:
+        return self.training and not self.force_cpe_eval_mode
+
+    def _with_class_tokens(self, sequences: PackedSequences) -> PackedSequences:
+        """The sequences that attend to themselves: each image's patches behind its class tokens."""
+        starts, count = sequences.cu_seqlens, self._num_class_tokens
+        shifts = torch.arange(len(starts), dtype=starts.dtype, device=starts.device) * count
+        return replace(sequences, cu_seqlens=starts + shifts, max_seqlen=sequences.max_seqlen + count)

@@ -1,0 +1,51 @@
+"""Megatron spec of a RADIO encoder and its projector. Imports torch: providers import it inside their methods."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
+from mimo.model.projector import Projector, squared_relu
+from mimo.model.radio import RadioEncoder
+from mimo.model.submodule import VisionSubmodule
+from mimo.model.vit import ACTIVATIONS
+from mimo.protocols import BuildContext
+from providers.common.build import RECOMPUTE, transformer_config
+from providers.radio import RadioConfig
+
+
+def radio_spec(config: RadioConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
+    """Spec of a `VisionSubmodule`: RADIO, then RMSNorm, linear layer, squared ReLU and linear layer without biases.
+
+    Args:
+        config: sizes of encoder and projector.
+        name: name of the encoder inside the module.
+        language_size: width of the language model.
+        context: the encoder's grid, groups and precision.
+    """
+    impl = context.transformer_impl
+    encoder_config = transformer_config(
+        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
+        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
+        normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
+        add_qkv_bias=True, activation_func=ACTIVATIONS[config.vision_hidden_act], hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # 0 prediction layers and none are not the same: only with 0 does the wheel put the final norm behind the last
+        # layer of a block that, as RADIO's, is not built as a model's last stage.
+        mtp_num_layers=0 if config.vision_final_layernorm else None, **RECOMPUTE[context.recompute])
+    projector_config = transformer_config(
+        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
+        ffn_hidden_size=config.projector_hidden_size, activation_func=squared_relu, add_bias_linear=False,
+        normalization="RMSNorm", layernorm_epsilon=config.projector_norm_epsilon)
+    encoder = ModuleSpec(module=RadioEncoder, params={
+        "config": encoder_config, "layer_spec": vit_layer_spec(encoder_config, impl),
+        "patch_size": config.vision_patch_size, "image_size": config.vision_image_size,
+        "max_image_size": config.vision_max_image_size, "class_token_len": config.vision_class_token_len,
+        "pg_collection": context.groups, "dynamic_resolution": config.vision_dynamic_resolution,
+        "pixel_shuffle": config.vision_pixel_shuffle, "cpe_augmentation": config.vision_cpe_augmentation})
+    # build_module passes a spec's `submodules` on as the keyword of that name.
+    projector = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
+        "config": projector_config, "input_size": config.feature_size, "pg_collection": context.groups,
+        "norm": norm_builder(impl)})
+    return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
+                      submodules={"encoders": {name: encoder}, "input_projections": [projector]})

@@ -1,0 +1,109 @@
+"""Weight map of a RADIO encoder and its projector.
+
+Rules are spelled as in a `NemotronH_Nano_VL_V2` checkpoint (`vision_model.radio_model.model.blocks.0...`, `mlp1.1...`);
+a RADIO model of its own has the same names without `vision_model.` and no projector. Imports torch: providers import it
+inside their methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mimo.weights.rules import Rule, Style, WeightMap
+from providers.radio import RadioConfig
+
+RADIO = "vision_model.radio_model."
+RADIO_STYLES = (
+    Style("NemotronH_Nano_VL_V2"),
+    Style("RADIOModel", ((r"^vision_model\.", ""),), optional=(r"^mlp1\.",)),
+)
+# What changes features (layer scale, feature normalizers) is not among these: a checkpoint that has it is refused.
+RADIO_IGNORED = (
+    (r"^(vision_model\.)?radio_model\.input_conditioner\.norm_(mean|std)$",
+     "pixels are normalized by the data set"),
+    (r"^(vision_model\.)?radio_model\.summary_idxs$", "class tokens are dropped"),
+    (r"^(vision_model\.)?radio_model\.model\.patch_generator\.video_embedder\.", "video frames are not embedded"),
+    (r"^(vision_model\.)?radio_model\.adaptors\.", "heads that imitate the teachers' features"),
+    (r"^sound_(encoder|projection)\.", "the audio side of an omni model"),
+)
+
+
+@dataclass(frozen=True)
+class HeadMajor:
+    """Query, key and value one above the other, made to follow each other head by head.
+
+    The one part holds `3 * heads * channels` rows, all queries first (timm); the Megatron tensor holds query, key and
+    value of head 0, then those of head 1. Axis 0 of weights and biases alike.
+
+    Attributes:
+        heads: attention heads.
+        channels: channels of a head.
+    """
+
+    heads: int
+    channels: int
+
+    def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows in head order."""
+        (part,) = parts
+        return self._swapped(part, 3, self.heads)
+
+    def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The rows in the order query, key, value."""
+        return [self._swapped(tensor, self.heads, 3)]
+
+    def _swapped(self, tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+        rows = outer * inner * self.channels
+        if tensor.ndim == 0 or tensor.shape[0] != rows:
+            raise ValueError(f"shape {list(tensor.shape)} does not have {rows} rows")
+        blocks = tensor.reshape(outer, inner, self.channels, *tensor.shape[1:])
+        return blocks.transpose(0, 1).flatten(0, 2)
+
+
+def radio_map(config: RadioConfig, name: str) -> WeightMap:
+    """Every tensor of the encoder and of its projector.
+
+    The norm after the last layer is `model.norm` of the published definition, which is there only with `model_norm` in
+    the encoder's arguments. A checkpoint without it is refused by a model with --vision-final-layernorm, and one with
+    it by a model without: neither side's features are the other's, even where the norm's weights are ones and zeros.
+
+    Args:
+        config: its sizes.
+        name: name of the encoder inside the module.
+    """
+    encoder, model = f"encoders.{name}.", RADIO + "model."
+    rules = [Rule(encoder + "embedder.weight", (model + "patch_generator.embedder.weight",)),
+             Rule(encoder + "position_embeddings", (model + "patch_generator.pos_embed",))]
+    if config.vision_class_token_len:
+        rules.append(Rule(encoder + "class_token", (model + "patch_generator.cls_token.token",)))
+    if config.vision_final_layernorm:
+        rules += _affine(encoder + "decoder.final_layernorm.", model + "norm.")
+    for layer in range(config.vision_num_layers):
+        rules += _layer_rules(config, f"{encoder}decoder.layers.{layer}.", f"{model}blocks.{layer}.")
+    projector = "input_projections.0."
+    rules += [Rule(projector + "linear_fc1.layer_norm_weight", ("mlp1.0.weight",)),
+              Rule(projector + "linear_fc1.weight", ("mlp1.1.weight",)),
+              Rule(projector + "linear_fc2.weight", ("mlp1.3.weight",))]
+    return WeightMap(tuple(rules), RADIO_STYLES, RADIO_IGNORED)
+
+
+def _layer_rules(config: RadioConfig, megatron: str, hf: str) -> list[Rule]:
+    heads = config.vision_num_attention_heads
+    fused = HeadMajor(heads, config.vision_hidden_size // heads)
+    return [
+        *_affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "norm1."),
+        *(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
+          for kind in ("weight", "bias")),
+        *_affine(megatron + "self_attention.linear_proj.", hf + "attn.proj."),
+        *_affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "norm2."),
+        *(rule for number in (1, 2)
+          for rule in _affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")),
+    ]
+
+
+def _affine(megatron: str, hf: str) -> list[Rule]:
+    """Weight and bias under two prefixes."""
+    return [Rule(megatron + kind, (hf + kind,)) for kind in ("weight", "bias")]

@@ -1,0 +1,168 @@
+"""The RADIO encoder with its projector as plain data: flags, checks, parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mimo.grid.spec import GridSpec
+from mimo.protocols import ParameterShape
+from providers.common.checks import Problems, divisors
+
+NUM_CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class RadioConfig:
+    """RADIO vision transformer, pixel shuffle and projector; the defaults are those of ViT-H/16."""
+
+    vision_image_size: int = 512
+    """Pixels a side of an image; images are square. No effect with dynamic resolution."""
+    vision_patch_size: int = 16
+    """Pixels a side of a patch."""
+    vision_dynamic_resolution: bool = False
+    """Images keep their own sizes, multiples of patch size times pixel shuffle, and are packed one behind the other."""
+    vision_pixel_shuffle: int = 2
+    """So many by so many neighbouring patches become one language token, side by side in its channels."""
+    vision_num_channels: int = NUM_CHANNELS
+    """Channels of an image; there is no other number."""
+    vision_hidden_size: int = 1280
+    """Width of the vision transformer."""
+    vision_num_layers: int = 32
+    """Layers."""
+    vision_num_attention_heads: int = 16
+    """Attention heads."""
+    vision_ffn_hidden_size: int = 5120
+    """Inner width of the MLP."""
+    vision_class_token_len: int = 10
+    """Class and register tokens before the patches of each image, dropped from the output; as many as the class token
+    of the pretrained encoder has rows."""
+    vision_max_image_size: int = 2048
+    """Pixels a side of the image that has a position embedding for each of its patches; no image may be larger."""
+    vision_norm_epsilon: float = 1e-6
+    """Epsilon of the LayerNorms."""
+    vision_final_layernorm: bool = True
+    """A LayerNorm after the last layer. Megatron checkpoints of models with --mtp-num-layers 0 have it; published
+    Hugging Face checkpoints have it only where their encoder's arguments say `model_norm`."""
+    vision_hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
+    """Activation of the MLP: exact as in timm, or with the tanh approximation as in Megatron's multimodal example."""
+    vision_cpe_augmentation: bool = False
+    """While the encoder trains, each image takes its positions from a random crop of the position grid, as when the
+    published weights were made. Off, training sees the positions that evaluation and serving see, every run of a batch
+    gives the same loss, and layouts can be compared; a frozen encoder never draws."""
+    projector_hidden_size: int = 20480
+    """Inner width of the projector."""
+    projector_norm_epsilon: float = 1e-5
+    """Epsilon of the projector's RMSNorm."""
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels a side of what becomes one language token."""
+        return self.vision_patch_size * self.vision_pixel_shuffle
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a token before the projector."""
+        return self.vision_hidden_size * self.vision_pixel_shuffle**2
+
+    @property
+    def num_tokens(self) -> int:
+        """Language tokens of an image of `vision_image_size`."""
+        return (self.vision_image_size // self.size_multiple) ** 2
+
+    @property
+    def num_positions(self) -> int:
+        """Position embeddings."""
+        return (self.vision_max_image_size // self.vision_patch_size) ** 2
+
+
+def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
+    """Language tokens of an image of `height` by `width` pixels. Raises ValueError for a size that does not fit."""
+    side, multiple, most = config.vision_image_size, config.size_multiple, config.vision_max_image_size
+    image = f"an image of {height} x {width} pixels (height x width)"
+    if not config.vision_dynamic_resolution:
+        if (height, width) != (side, side):
+            raise ValueError(f"{image} does not fit --vision-image-size {side}, which takes {side} x {side}")
+        return config.num_tokens
+    if height < 1 or width < 1 or height % multiple or width % multiple:
+        raise ValueError(f"{image}: both must be multiples of {multiple} (--vision-patch-size "
+                         f"{config.vision_patch_size} times --vision-pixel-shuffle {config.vision_pixel_shuffle})")
+    if max(height, width) > most:
+        raise ValueError(f"{image} is larger than --vision-max-image-size {most}, the side of the position grid "
+                         f"({config.num_positions} patches); lower the data set's --max-patches")
+    return (height // multiple) * (width // multiple)
+
+
+def check_radio(config: RadioConfig, problems: Problems) -> None:
+    """Note what is wrong with the encoder's sizes on any layout."""
+    for name in ("vision_image_size", "vision_patch_size", "vision_pixel_shuffle", "vision_hidden_size",
+                 "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size", "vision_max_image_size",
+                 "projector_hidden_size"):
+        problems.positive(name, getattr(config, name))
+    if config.vision_num_channels != NUM_CHANNELS:
+        problems.add(f"--vision-num-channels {config.vision_num_channels}: RADIO takes {NUM_CHANNELS} channels")
+    if config.vision_class_token_len < 0:
+        problems.add(f"--vision-class-token-len {config.vision_class_token_len} must not be negative")
+    if problems.found:
+        return
+    problems.divides("vision_max_image_size", config.vision_max_image_size, "vision_patch_size",
+                     config.vision_patch_size)
+    problems.divides("vision_hidden_size", config.vision_hidden_size, "vision_num_attention_heads",
+                     config.vision_num_attention_heads)
+    if not config.vision_dynamic_resolution:
+        _check_image_size(config, problems)
+
+
+def _check_image_size(config: RadioConfig, problems: Problems) -> None:
+    size, patch, factor = config.vision_image_size, config.vision_patch_size, config.vision_pixel_shuffle
+    problems.divides("vision_image_size", size, "vision_patch_size", patch)
+    side = size // patch
+    if side % factor:
+        fits = ", ".join(str(divisor) for divisor in divisors(max(side, 1)))
+        problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
+                     f"--vision-image-size {size} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: "
+                     f"{fits}")
+    if size > config.vision_max_image_size:
+        problems.add(f"--vision-image-size {size} is larger than --vision-max-image-size "
+                     f"{config.vision_max_image_size}, the side of the position grid")
+
+
+def check_radio_grid(config: RadioConfig, grid: GridSpec, problems: Problems) -> None:
+    """Note what the encoder grid cannot hold."""
+    if grid.pp > 1:
+        problems.add(f"--encoder-pp {grid.pp}: the RADIO encoder has one pipeline stage; use --encoder-pp 1, and "
+                     f"--encoder-tp to split it")
+    problems.divides("vision_num_attention_heads", config.vision_num_attention_heads, "encoder_tp", grid.tp)
+    problems.divides("vision_ffn_hidden_size", config.vision_ffn_hidden_size, "encoder_tp", grid.tp)
+    problems.divides("projector_hidden_size", config.projector_hidden_size, "encoder_tp", grid.tp)
+
+
+def radio_shapes(config: RadioConfig, language_size: int) -> list[ParameterShape]:
+    """Every parameter of encoder and projector; `language_size` is the width of the language model."""
+    hidden, layers, inner = config.vision_hidden_size, config.vision_num_layers, config.vision_ffn_hidden_size
+    pixels, projected = config.vision_num_channels * config.vision_patch_size**2, config.projector_hidden_size
+
+    def norm(name: str, count: int = 1, stage: str = "layer") -> list[ParameterShape]:
+        return [ParameterShape(f"{name}.{kind}", (hidden,), count, "none", stage) for kind in ("weight", "bias")]
+
+    shapes = [ParameterShape("embedder.weight", (hidden, pixels), 1, "tp", "first"),
+              ParameterShape("position_embeddings", (1, config.num_positions, hidden), 1, "none", "first")]
+    if config.vision_class_token_len:
+        shapes.append(ParameterShape("class_token", (config.vision_class_token_len, hidden), 1, "none", "first"))
+    shapes += norm("input_layernorm", layers) + norm("pre_mlp_layernorm", layers)
+    if config.vision_final_layernorm:
+        shapes += norm("final_layernorm", stage="last")
+    return [
+        *shapes,
+        ParameterShape("self_attention.linear_qkv.weight", (3 * hidden, hidden), layers, "tp"),
+        ParameterShape("self_attention.linear_qkv.bias", (3 * hidden,), layers, "tp"),
+        ParameterShape("self_attention.linear_proj.weight", (hidden, hidden), layers, "tp"),
+        ParameterShape("self_attention.linear_proj.bias", (hidden,), layers),
+        ParameterShape("mlp.linear_fc1.weight", (inner, hidden), layers, "tp"),
+        ParameterShape("mlp.linear_fc1.bias", (inner,), layers, "tp"),
+        ParameterShape("mlp.linear_fc2.weight", (hidden, inner), layers, "tp"),
+        ParameterShape("mlp.linear_fc2.bias", (hidden,), layers),
+        ParameterShape("projector.norm.weight", (config.feature_size,), 1, "none", "last"),
+        ParameterShape("projector.linear_fc1.weight", (projected, config.feature_size), 1, "tp", "last"),
+        ParameterShape("projector.linear_fc2.weight", (language_size, projected), 1, "tp", "last"),
+    ]

@@ -1,0 +1,260 @@
+"""The RADIO encoder against its published definition, packed and not, split over ranks, frozen; and its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mimo.grid.spec import GridSpec
+from mimo.protocols import LANGUAGE
+from tests.support import packing, radio, weights
+from tests.support.radio import VISION, Config, provider
+from tests.support.spawn import WorkerPool
+
+TOLERANCE = 1e-5
+SMALL = Config()
+DYNAMIC = dataclasses.replace(SMALL, vision_dynamic_resolution=True)
+# Wide, square, high, of one token, as large as the position grid; one size twice.
+SIZES = ((32, 96), (64, 64), (96, 32), (16, 16), (128, 128), (32, 96))
+MODELS: dict[str, tuple[Config, tuple[radio.Size, ...]]] = {
+    "fixed": (SMALL, ((64, 64),) * 3),
+    "fixed-at-the-position-grid": (dataclasses.replace(SMALL, vision_image_size=128), ((128, 128),)),
+    "dynamic": (DYNAMIC, SIZES),
+    "dynamic-without-class-token-and-last-norm": (
+        dataclasses.replace(DYNAMIC, vision_class_token_len=0, vision_final_layernorm=False, vision_pixel_shuffle=1),
+        ((8, 24), (24, 16))),
+    "dynamic-tanh": (dataclasses.replace(DYNAMIC, vision_hidden_act="gelu_tanh"), SIZES[:2]),
+}
+
+
+def run_model(rank: int, config: Config, sizes: tuple[radio.Size, ...]) -> dict[str, Any]:
+    """Tokens by the module, together, again and image by image, and by the published definition."""
+    from tests.support import provider_cases as cases
+
+    with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:
+        module = radio.build(grids, config)
+        weights_of = radio.hf_weights(module, config, grids.collections[VISION])
+    images, inputs = radio.inputs_of(config, sizes)
+    packed = inputs.get("packed_seq_params")
+    before = None if packed is None else (packed.cu_seqlens.clone(), packed.max_seqlen, inputs["imgs_sizes"].copy())
+    together, again = module(inputs).detach(), module(inputs).detach()
+    kept = packed is None or (torch.equal(packed.cu_seqlens, before[0]) and packed.max_seqlen == before[1]
+                              and bool((inputs["imgs_sizes"] == before[2]).all()))
+    first = module(radio.inputs_of(config, sizes[:1])[1]).detach()
+    expected = [radio.published_forward(weights_of, config, image) for image in images]
+    return {"together": together, "again": again, "first": first, "expected": torch.cat(expected), "kept": kept,
+            "counts": [len(tokens) for tokens in expected]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_the_published_definition(pool: WorkerPool, name: str) -> None:
+    config, sizes = MODELS[name]
+    (found,) = pool.run(run_model, config, sizes, world_size=1)
+    assert found["counts"] == [provider.num_image_tokens(config, VISION, *size) for size in sizes]
+    scale = found["expected"].abs().max()
+    torch.testing.assert_close(found["together"].double(), found["expected"], rtol=0, atol=float(TOLERANCE * scale))
+    assert torch.equal(found["together"], found["again"]) and found["kept"]
+    first = found["together"][: found["counts"][0]]
+    torch.testing.assert_close(found["first"], first, rtol=0, atol=float(TOLERANCE * scale))
+
+
+def gradients(rank: int, config: Config, sizes: tuple[radio.Size, ...], recompute: str) -> dict[str, torch.Tensor]:
+    """Tokens and gradients of a random linear loss, twice on the same inputs."""
+    from tests.support import provider_cases as cases
+
+    with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:
+        module = radio.build(grids, config, recompute)
+    module.train()
+    _, inputs = radio.inputs_of(config, sizes)
+    for _ in range(2):
+        tokens = module(inputs)
+        (tokens * cases.draw(*tokens.shape, seed=5)).sum().backward()
+    return {"tokens": tokens.detach()} | {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_layers_give_the_same_gradients(pool: WorkerPool, recompute: str) -> None:
+    (expected,) = pool.run(gradients, DYNAMIC, SIZES[:4], "none", world_size=1)
+    (found,) = pool.run(gradients, DYNAMIC, SIZES[:4], recompute, world_size=1)
+    assert found.keys() == expected.keys() and all(value is not None for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# Split over ranks
+
+def compare_tensor_parallel(rank: int, config: Config, sizes: tuple[radio.Size, ...]) -> dict[str, float]:
+    """Errors of tokens and of every gradient on two tensor-parallel ranks against one."""
+    from tests.support import provider_cases as cases
+
+    _, inputs = radio.inputs_of(config, sizes)
+
+    def run(module: Any) -> torch.Tensor:
+        tokens = module(inputs)
+        (tokens * cases.draw(*tokens.shape, seed=5)).sum().backward()
+        return tokens.detach()
+
+    with cases.grids_of(GridSpec(VISION, dp=2), GridSpec(LANGUAGE, dp=2)) as grids:
+        whole = radio.build(grids, config)
+        expected = run(whole)
+    full = dict(whole.named_parameters())
+    with cases.grids_of(GridSpec(VISION, tp=2), GridSpec(LANGUAGE, dp=2)) as grids:
+        split = radio.build(grids, config)
+        with torch.no_grad():
+            for name, part in split.named_parameters():
+                part.copy_(cases.shard_of(name, full[name], part, 1, rank))
+        errors = {"tokens": cases.relative_error(run(split), expected)}
+        for name, part in split.named_parameters():
+            errors[name] = cases.relative_error(part.grad, cases.shard_of(name, full[name].grad, part, 1, rank))
+    return errors
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic"])
+def test_two_tensor_parallel_ranks_equal_one(pool: WorkerPool, name: str) -> None:
+    for errors in pool.run(compare_tensor_parallel, *MODELS[name], world_size=2):
+        assert {key: error for key, error in errors.items() if not error < TOLERANCE} == {}
+        assert {"encoders.radio.class_token", "encoders.radio.position_embeddings"} <= errors.keys()
+
+
+PROVIDER = ("--model-provider", "tests.support.radio:provider", "--hidden-size", "32", "--vision-dynamic-resolution",
+            "--vision-max-image-size", "64")
+# name -> (ranks, flags)
+LAYOUTS = {
+    "one-process": (1, "--layout colocated"),
+    "encoder-tp2-two-lanes": (4, "--encoder-tp 2 --llm-dp 2"),
+    "frozen": (2, "--freeze vision"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_packed_images_equal_each_sample_alone(pool: WorkerPool, layout: str) -> None:
+    ranks, grids = LAYOUTS[layout]
+    sizes = ((16, 32), (32, 32), (32, 16), (16, 16))
+    frozen = ("--freeze", "vision") if "freeze" in grids else ()
+    (expected,) = pool.run(packing.run, (*PROVIDER, *frozen, "--layout", "colocated"), 1, False, sizes, world_size=1)
+    outcomes = pool.run(packing.run, (*PROVIDER, *grids.split()), ranks, True, sizes, world_size=ranks)
+    found = packing.differences(expected, outcomes, TOLERANCE)
+    assert not found, "\n".join(found)
+
+
+# Positions, norms, checkpoint entries
+
+def inspect_module(rank: int, config: Config) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from mimo.model.radio import cropped_positions
+    from mimo.weights.pieces import module_pieces
+    from tests.support import provider_cases as cases
+
+    with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:
+        module = radio.build(grids, config)
+        names = sorted(piece.name for piece in module_pieces(module, grids.collections[VISION]))
+        encoder = module.encoder
+        positions = encoder.position_embeddings[0]
+        differences = []
+        for grid in ((3, 7), (16, 16), (16, 5), (20, 1)):
+            size = tuple(side * config.vision_patch_size for side in grid)
+            differences.append(float((cropped_positions(positions, [grid])[0]
+                                      - encoder.eval().get_pos_enc(1, input_size=size)[0]).abs().max()))
+    return {"names": names, "differences": differences, "initialized": parallel_state.model_parallel_is_initialized(),
+            "final_layernorm": encoder.decoder.final_layernorm is not None, "ln_post": encoder.ln_post,
+            "align_corners": encoder.interpolate_align_corners, "seq_length": encoder.seq_length,
+            "parameters": sum(parameter.numel() for parameter in module.parameters())}
+
+
+@pytest.mark.parametrize("final_layernorm", [True, False])
+def test_norms_names_and_sizes(pool: WorkerPool, final_layernorm: bool) -> None:
+    config = dataclasses.replace(DYNAMIC, vision_final_layernorm=final_layernorm)
+    (found,) = pool.run(inspect_module, config, world_size=1)
+    assert not found["initialized"]  # the checkpoint's entries came of the module's own groups
+    assert found["final_layernorm"] == final_layernorm and found["ln_post"] is None
+    assert not found["align_corners"] and max(found["differences"]) < 1e-6
+    assert found["names"] == sorted(rule.megatron for rule in provider.weight_map(config, VISION).rules)
+    assert not any("ln_post" in name for name in found["names"])
+    assert "input_projections.0.linear_fc1.layer_norm_weight" in found["names"]
+    shapes = provider.parameter_shapes(config, VISION)
+    assert found["parameters"] == sum(math.prod(shape.shape) * shape.count for shape in shapes)
+    assert found["seq_length"] == 0
+
+
+# Training mode
+
+def repeat(rank: int, config: Config, frozen: bool) -> dict[str, Any]:
+    """Three passes over the same images in training mode; whether the projector trains on."""
+    from tests.support import provider_cases as cases
+
+    with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:
+        module = radio.build(grids, config)
+    if frozen:
+        module.encoders.requires_grad_(False)
+    size = (config.vision_image_size,) * 2
+    _, inputs = radio.inputs_of(config, [size, size])
+    passes = []
+    for _ in range(3):
+        module.train()
+        passes.append(module(inputs))
+    passes[0].sum().backward()
+    gradient = module.encoder.position_embeddings.grad
+    module.eval()
+    return {"equal": [torch.equal(passes[0], other) for other in passes[1:]],
+            "as_eval": torch.equal(passes[0], module(inputs)), "trains": passes[0].requires_grad,
+            "projector": module.input_projections[0].layer_norm.weight.grad is not None,
+            "positions": 0.0 if gradient is None else float(gradient.abs().max())}
+
+
+@pytest.mark.parametrize("base", [SMALL, DYNAMIC], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize(("augmentation", "frozen"), [(False, False), (True, True), (True, False)])
+def test_training_draws_crops_of_the_positions_on_request_only(
+    pool: WorkerPool, base: Config, augmentation: bool, frozen: bool
+) -> None:
+    config = dataclasses.replace(base, vision_cpe_augmentation=augmentation)
+    (found,) = pool.run(repeat, config, frozen, world_size=1)
+    draws = augmentation and not frozen
+    assert found["equal"] == [not draws] * 2 and found["as_eval"] == (not draws)
+    assert found["trains"] and found["projector"] and (found["positions"] > 0) == (not frozen)
+
+
+def call_wrongly(rank: int) -> dict[str, str]:
+    from tests.support import provider_cases as cases
+
+    said = {}
+    with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:
+        for config in (SMALL, DYNAMIC):
+            module = radio.build(grids, config)
+            assert module({}).shape == (0, config.hidden_size) and module(None).requires_grad
+            _, inputs = radio.inputs_of(config, [(64, 64)])
+            changes = {"whole": {"pixel_values": torch.zeros(2, 3, 32, 64)}}
+            if config is DYNAMIC:
+                changes |= {"patches": {"pixel_values": inputs["pixel_values"][:, 1:]},
+                            "sizes": {"imgs_sizes": inputs["imgs_sizes"] * 2}}
+            for name, change in changes.items():
+                with pytest.raises(ValueError, match="pixel_values has shape") as caught:
+                    module(inputs | change)
+                said[f"{name} {config.vision_dynamic_resolution}"] = str(caught.value)
+    return said
+
+
+def test_images_of_another_size_are_refused(pool: WorkerPool) -> None:
+    (said,) = pool.run(call_wrongly, world_size=1)
+    assert "[2, 3, 32, 64]" in said["whole False"] and "3, 64, 64" in said["whole False"]
+    assert "[1, 63, 192]" in said["patches True"] and "[64] patches" in said["patches True"]
+    assert "[256] patches" in said["sizes True"] and "[2, 3, 32, 64]" in said["whole True"]
+
+
+# Hugging Face folders
+
+def test_a_folder_loads_and_exports_to_the_bit(pool: WorkerPool, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    (names,) = pool.run(weights.write_source, PROVIDER, str(source), world_size=1)
+    assert "vision_model.radio_model.model.blocks.1.attn.qkv.bias" in names and "mlp1.3.weight" in names
+    flags = (*PROVIDER, "--encoder-tp", "2")
+    for wrong, count, elements in pool.run(weights.load_and_export, flags, 3, str(source), str(out), world_size=3):
+        assert wrong == [] and count == elements > 0
+    stored, found = weights.read_folder(source), weights.read_folder(out)
+    assert sorted(stored) == sorted(found) == names
+    assert [name for name in names if not torch.equal(stored[name], found[name])] == []
