@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Train a model of any provider on mock data for a few iterations on this host: does the layout run, how fast, in how
+# much memory.
+#
+#   scripts/run_hetero_mock.sh [--nproc N] [flags of train_hetero.py ...]
+#   scripts/run_hetero_mock.sh --model-provider nemotron-moe-vlm-20l --seq-length 4096
+#   scripts/run_hetero_mock.sh --nproc 4 --device cpu --no-bf16 --model-provider mock
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+usage="usage: scripts/run_hetero_mock.sh [--nproc N] [flags of train_hetero.py ...]
+
+Trains 10 iterations on mock data, with N processes on this host (default: 8), one a GPU. Half of them hold the encoder,
+data parallel; the other half holds the language model, tensor parallel 2 with sequence parallelism where its size is
+even, data parallel otherwise, experts split over all of it. Of 8:
+
+  --encoder-dp 4 --llm-tp 2 --llm-dp 2 --sequence-parallel, and --llm-ep 4 for a mixture of experts
+
+A text model takes all processes, and with --layout colocated both modules do. The flags are printed before the start;
+those of the trainer given here come after them and win. A model's flags:
+  python train_hetero.py --model-provider NAME --help"
+nproc=8
+flags=()
+while (($#)); do
+    case "$1" in
+        -h | --help)
+            echo "$usage"
+            exit 0
+            ;;
+        --nproc)
+            (($# >= 2)) || { say "--nproc needs a value"; exit 2; }
+            set -- "--nproc=$2" "${@:3}"
+            continue
+            ;;
+        --nproc=*) nproc="${1#*=}" ;;
+        *) flags+=("$1") ;;
+    esac
+    shift
+done
+if [[ ! "$nproc" =~ ^[1-9][0-9]*$ ]]; then
+    say "--nproc $nproc: a whole number above 0"
+    exit 2
+fi
+
+# The set for GPUs holds all of the one for CPUs.
+is_set_up gpu || setup_venv cpu
+cd "$ROOT"
+
+# The layout depends on the model: whether it has an encoder, and experts.
+mapfile -t layout < <("$VENV/bin/python" - "$nproc" --dataset-provider mock ${flags[@]+"${flags[@]}"} <<'PYTHON'
+import math
+import os
+import sys
+
+sys.path.insert(0, os.getcwd())
+
+from mimo import registry
+from mimo.config.cli import parse
+
+try:
+    config = parse(sys.argv[2:])
+    model = registry.model_provider(config.model.model_provider)
+    text_only = config.layout.llm_only or not model.encoders(config.model_family)
+    num_experts = model.num_experts(config.model_family) or 0
+except ValueError as error:
+    sys.exit(f"error: {error}")
+ranks = int(sys.argv[1])
+if not text_only and config.layout.layout == "disjoint":
+    if ranks % 2:
+        sys.exit(f"error: --nproc {ranks}: an even number, one half for the encoder and one for the language model")
+    ranks //= 2
+tp = 1 if ranks % 2 else 2
+flags = ["--llm-tp", tp, "--llm-dp", ranks // tp]
+micro_batch_size = 1
+if not text_only:
+    flags += ["--encoder-dp", ranks]
+    micro_batch_size = tp  # each encoder rank has a sample of its lane
+if tp > 1:
+    flags.append("--sequence-parallel")
+if num_experts:
+    flags += ["--llm-ep", math.gcd(num_experts, ranks)]
+flags += ["--micro-batch-size", micro_batch_size, "--global-batch-size", 2 * micro_batch_size * ranks // tp]
+print(*flags, sep="\n")
+PYTHON
+)
+# What the program had to say, it has said.
+((${#layout[@]})) || exit 2
+command=(train_hetero.py "${layout[@]}" --dataset-provider mock --seq-length 2048 --train-iters 10
+    --run-dir runs/hetero_mock ${flags[@]+"${flags[@]}"})
+say "${command[*]}"
+# One thread a process: they share the cores.
+OMP_NUM_THREADS=1 exec "$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
+    "${command[@]}"
