@@ -369,3 +369,18 @@ class StagedProvider(Protocol):
     def frozen_parts(self, config: Any) -> frozenset[str]:
         """What the configuration's stage freezes: encoder names, `projector`, `language`."""
         ...
+
+
+@runtime_checkable
+class FlopsProvider(Protocol):
+    """A model provider that knows how much its model computes, for figures of FLOP/s."""
+
+    def forward_flops(self, config: Any, lengths: Sequence[float], image_tokens: Sequence[float]) -> dict[str, float]:
+        """Floating-point operations of a forward pass by part (encoders, `projector`, `language`), input to output.
+
+        Args:
+            config: the model's sizes.
+            lengths: tokens of each sequence, those of images included; or a mean of them, once for each.
+            image_tokens: language tokens of each image, likewise.
+        """
+        ...

@@ -6,6 +6,7 @@ Sizes come from flags (the defaults are those of llava-1.5-7b) or from a Hugging
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +16,7 @@ from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
 from providers.common import hf, hf_config
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
+from providers.common.flops import PROJECTOR, decoder_flops, projector_flops, vision_flops
 from providers.common.vision import VisionConfig, check_vision, check_vision_grid, image_tokens, vision_shapes
 
 if TYPE_CHECKING:
@@ -122,6 +124,16 @@ class LlavaProvider:
             return decoder_shapes(config)
         self._check_module(module)
         return vision_shapes(config, self._projector_size(config), config.hidden_size)
+
+    def forward_flops(
+        self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
+    ) -> dict[str, float]:
+        """Floating-point operations of encoder, projector and decoder."""
+        config = resolve(config)
+        return {VISION: vision_flops(config, int(config.vision_class_token), image_tokens),
+                PROJECTOR: projector_flops(config.feature_size, self._projector_size(config), config.hidden_size,
+                                           image_tokens),
+                LANGUAGE: decoder_flops(config, lengths)}
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Spec of the decoder; `context` is None on ranks that only read its width.
