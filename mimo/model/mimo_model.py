@@ -18,6 +18,8 @@ from megatron.core.utils import unwrap_model
 from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.bridge.colocated import ColocatedBridge
 from mimo.grid.groups import Grids
+from mimo.model.language import HybridLanguageModel
+from mimo.model.mtp import MtpBlock, MtpInputs
 from mimo.model.packed_attention import packed_seq_params
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
@@ -60,6 +62,12 @@ class HeteroModel(MimoModel):
         if self.role.has_language_module:
             self.seed_module(LANGUAGE)
         super()._initialize_language_model()
+
+    @property
+    def mtp(self) -> MtpBlock | None:
+        """Multi-token prediction, on ranks that have it."""
+        language = unwrap_model(self.language_model) if self.role.has_language_module else None
+        return language.mtp if isinstance(language, HybridLanguageModel) and language.mtp_process else None
 
     def _build_colocated_communicators(self) -> None:
         for name in self.mimo_config.modality_submodules_spec:
@@ -121,6 +129,7 @@ class HeteroModel(MimoModel):
             decoder_input=embeddings,
             labels=labels if with_labels else None,
             packed_seq_params=packed_seq_params(packed),
+            **({"mtp_inputs": MtpInputs.of(text)} if self.mtp is not None and with_labels else {}),
         )
         return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
 

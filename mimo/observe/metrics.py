@@ -14,7 +14,7 @@ from mimo.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Val
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One iteration. Dictionaries are by module name, except `moe_losses`.
+    """One iteration. Dictionaries are by module name, except `moe_losses` and `mtp_losses`.
 
     Attributes:
         iteration: 1 for the first.
@@ -37,9 +37,14 @@ class StepRecord:
             is even. None without images.
         encoder_imbalance_unbalanced: the same without balanced packing; None where rows are not balanced.
         data_wait_s, bridge_wait_s: longest wait of any rank, seconds.
+        forward_backward_s: device time of the forward and backward passes, bridge waits and gradient reduction
+            included, on the slowest rank of each module, seconds.
+        optimizer_s: device time of the optimizer step, likewise.
         peak_memory_bytes: highest memory of any rank of each module.
         moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers;
             with per-layer logging also `moe/<name>_layer_<i>`.
+        mtp_losses: losses of multi-token prediction under Megatron's names (`mtp_1 loss`), each a mean over the target
+            tokens of its depth, nats.
     """
 
     iteration: int
@@ -63,8 +68,11 @@ class StepRecord:
     encoder_imbalance_unbalanced: float | None = None
     data_wait_s: float = 0.0
     bridge_wait_s: float = 0.0
+    forward_backward_s: dict[str, float] = field(default_factory=dict)
+    optimizer_s: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     moe_losses: dict[str, float] = field(default_factory=dict)
+    mtp_losses: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Value]:
         """Flat, under Megatron's key names; figures of a module are `<key>/<module>`."""
@@ -89,13 +97,16 @@ class StepRecord:
                if value is not None},
             "data-wait-s": self.data_wait_s,
             "bridge-wait-s": self.bridge_wait_s,
+            **{f"forward-backward-s/{module}": seconds for module, seconds in self.forward_backward_s.items()},
+            **{f"optimizer-s/{module}": seconds for module, seconds in self.optimizer_s.items()},
             **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},
             "skipped-iterations": self.skipped_iterations,
             "success": self.success,
         }
-        clash = figures.keys() & self.moe_losses.keys()
-        assert not clash, f"MoE losses named like other figures: {sorted(clash)}"
-        return {**figures, **self.moe_losses}
+        losses = self.moe_losses | self.mtp_losses
+        clash = figures.keys() & losses.keys()
+        assert not clash, f"losses named like other figures: {sorted(clash)}"
+        return {**figures, **losses}
 
 
 class RunLogger:

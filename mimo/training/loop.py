@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import batched
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from mimo.training.evaluate import Evaluation, evaluate
 from mimo.training.generate import greedy_decode
 from mimo.training.loader import StepLoader
 from mimo.training.moe_metrics import TRACKED, count_moe_layers, moe_losses
+from mimo.training.mtp import mtp_losses
 from mimo.training.resume import run_state, start
 from mimo.training.setup import setup_trainer
 from mimo.training.step import StepResult, train_step
@@ -200,15 +202,17 @@ class TrainingLoop:
         if self.parts.communicator is not None:
             timers += [bridge.timer for bridge in self.parts.communicator.bridges]
         names = list(self.grids.layout.grids)
-        memory = self.platform.peak_memory_bytes()
+        own = (float(self.platform.peak_memory_bytes()), self.parts.schedule_timer.drain_s(),
+               self.parts.optimizer_timer.drain_s())
         maxima = [data_wait_s, sum(timer.drain_s() for timer in timers)]
-        maxima += [float(memory) if name in self.grids.modules else 0.0 for name in names]
+        maxima += [value if name in self.grids.modules else 0.0 for value in own for name in names]
         maxima.append(float(self.saver is not None and self.saver.is_writing))
         images, unbalanced = image_tokens(microbatches)
         agreed = torch.tensor([*maxima, *images, *unbalanced], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
         largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
-        data_wait_s, bridge_wait_s, *peaks, writing = largest[: len(maxima)]
+        data_wait_s, bridge_wait_s, *by_module, writing = largest[: len(maxima)]
+        peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
         most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
         if self.saver is not None:
             self.saver.poll(bool(writing))
@@ -237,8 +241,11 @@ class TrainingLoop:
             encoder_imbalance_unbalanced=imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes),
             data_wait_s=data_wait_s,
             bridge_wait_s=bridge_wait_s,
-            peak_memory_bytes={name: int(peak) for name, peak in zip(names, peaks, strict=True)},
+            forward_backward_s=schedules,
+            optimizer_s=updates,
+            peak_memory_bytes={name: int(peak) for name, peak in peaks.items()},
             moe_losses=self._moe_losses(),
+            mtp_losses=mtp_losses(self.parts.built.model.mtp, self.grids.collections.get(LANGUAGE)),
         )
 
     def _prepare_moe(self) -> None:
@@ -257,7 +264,7 @@ class TrainingLoop:
         names = tuple(TRACKED[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in TRACKED)
         return moe_losses(
             self.grids.collections[LANGUAGE],
-            num_layers=model_config.num_layers,
+            num_layers=model_config.num_layers + (model_config.mtp_num_layers or 0),
             num_moe_layers=self.num_moe_layers,
             num_microbatches=num_microbatches(self.config),
             names=names,

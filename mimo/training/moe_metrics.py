@@ -40,8 +40,9 @@ def moe_losses(
 
     Args:
         groups: the language grid's process groups.
-        num_layers: decoder layers of the whole model, dense ones included.
-        num_moe_layers: those with experts.
+        num_layers: entries: decoder layers of the whole model, dense ones included, and then one a depth of multi-token
+            prediction, for all its layers.
+        num_moe_layers: layers with experts.
         num_microbatches: forward passes since the last call.
         names: tracker names to read; the same on every rank.
         per_layer: also give `moe/<name>_layer_<i>`.

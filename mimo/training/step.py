@@ -21,12 +21,14 @@ from mimo.bridge.plan import destination_rows, source_rows
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
+from mimo.observe.device_timing import DeviceTimer
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.optimizer import HeteroOptimizer
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
 from mimo.training.grad_sync import GradSync
+from mimo.training.mtp import begin_mtp_step
 from mimo.training.prefetch import on_device
 
 # Entries of the totals of a step before those of each encoder.
@@ -35,7 +37,11 @@ FIXED_TOTALS = 7
 
 @dataclass
 class TrainerParts:
-    """Everything a step works on, on this rank. Built once by `mimo.training.setup`."""
+    """Everything a step works on, on this rank. Built once by `mimo.training.setup`.
+
+    The timers measure the device: the schedule of forward and backward passes, bridge waits and gradient reduction
+    included, and the optimizer step.
+    """
 
     config: RunConfig
     grids: Grids
@@ -47,6 +53,8 @@ class TrainerParts:
     grad_sync: GradSync
     optimizer: HeteroOptimizer
     scheduler: OptimizerParamScheduler
+    schedule_timer: DeviceTimer = field(default_factory=DeviceTimer)
+    optimizer_timer: DeviceTimer = field(default_factory=DeviceTimer)
 
     @property
     def is_last_language_stage(self) -> bool:
@@ -179,14 +187,18 @@ def train_step(
     for wrapped in parts.built.wrapped.values():
         wrapped.zero_grad_buffer()
     parts.optimizer.zero_grad()
-    reports = run_schedule(parts, microbatches, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
+    with parts.watchdog.waiting("count of the targets of multi-token prediction"):
+        begin_mtp_step(
+            parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
+    with parts.schedule_timer.measure():
+        reports = run_schedule(parts, microbatches, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
     totals = _sum_over_world(parts, microbatches, reports, stop_requested)
     parts.grad_sync.scale(totals[1], _participants(parts, totals))
     loss_sum, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced, *_ = totals.tolist()
     loss = loss_sum / max(num_tokens, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
         _refuse_loss(parts, microbatches, reports, loss)
-    with parts.watchdog.waiting("optimizer step"):
+    with parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure():
         success, grad_norm, num_zeros = parts.optimizer.step()
     if success:
         parts.scheduler.step(parts.config.train.global_batch_size)

@@ -1,0 +1,176 @@
+"""Multi-token prediction (arXiv:2412.19437, section 2.2) behind the last pipeline stage of a hybrid decoder.
+
+Depth k combines the hidden state of token t with the embedding of token t + k and predicts token t + k + 1. The layers
+are the wheel's. What it asks of `parallel_state`, which several grids cannot share, is given here: where the layers
+are, the groups, the reduction of the reported loss.
+
+Images: a prediction counts where every token that it reads beyond t, and the one that it predicts, is text. The
+embedding of a placeholder, which says nothing of the image, is still what later tokens attend to; no gradient reaches
+it (NVIDIA/Megatron-LM #6010 and #6770).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mimo.batch import TextBatch
+
+
+@dataclass(frozen=True)
+class MtpInputs:
+    """Tokens of a microbatch as multi-token prediction reads them.
+
+    Attributes:
+        input_ids: int64 `[b, s]`.
+        labels: int64 `[b, s]`, the next token.
+        loss_mask: float32 `[b, s]`, 1 where the label is a target.
+        is_text: bool `[b, s]`, False where an encoder's row takes the token's place.
+        ends: int64 `[sequences]`, position of each sequence's last token in a packed row; None: each row is one.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    is_text: torch.Tensor
+    ends: torch.Tensor | None
+
+    @classmethod
+    def of(cls, text: TextBatch) -> MtpInputs:
+        """From the language side of a microbatch, on its device, without waiting for it."""
+        samples, length = text.input_ids.shape
+        is_text = torch.ones(length * samples, dtype=torch.bool, device=text.input_ids.device)
+        for positions in text.placeholders.values():
+            is_text.index_fill_(0, positions, False)
+        ends = None if text.packed is None else text.packed.cu_seqlens[1:].long() - 1
+        return cls(text.input_ids, text.labels, text.loss_mask, is_text.view(length, samples).t(), ends)
+
+    def shifted(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` `[b, s]` one token on: each position has its successor's; the last of a sequence has 0."""
+        moved = values.roll(-1, dims=-1)
+        if self.ends is None:
+            moved[..., -1] = 0
+        else:
+            moved.index_fill_(-1, self.ends, 0)
+        return moved
+
+    def target_masks(self, depths: int) -> list[torch.Tensor]:
+        """For each depth, float32 `[b, s]`: 1 where its prediction counts."""
+        masks = []
+        mask, following = self.loss_mask, self.shifted(self.is_text)
+        path = following
+        for _ in range(depths):
+            mask, following = self.shifted(mask), self.shifted(following)
+            path = path & following
+            masks.append(mask * path)
+        return masks
+
+
+class MtpLayer(MultiTokenPredictionLayer):
+    """One depth. Its stack recomputes its own activations where recomputation is on."""
+
+    def forward(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor,
+                packed_seq_params: PackedSeqParams | None) -> torch.Tensor:
+        """Hidden states of this depth.
+
+        Args:
+            hidden_states: of the depth before, `[s, b, h]`, with sequence parallelism this rank's part of `s`.
+            decoder_input: embeddings of the tokens that this depth adds, as `hidden_states`.
+            packed_seq_params: where the sequences of a packed row start.
+        """
+        return self._proj_and_transformer_layer(hidden_states, decoder_input, packed_seq_params=packed_seq_params)
+
+
+class MtpBlock(MultiTokenPredictionBlock):
+    """All depths, and their loss.
+
+    Args:
+        config: `mtp_loss_scaling_factor` is the weight of the mean loss of the depths.
+        stack: layers of every kind.
+        pattern: symbols of the layers of one depth.
+        depths: number of depths.
+        groups: process groups.
+
+    Attributes:
+        targets: float64 `[depths]`, target tokens of the global batch of the step.
+        loss_sums: float64 `[depths]`, sums of the losses of this rank's counted predictions since `begin_step`.
+    """
+
+    def __init__(self, config: TransformerConfig, stack: HybridStackSubmodules, pattern: str, depths: int,
+                 groups: ProcessGroupCollection) -> None:
+        layers = [replace(layer, module=MtpLayer) for layer in stack.mtp_block_spec.submodules.layer_specs]
+        super().__init__(config, MultiTokenPredictionBlockSubmodules(layer_specs=layers), pg_collection=groups,
+                         mtp_layer_pattern=pattern, mtp_num_depths=depths, hybrid_submodules=stack, name="mtp")
+        self.tp_group = groups.tp
+        self.targets: torch.Tensor | None = None
+        self.loss_weights: torch.Tensor | None = None
+        self.loss_sums: torch.Tensor | None = None
+        for depth, layer in enumerate(self.layers):
+            for part in layer.modules():
+                if isinstance(part, MoELayer):
+                    # The wheel reports their losses as those of the decoder's first layers. A depth is one entry.
+                    part.set_layer_number(config.num_layers + 1 + depth)
+
+    def begin_step(self, targets: torch.Tensor) -> None:
+        """Prepare for the microbatches of a step.
+
+        Args:
+            targets: float64 `[1 + depths]` on the device: target tokens of the decoder and of each depth, over the
+                global batch.
+        """
+        # Gradients will be divided by the decoder's targets; each depth's loss is a mean over its own.
+        counts = targets.clamp(min=1)
+        self.targets = targets[1:]
+        self.loss_weights = (self.mtp_loss_scaling_factor / len(self.layers) * counts[0] / counts[1:]).float()
+        self.loss_sums = torch.zeros(len(self.layers), dtype=torch.float64, device=targets.device)
+
+    def forward(self, hidden_states: torch.Tensor, inputs: MtpInputs, embedding: LanguageModelEmbedding,
+                packed_seq_params: PackedSeqParams | None) -> list[torch.Tensor]:
+        """Hidden states of every depth, each `[s, b, h]`, from the decoder's `hidden_states`."""
+        assert not embedding.scatter_to_sequence_parallel, "embeddings are scattered here"
+        found = []
+        input_ids, is_text = inputs.input_ids, inputs.is_text
+        for layer in self.layers:
+            input_ids, is_text = inputs.shifted(input_ids), inputs.shifted(is_text)
+            # No position embedding: attention layers of a hybrid decoder have none.
+            embedded = embedding(input_ids=input_ids, position_ids=None)
+            embedded = torch.where(is_text.t()[..., None], embedded, embedded.detach())
+            if self.config.sequence_parallel:
+                embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
+            hidden_states = layer(hidden_states, embedded, packed_seq_params)
+            found.append(hidden_states)
+        return found
+
+    def attach_losses(self, hidden_states: torch.Tensor, predictions: list[torch.Tensor], inputs: MtpInputs,
+                      loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The decoder's `hidden_states`, through which the gradient of every depth's loss will flow too.
+
+        Args:
+            hidden_states: `[s, b, h]`.
+            predictions: of `forward`.
+            inputs: the tokens.
+            loss_of: labels `[b, s]` and hidden states `[s, b, h]` to losses `[b, s]`.
+        """
+        assert self.loss_weights is not None and self.loss_sums is not None, "begin_step comes first"
+        labels = inputs.labels
+        for depth, mask in enumerate(inputs.target_masks(len(self.layers))):
+            labels = inputs.shifted(labels)
+            losses = loss_of(labels, predictions[depth]).float() * mask
+            self.loss_sums[depth] += losses.detach().sum()
+            hidden_states = MTPLossAutoScaler.apply(hidden_states, losses * self.loss_weights[depth])
+        return hidden_states
