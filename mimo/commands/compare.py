@@ -15,7 +15,6 @@ from mimo.commands.contents import Contents
 from mimo.commands.rows import WEIGHTS, Row, rows_of
 from mimo.config.run import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
-from mimo.weights.keys import stored_tensors
 
 _NUMBERS = re.compile(r"\.(\d+|\{[\d,-]+\})(?=\.)")
 
@@ -48,7 +47,8 @@ def _names(contents: Contents, provider: ModelProvider, family: Any, module: str
     except ValueError as error:
         yield f"names of {module} are not compared: {error}"
         return
-    wanted = {place.key: place.axes for place in stored_tensors(rule.megatron for rule in weight_map.rules).values()}
+    stored = weight_map.stored()
+    wanted = {place.key: place.axes for place in stored.values()}
     held = {tensor.name: tensor.shape for tensor in contents.of(module) if tensor.kind == WEIGHTS}
     for name, axes in wanted.items():
         if name not in held:
@@ -56,6 +56,12 @@ def _names(contents: Contents, provider: ModelProvider, family: Any, module: str
         elif held[name][:len(axes)] != axes:
             yield (f"shape: {module}.{name} has {list(held[name][:len(axes)])} layers (experts), this configuration "
                    f"{list(axes)}")
+    for rule in weight_map.rules:
+        # A provider's shapes are those of whole parameters, of which this is a part.
+        place = stored[rule.megatron]
+        shape = held.get(place.key, place.axes)[len(place.axes):]
+        if rule.rows is not None and shape and shape[0] != rule.rows.count:
+            yield f"shape: {module}.{place.key} has {shape[0]} rows, this configuration {rule.rows.count}"
     for name in held:
         if name not in wanted:
             yield f"not used: {module}.{name} {list(held[name])} is not in this configuration"

@@ -15,7 +15,7 @@ import torch
 
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.dcp import CheckpointTensors
-from mimo.weights.keys import StoredTensor, stored_tensors
+from mimo.weights.keys import StoredTensor
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, fitted, report
 from mimo.weights.rules import Rule, Style, WeightMap
 from mimo.weights.source import HfSource, is_weights
@@ -36,15 +36,15 @@ EXPORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 
 @dataclass(frozen=True)
 class PlannedRule:
-    """One rule's tensors as they will be written."""
+    """One rule's tensors as they will be written; `infos` are of whole tensors, rows of other rules included."""
 
     rule: Rule
     infos: tuple[TensorInfo, ...]
 
-    def convert(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The whole Megatron tensor as named Hugging Face tensors of the planned dtype."""
-        parts = self.rule.convert.to_hf(tensor)
-        return [(info.name, part.to(info.dtype)) for info, part in zip(self.infos, parts, strict=True)]
+    def convert(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor, int]]:
+        """The whole Megatron tensor as Hugging Face tensors of the planned dtype: name, rows, number of the first."""
+        parts, first = self.rule.convert.to_hf(tensor), 0 if self.rule.rows is None else self.rule.rows.first
+        return [(info.name, part.to(info.dtype), first) for info, part in zip(self.infos, parts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,16 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
         planned += [(rule, module, places[rule.rule.megatron]) for rule in rules]
         problems += found + unfit
     report(f"checkpoint {reader.folder} does not fit the model", problems)
-    infos = [info for rule, _, _ in planned for info in rule.infos]
+    infos = infos_of(rule for rule, _, _ in planned)
     extra = base_extras(base, maps.values(), infos, options) if base else []
     (shards,) = plan_shards([[*infos, *extra]], options.max_shard_bytes)
     count, total = 0, len(infos) + len(extra)
     with ShardWriter(out, shards) as writer:
         for rule, module, place in planned:
-            for name, tensor in rule.convert(reader.read(f"{module}.{place.key}", place.index)):
-                writer.write(name, tensor)
-                count += 1
-                if progress:
+            for name, tensor, first_row in rule.convert(reader.read(f"{module}.{place.key}", place.index)):
+                is_whole = writer.write(name, tensor, first_row)
+                count += is_whole
+                if progress and is_whole:
                     progress(count, total, name)
         for info in extra:
             assert base is not None
@@ -138,7 +138,7 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
 def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: str,
            weight_map: WeightMap) -> tuple[dict[str, StoredTensor], list[str]]:
     """Where a checkpoint holds each of a module's tensors, and a line for each that it lacks or has too many."""
-    stored = stored_tensors(rule.megatron for rule in weight_map.rules)
+    stored = weight_map.stored()
     places, problems = {}, []
     for name, place in stored.items():
         key = f"{module}.{place.key}"
@@ -175,13 +175,24 @@ def plan_rules(module: str, weight_map: WeightMap, style: Style,
         rule = fitted(rule, shape)
         try:
             parts = rule.convert.to_hf(torch.empty(tuple(shape), device="meta"))
-            infos = tuple(TensorInfo(style.spell(name), options.dtype_of(rule, dtype), tuple(part.shape))
+            infos = tuple(TensorInfo(style.spell(name), options.dtype_of(rule, dtype), rule.tensor_shape(part.shape))
                           for name, part in zip(rule.hf, parts, strict=True))
         except SHAPE_ERRORS as error:
             problems.append(f"shape: {module} {rule.megatron} {list(shape)}: {error}")
             continue
         planned.append(PlannedRule(rule, infos))
     return planned, problems
+
+
+def infos_of(planned: Iterable[PlannedRule]) -> list[TensorInfo]:
+    """Every tensor that rules write, once where several make it."""
+    infos: list[TensorInfo] = []
+    shared: set[TensorInfo] = set()
+    for rule in planned:
+        infos += [info for info in rule.infos if info not in shared]
+        if rule.rule.rows is not None:
+            shared.update(rule.infos)
+    return infos
 
 
 def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[TensorInfo],

@@ -16,7 +16,7 @@ from mimo.checkpoint.agree import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.weights.export import ExportOptions, PlannedRule, base_extras, plan_rules, write_companions
+from mimo.weights.export import ExportOptions, PlannedRule, base_extras, infos_of, plan_rules, write_companions
 from mimo.weights.load import agree
 from mimo.weights.pieces import ModelPiece, module_pieces
 from mimo.weights.rules import WeightMap
@@ -113,7 +113,7 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
             if module in grids.modules:
                 group = grids.collections[module].intra_dist_opt
                 gathered = _whole_tensors(rules, places[module], pieces[module], group)
-                converted = ((name, tensor) for rule, whole in gathered for name, tensor in rule.convert(whole))
+                converted = (part for rule, whole in gathered for part in rule.convert(whole))
                 problems += _write(writers.get(module), converted, progress)
         if EXTRAS in writers:
             problems += _write(writers[EXTRAS], _base_tensors(plan), progress)
@@ -123,7 +123,7 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
     dist.barrier(group=grids.host)
     if first:
         write_index(out, [shard for shards in plan.shards for shard in shards])
-        infos = [info for rules in plan.rules.values() for rule in rules for info in rule.infos]
+        infos = [info for rules in plan.rules.values() for info in infos_of(rules)]
         write_companions(out, plan.base, plan.configuration, infos)
     dist.barrier(group=grids.host)
 
@@ -162,7 +162,7 @@ def _plan(grids: Grids, places: Places, provider: ModelProvider, family_config: 
         whole = {name: (held[0].shape, held[0].dtype) for name, held in places[module].items()}
         plan.rules[module], unfit = plan_rules(module, weight_map, style, whole, options)
         problems += unfit
-    parts = [[info for rule in rules for info in rule.infos] for rules in plan.rules.values()]
+    parts = [infos_of(rules) for rules in plan.rules.values()]
     try:
         if plan.base is not None and not problems:
             parts.append(base_extras(plan.base, maps.values(), [info for part in parts for info in part], options))
@@ -186,11 +186,11 @@ def _open_writers(plan: _Plan, grids: Grids, out: Path,
         return {}, [str(error)]
 
 
-def _base_tensors(plan: _Plan) -> Iterator[tuple[str, torch.Tensor]]:
+def _base_tensors(plan: _Plan) -> Iterator[tuple[str, torch.Tensor, int]]:
     assert plan.base is not None
     for shard in plan.shards[-1]:
         for info in shard.tensors:
-            yield info.name, plan.base.read(info.name).to(info.dtype)
+            yield info.name, plan.base.read(info.name).to(info.dtype), 0
 
 
 def _uncovered(module: str, weight_map: WeightMap, places: Mapping[str, Sequence[Place]]) -> Iterator[str]:
@@ -231,26 +231,27 @@ def _whole_tensors(rules: Sequence[PlannedRule], places: Mapping[str, Sequence[P
             yield rule, whole
 
 
-def _write(writer: ShardWriter | None, tensors: Iterator[tuple[str, torch.Tensor]],
+def _write(writer: ShardWriter | None, tensors: Iterator[tuple[str, torch.Tensor, int]],
            progress: Progress | None) -> list[str]:
-    """Write tensors as they come; returns what went wrong. The rest is still taken in: other ranks are sending it.
+    """Write rows as they come; returns what went wrong. The rest is still taken in: other ranks are sending it.
 
     A rank without a writer has no tensors and only sends.
     """
     total = sum(len(shard.tensors) for shard in writer.shards) if writer else 0
     count = 0
     problems: list[str] = []
-    for name, tensor in tensors:
+    for name, tensor, first_row in tensors:
         if problems:
             continue
         assert writer is not None
+        is_whole = False
         try:
-            writer.write(name, tensor)
-            count += 1
+            is_whole = writer.write(name, tensor, first_row)
+            count += is_whole
             if count == total:
                 writer.finish()
         except OSError as error:
             problems.append(str(error))
-        if progress:
+        if progress and is_whole:
             progress(count, total, name)
     return problems

@@ -28,7 +28,7 @@ from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 from mimo.checkpoint.state import weights_only_state
 from mimo.checkpoint.writer import crc32_of
 from mimo.protocols import LANGUAGE, ModelProvider
-from mimo.weights.keys import StoredTensor, stored_tensors
+from mimo.weights.keys import StoredTensor
 from mimo.weights.match import ModuleMatch, check_tensor, match_source, report
 from mimo.weights.rules import Rule
 from mimo.weights.source import HfSource
@@ -72,7 +72,7 @@ class ImportedTensor:
 
     def make(self, source: HfSource) -> torch.Tensor:
         """Its values, with the stacked axes."""
-        whole = self.rule.convert.to_megatron([source.read(name) for name in self.sources])
+        whole = self.rule.convert.to_megatron([source.read(name, self.rule.row_slice) for name in self.sources])
         return whole.to(self.dtype).reshape((*(1 for _ in self.place.axes), *self.shape)).contiguous()
 
 
@@ -134,7 +134,7 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
     for module, match in matches.items():
         problems += [f"missing: {name} (for {module} {rule.megatron})" for rule in maps[module].rules
                      if rule.megatron in match.absent for name in match.sources(rule)]
-        stored = stored_tensors(rule.megatron for rule in maps[module].rules)
+        stored = maps[module].stored()
         for name, rule in match.rules.items():
             dtype = torch.float32 if rule.keep_fp32 else params_dtype
             found = check_tensor(match, rule, source.catalog, None, dtype)
@@ -151,16 +151,19 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
 def _imported(match: ModuleMatch, rule: Rule, place: StoredTensor, source: HfSource,
               dtype: torch.dtype) -> ImportedTensor:
     sources = tuple(match.sources(rule))
-    whole = rule.convert.to_megatron([torch.empty(source.tensors[name].shape, device="meta") for name in sources])
+    shapes = rule.part_shapes(source.tensors[name].shape for name in sources)
+    whole = rule.convert.to_megatron([torch.empty(shape, device="meta") for shape in shapes])
     return ImportedTensor(f"{match.module}.{place.key}", place, tuple(whole.shape), dtype, rule, sources)
 
 
 def _unknown_shapes(tensors: list[ImportedTensor], sizes: set[tuple[int, ...]]) -> Iterator[str]:
     """Tensors of a shape that no parameter of their module has. No model is built here that would tell each one's."""
     for tensor in tensors:
+        # A provider lists the parameter that several rules make together.
+        shape = tensor.rule.tensor_shape(tensor.shape)
         # What stays in float32 may be a buffer, which a provider does not list.
-        if tensor.shape not in sizes and not tensor.rule.keep_fp32:
-            yield (f"shape: {', '.join(tensor.sources)} make {list(tensor.shape)} for {tensor.rule.megatron}; no "
+        if shape not in sizes and not tensor.rule.keep_fp32:
+            yield (f"shape: {', '.join(tensor.sources)} make {list(shape)} for {tensor.rule.megatron}; no "
                    "parameter of the model has this shape")
 
 

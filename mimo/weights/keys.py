@@ -1,8 +1,8 @@
 """Names of global tensors and the keys, with stacked axes, under which the wheel's checkpoints hold them.
 
 The wheel stacks equal layers of a transformer block on a leading axis (`decoder.layers.7.x` is row 7 of
-`decoder.layers.x`), unless the block's layers differ; experts of a layer are stacked likewise
-(`mlp.experts.3.y` is row 3 of `mlp.experts.experts.y`). This is the one place that knows it.
+`decoder.layers.x`), unless the block's layers differ or are those of a hybrid stack, which never does it; experts of a
+layer are stacked likewise (`mlp.experts.3.y` is row 3 of `mlp.experts.experts.y`). This is the one place that knows it.
 """
 
 from __future__ import annotations
@@ -72,11 +72,13 @@ def is_expert(name: str) -> bool:
     return _EXPERT.fullmatch(name) is not None
 
 
-def stored_tensors(names: Iterable[str]) -> dict[str, StoredTensor]:
+def stored_tensors(names: Iterable[str], stacked_layers: bool = True) -> dict[str, StoredTensor]:
     """Where a checkpoint of a model with exactly these global tensors holds each of them.
 
-    Layers of a block are stacked where all of them have tensors of the same names, as the wheel does it for a
-    configuration without a pattern of dense and MoE layers.
+    Args:
+        names: of all of them.
+        stacked_layers: layers of a block are stacked where all of them have tensors of the same names, as the wheel
+            does it for a transformer block without a pattern of dense and MoE layers; else never.
     """
     names = list(names)
     blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -89,7 +91,7 @@ def stored_tensors(names: Iterable[str]) -> dict[str, StoredTensor]:
         if layer is not None:
             blocks[layer["block"]][int(layer["number"])].add(layer["rest"])
     stacked = {block: len(layers) for block, layers in blocks.items()
-               if len({frozenset(rest) for rest in layers.values()}) == 1}
+               if stacked_layers and len({frozenset(rest) for rest in layers.values()}) == 1}
     return {name: _stored(name, stacked, {prefix: len(numbers) for prefix, numbers in experts.items()})
             for name in names}
 

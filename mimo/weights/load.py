@@ -184,7 +184,7 @@ def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[
     group = replica_group(pieces[0], groups)
     whole = None
     if group.rank() == 0:
-        whole = rule.convert.to_megatron([source.read(name) for name in match.sources(rule)])
+        whole = rule.convert.to_megatron([source.read(name, rule.row_slice) for name in match.sources(rule)])
     for piece in sorted(pieces, key=lambda piece: [part.start for part in piece.slices]):
         if group.size() == 1:
             assert whole is not None

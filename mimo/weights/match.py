@@ -70,13 +70,15 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
 
 def _match_module(catalog: Catalog, module: str, weight_map: WeightMap) -> tuple[ModuleMatch, list[str]]:
     match, problems = ModuleMatch(module, weight_map.best_style(catalog.tensors)), []
+    told: set[str] = set()  # several rules may want the same tensor
     for rule in weight_map.rules:
         missing = [name for name in match.sources(rule) if name not in catalog.tensors]
         if missing and len(missing) == len(rule.hf) and match.style.may_lack(rule):
             match.absent.append(rule.megatron)
             continue
         match.rules[rule.megatron] = rule
-        problems += [f"missing: {name} (for {module} {rule.megatron})" for name in missing]
+        problems += [f"missing: {name} (for {module} {rule.megatron})" for name in missing if name not in told]
+        told.update(missing)
     return match, problems
 
 
@@ -95,9 +97,11 @@ def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequen
     if any(name not in catalog.tensors for name in names):
         return []
     entries = [catalog.tensors[name] for name in names]
-    problems = [f"dtype: {name} is {entry.dtype_name} ({entry.file}); {match.module} {rule.megatron} is "
-                f"{str(dtype).removeprefix('torch.')}{_dtype_hint(entry)}"
-                for name, entry in zip(names, entries, strict=True) if not _dtype_fits(entry.dtype, dtype)]
+    problems = []
+    if rule.rows is None or rule.rows.first == 0:  # one of the rules that share a tensor tells
+        problems += [f"dtype: {name} is {entry.dtype_name} ({entry.file}); {match.module} {rule.megatron} is "
+                     f"{str(dtype).removeprefix('torch.')}{_dtype_hint(entry)}"
+                     for name, entry in zip(names, entries, strict=True) if not _dtype_fits(entry.dtype, dtype)]
     if rule.keep_fp32 and dtype is not torch.float32:
         problems.append(f"dtype: {match.module} {rule.megatron} must be float32 in the model, which has it in "
                         f"{str(dtype).removeprefix('torch.')}")
@@ -118,12 +122,14 @@ def check_shape(match: ModuleMatch, rule: Rule, entries: Sequence[SourceTensor],
     names, have, made = match.sources(rule), [entry.shape for entry in entries], f"{match.module} {rule.megatron}"
     try:
         if shape is None:
-            shape = rule.convert.to_megatron(_meta(have)).shape
+            shape = rule.convert.to_megatron(_meta(rule.part_shapes(have))).shape
         # What the model's tensor splits into tells which of several source tensors is the odd one.
-        takes = [tuple(part.shape) for part in rule.convert.to_hf(*_meta([shape]))]
-        wrong = [f"shape: {name} is {list(entry.shape)} ({entry.file}); {made} {list(shape)} takes {list(size)}"
+        takes = [rule.tensor_shape(part.shape) for part in rule.convert.to_hf(*_meta([shape]))]
+        # The rules that share a tensor say the same of it.
+        what = f"{made} {list(shape)}" if rule.rows is None else match.module
+        wrong = [f"shape: {name} is {list(entry.shape)} ({entry.file}); {what} takes {list(size)}"
                  for name, entry, size in zip(names, entries, takes, strict=True) if entry.shape != size]
-        makes = tuple(shape) if wrong else tuple(rule.convert.to_megatron(_meta(have)).shape)
+        makes = tuple(shape) if wrong else tuple(rule.convert.to_megatron(_meta(rule.part_shapes(have))).shape)
     except SHAPE_ERRORS as error:
         wanted = "" if shape is None else f" {list(shape)}"
         return [f"shape: {_listed(names, have)} do not make {made}{wanted}: {error}"]

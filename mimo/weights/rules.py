@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from mimo.weights.keys import StoredTensor, stored_tensors
+
 
 class Conversion(Protocol):
     """How the Hugging Face parts of a tensor and the Megatron tensor turn into each other. Works on meta tensors."""
@@ -110,6 +112,25 @@ class PaddedRows:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Some rows of a Hugging Face tensor; the others belong to other rules.
+
+    Megatron keeps apart what lies one above the other there (z, x, B, C and dt of a Mamba layer's projection), since
+    tensor parallelism splits each by itself. The rules that share a tensor divide its first axis among them; whoever
+    writes such a tensor, to a file or to an engine, has all of it when every one of these rules has given its rows.
+
+    Attributes:
+        first: number of the first row.
+        count: how many.
+        total: rows of the whole tensor.
+    """
+
+    first: int
+    count: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """One global Megatron tensor and the Hugging Face tensors it is made of.
 
@@ -120,12 +141,50 @@ class Rule:
         hf: names in the component's own spelling (`model.layers.7.self_attn.q_proj.weight`); see `Style`.
         convert: how they turn into each other.
         keep_fp32: float32 on both sides whatever the model's precision (a router's bias).
+        rows: where the one Hugging Face tensor is made by several rules: the rows that `convert` is about.
     """
 
     megatron: str
     hf: tuple[str, ...]
     convert: Conversion = Direct()
     keep_fp32: bool = False
+    rows: Rows | None = None
+
+    def __post_init__(self) -> None:
+        assert self.rows is None or len(self.hf) == 1, f"{self.megatron}: rows of {len(self.hf)} tensors"
+
+    @property
+    def row_slice(self) -> slice | None:
+        """What to read of its tensors' first axis; None for all of it."""
+        return None if self.rows is None else slice(self.rows.first, self.rows.first + self.rows.count)
+
+    def part_shapes(self, shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+        """Shapes of the parts that `convert` takes, from those of the Hugging Face tensors.
+
+        Raises:
+            ValueError: a tensor has another number of rows than the rules that share it.
+        """
+        if self.rows is None:
+            return [tuple(shape) for shape in shapes]
+        (shape,) = shapes
+        return [_with_rows(shape, self.rows.total, self.rows.count)]
+
+    def tensor_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the Hugging Face tensor that a part of `convert` belongs to. Raises ValueError as `part_shapes`."""
+        return tuple(part) if self.rows is None else _with_rows(part, self.rows.count, self.rows.total)
+
+
+def split_rules(megatron: Iterable[str], hf: str, counts: Iterable[int]) -> list[Rule]:
+    """Rules of Megatron tensors that are one Hugging Face tensor, one above the other.
+
+    Args:
+        megatron: their names.
+        hf: its name.
+        counts: rows of each.
+    """
+    counts = list(counts)
+    return [Rule(name, (hf,), rows=Rows(sum(counts[:number]), counts[number], sum(counts)))
+            for number, name in enumerate(megatron)]
 
 
 @dataclass(frozen=True)
@@ -167,12 +226,30 @@ class WeightMap:
             the named allow-list of an import. `re.search`ed.
         repeated: (regular expression, reason) of source tensors that repeat others, such as the output layer of a model
             with tied embeddings: passed over like `ignored` ones, and never copied into an export.
+        stacked_layers: whether checkpoints of the module stack layers that are alike, see `mimo.weights.keys`.
     """
 
     rules: tuple[Rule, ...]
     styles: tuple[Style, ...] = (Style("own names"),)
     ignored: tuple[tuple[str, str], ...] = ()
     repeated: tuple[tuple[str, str], ...] = ()
+    stacked_layers: bool = True
+
+    def __post_init__(self) -> None:
+        shared: dict[str, list[Rows]] = {}
+        for rule in self.rules:
+            if rule.rows is not None:
+                shared.setdefault(rule.hf[0], []).append(rule.rows)
+        for name, parts in shared.items():
+            row = 0
+            for part in sorted(parts, key=lambda part: part.first):
+                assert part.first == row and part.total == parts[0].total, f"{name}: rows {parts} do not fit together"
+                row += part.count
+            assert row == parts[0].total, f"{name}: rows {parts} are not all of it"
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Where a checkpoint holds each rule's tensor, by Megatron name."""
+        return stored_tensors((rule.megatron for rule in self.rules), self.stacked_layers)
 
     def best_style(self, names: Iterable[str]) -> Style:
         """The style under which most of the rules' tensors are among `names`."""
@@ -187,3 +264,9 @@ def _reshaped(
     if expected is not None and tuple(tensor.shape) != expected:
         raise ValueError(f"shape {list(tensor.shape)} is not {list(expected)}")
     return tensor if wanted is None else tensor.reshape(wanted)
+
+
+def _with_rows(shape: Sequence[int], expected: int, wanted: int) -> tuple[int, ...]:
+    if not shape or shape[0] != expected:
+        raise ValueError(f"shape {list(shape)} does not have {expected} rows")
+    return (wanted, *shape[1:])

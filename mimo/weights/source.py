@@ -96,9 +96,10 @@ class HfSource:
             tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         except SafetensorError as error:
             raise ValueError(f"{self.path / entry.file}: {name} cannot be read: {error}") from error
-        if rows is None and tuple(tensor.shape) != entry.shape:
+        shape = entry.shape if rows is None else (len(range(*rows.indices(entry.shape[0]))), *entry.shape[1:])
+        if tuple(tensor.shape) != shape:
             raise ValueError(f"{self.path / entry.file}: {name} was {list(entry.shape)} when its header was read and "
-                             f"is {list(tensor.shape)} now")
+                             f"gives {list(tensor.shape)} now, not {list(shape)}")
         return tensor
 
     def missing_files(self) -> list[str]:

@@ -107,7 +107,8 @@ class ShardWriter:
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
         self.folder, self.shards = folder, shards
-        self._left: dict[str, tuple[Path, int, TensorInfo]] = {}
+        self._places: dict[str, tuple[Path, int, TensorInfo]] = {}
+        self._left: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         try:
             for shard in shards:
@@ -116,18 +117,34 @@ class ShardWriter:
             self.discard()
             raise
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor; its dtype and shape are those that were announced.
+    def write(self, name: str, tensor: torch.Tensor, first_row: int = 0) -> bool:
+        """Write a tensor, or some rows of it; dtype and shape are those that were announced.
+
+        Args:
+            name: the tensor's.
+            tensor: its values, or as many of its rows as there are.
+            first_row: number of the first one.
+
+        Returns:
+            Whether all of the tensor has been written.
 
         Raises:
             OSError: the disk is full or the file cannot be written.
         """
-        path, offset, info = self._left.pop(name)
-        assert tensor.dtype == info.dtype and tuple(tensor.shape) == info.shape, (info, tensor.dtype, tensor.shape)
+        path, offset, info = self._places[name]
+        if tuple(tensor.shape) != info.shape:
+            assert tensor.shape[1:] == info.shape[1:] and first_row + tensor.shape[0] <= info.shape[0], (
+                info, tensor.shape, first_row)
+            offset += first_row * math.prod(info.shape[1:]) * info.dtype.itemsize
+        assert tensor.dtype == info.dtype and tensor.numel() <= self._left[name], (info, tensor.dtype, tensor.shape)
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         with path.open("r+b") as file:
             file.seek(offset)
             file.write(memoryview(data))
+        self._left[name] -= tensor.numel()
+        if not self._left[name]:
+            del self._left[name]
+        return name not in self._left
 
     def finish(self) -> None:
         """Make the data safe on the disk. Every tensor must have been written."""
@@ -175,7 +192,8 @@ class ShardWriter:
             file.write(struct.pack("<Q", len(header)) + header)
             file.truncate(8 + len(header) + offset)
         for info in order:
-            self._left[info.name] = (path, 8 + len(header) + offsets[info.name], info)
+            self._places[info.name] = (path, 8 + len(header) + offsets[info.name], info)
+            self._left[info.name] = math.prod(info.shape)
 
 
 def check_empty(folder: Path) -> None:

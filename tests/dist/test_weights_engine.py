@@ -25,8 +25,9 @@ MOE_LAYOUTS = {"ep2": (3, "--llm-dp 2 --llm-ep 2"),
                "expert-data-parallel": (3, "--llm-tp 2 --sequence-parallel")}
 TEXT_LAYOUTS = {"one": (1, ""), "pp2": (2, "--llm-pp 2"), "ep2": (2, "--llm-dp 2 --llm-ep 2"),
                 "tp2-ep2": (4, "--llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 4")}
+TEXT_MODELS = ("deepseek", "hybrid")
 CASES = [*(("dense-tied", name) for name in LAYOUTS), *(("moe", name) for name in ("tp2", *MOE_LAYOUTS)),
-         *(("deepseek", name) for name in TEXT_LAYOUTS)]
+         *((model, name) for model in TEXT_MODELS for name in TEXT_LAYOUTS)]
 VISION, LANGUAGE = "vision", "language"
 
 
@@ -61,7 +62,7 @@ def sources(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Sourc
 
 
 def layout_of(model: str, layout: str) -> tuple[int, list[str]]:
-    world_size, flags = (TEXT_LAYOUTS if model == "deepseek" else {**LAYOUTS, **MOE_LAYOUTS})[layout]
+    world_size, flags = (TEXT_LAYOUTS if model in TEXT_MODELS else {**LAYOUTS, **MOE_LAYOUTS})[layout]
     return world_size, flags.split()
 
 
@@ -73,7 +74,7 @@ def assert_same(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), slow_unless(
-    lambda model, layout: layout in ("tp2", "pp2", "ep2", "colocated") and (model, layout) != ("deepseek", "tp2"), CASES))
+    lambda model, layout: layout in ("tp2", "pp2", "ep2", "colocated"), CASES))
 def test_loaded_and_exported_to_the_bit(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
                                         layout: str) -> None:
     world_size, flags = layout_of(model, layout)
@@ -88,15 +89,15 @@ def test_loaded_and_exported_to_the_bit(pool: WorkerPool, sources: Sources, tmp_
         {*index["weight_map"].values(), "model.safetensors.index.json"})
 
 
-@pytest.mark.parametrize("model", ["dense-tied", "moe", "deepseek"])
+@pytest.mark.parametrize("model", ["dense-tied", "moe", "deepseek", "hybrid"])
 def test_imported_checkpoint_is_what_a_live_model_expects(pool: WorkerPool, sources: Sources, tmp_path: Path,
                                                           model: str) -> None:
     release = str(sources.release(model))
     folder = sources.folder(model)
     assert (Path(release).parent / "latest_checkpointed_iteration.txt").read_text() == "release"
     one = weights.alone(sources.flags[model])
-    split = (*sources.flags[model], *layout_of(model, "pp2" if model == "deepseek" else "tp2")[1])
-    for world_size, flags in ((1, one), (2 if model == "deepseek" else 4, split)):
+    split = (*sources.flags[model], *layout_of(model, "pp2" if model in TEXT_MODELS else "tp2")[1])
+    for world_size, flags in ((1, one), (2 if model in TEXT_MODELS else 4, split)):
         for odd, wrong, compared, elements in pool.run(weights.load_release, flags, world_size, release, str(folder),
                                                        world_size=world_size):
             assert odd == [] and wrong == [] and compared == elements
@@ -104,7 +105,8 @@ def test_imported_checkpoint_is_what_a_live_model_expects(pool: WorkerPool, sour
     assert_same(tmp_path / "out", folder)
 
 
-@pytest.mark.parametrize(("model", "layout"), [("dense-tied", "tp2"), ("moe", "ep2"), ("deepseek", "pp2")])
+@pytest.mark.parametrize(("model", "layout"), [("dense-tied", "tp2"), ("moe", "ep2"), ("deepseek", "pp2"),
+                                               ("hybrid", "tp2-ep2")])
 def test_a_split_models_checkpoint_is_exported(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
                                                layout: str) -> None:
     world_size, flags = layout_of(model, layout)
@@ -163,7 +165,7 @@ def test_modules_come_from_folders_of_their_own(pool: WorkerPool, sources: Sourc
 # What does not fit
 
 
-@pytest.mark.parametrize("model", ["dense-tied", "deepseek"])
+@pytest.mark.parametrize("model", ["dense-tied", "deepseek", "hybrid"])
 def test_any_one_spoiled_tensor_is_named_by_a_load(pool: WorkerPool, sources: Sources, model: str) -> None:
     (found,) = pool.run(weights.spoiled_loads, sources.flags[model], str(sources.folder(model)), world_size=1)
     assert len(found) > 6 * 60
@@ -172,7 +174,7 @@ def test_any_one_spoiled_tensor_is_named_by_a_load(pool: WorkerPool, sources: So
     assert all("--load-hf" in lines[0] for lines in found.values())
 
 
-@pytest.mark.parametrize("model", ["dense-tied", "deepseek"])
+@pytest.mark.parametrize("model", ["dense-tied", "deepseek", "hybrid"])
 def test_any_one_spoiled_tensor_is_named_by_an_import(pool: WorkerPool, sources: Sources, model: str) -> None:
     (found,) = pool.run(weights.spoiled_imports, sources.flags[model], str(sources.folder(model)), world_size=1)
     assert [change for change, lines in found.items()

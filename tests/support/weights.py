@@ -21,6 +21,11 @@ from tests.support import deepseek, equality
 # A dense layer and three MoE layers: they are not stacked.
 DEEPSEEK = {**deepseek.SIZES, "num_hidden_layers": 4, "model_type": "deepseek_v3",
             "architectures": ["DeepseekV3ForCausalLM"]}
+# Layers of every kind on either of two stages, and a depth of multi-token prediction.
+HYBRID = """--model-provider nemotron_h --hybrid-layer-pattern ME*-ME*-/*E --vocab-size 90 --hidden-size 32
+--num-attention-heads 4 --num-query-groups 2 --kv-channels 8 --ffn-hidden-size 48 --max-position-embeddings 64
+--mamba-num-heads 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 --num-experts 4 --moe-router-topk 2
+--moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 --moe-latent-size 16""".split()
 # Model of a test -> flags over `equality.BASE`; 90 words, so that the vocabulary is padded.
 MODELS: dict[str, tuple[str, ...]] = {
     "dense-tied": ("--vocab-size", "90", "--image-token-id", "89", "--no-untie-embeddings-and-output-weights",
@@ -28,6 +33,7 @@ MODELS: dict[str, tuple[str, ...]] = {
                    "--no-vision-class-token", "--no-vision-pre-layernorm",
                    "--vision-hidden-act", "gelu_tanh"),
     "moe": ("--vocab-size", "90", "--image-token-id", "89", "--qk-layernorm", *equality.MOE),
+    "hybrid": tuple(HYBRID),
 }
 
 
@@ -90,7 +96,7 @@ def write_source(rank: int, flags: tuple[str, ...], folder: str, dtype: torch.dt
         for rule in weight_map.rules:
             parts = rule.convert.to_hf(torch.empty(shapes[module][rule.megatron], device="meta"))
             for name, part in zip(rule.hf, parts, strict=True):
-                noise = torch.randn(part.shape, generator=generator)
+                noise = torch.randn(rule.tensor_shape(part.shape), generator=generator)
                 tensors[weight_map.styles[0].spell(name)] = noise if rule.keep_fp32 else noise.to(dtype)
     write_folder(Path(folder), tensors)
     return sorted(tensors)
@@ -125,6 +131,8 @@ def expected_tensors(provider: Any, config: Any, folder: Path) -> dict[str, torc
         style = weight_map.best_style(source)
         for rule in weight_map.rules:
             parts = [source[style.spell(name)] for name in rule.hf]
+            if rule.rows is not None:
+                parts = [part[rule.rows.first:rule.rows.first + rule.rows.count] for part in parts]
             expected[f"{module} {rule.megatron}"] = rule.convert.to_megatron(parts)
     return expected
 

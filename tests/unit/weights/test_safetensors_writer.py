@@ -73,6 +73,33 @@ def test_files_are_bounded_and_indexed(tmp_path: Path) -> None:
     assert source.read("wide", slice(1, 2)).tolist() == [[2.0, 3.0]]
 
 
+def test_rows_are_written_as_they_come(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5, 2, 3), "b": torch.arange(4.0), "scalar": torch.tensor(1.0)}
+    (shards,) = plan_shards([infos_of(tensors)])
+    with ShardWriter(tmp_path, shards) as writer:
+        assert not writer.write("a", tensors["a"][3:], 3)
+        assert not writer.write("b", tensors["b"][:1])
+        assert writer.write("b", tensors["b"][1:], 1)
+        with pytest.raises(AssertionError, match="not written: .'a', 'scalar'"):
+            writer.finish()
+        assert writer.write("a", tensors["a"][:3]) and writer.write("scalar", tensors["scalar"])
+        for name, rows, first in (("a", tensors["a"][:1], 5), ("b", tensors["b"][:2], 3)):
+            with pytest.raises(AssertionError):
+                writer.write(name, rows, first)  # past the end
+        writer.finish()
+        writer.publish()
+    source = HfSource(tmp_path)
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_row_that_is_written_twice_is_noticed(tmp_path: Path) -> None:
+    (shards,) = plan_shards([infos_of({"b": torch.arange(4.0)})])
+    with ShardWriter(tmp_path, shards) as writer:
+        writer.write("b", torch.arange(3.0))
+        with pytest.raises(AssertionError):
+            writer.write("b", torch.arange(2.0), 2)
+
+
 def test_several_writers_number_their_files_through() -> None:
     one, two = plan_shards([infos_of({"a": torch.zeros(3)}), infos_of({"b": torch.zeros(3), "c": torch.zeros(3)})], 12)
     assert [shard.file for shard in (*one, *two)] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]

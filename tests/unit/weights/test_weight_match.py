@@ -10,21 +10,24 @@ import torch
 from safetensors.torch import save_file
 
 from mimo.weights.match import check_tensor, match_source, report
-from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap
+from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap, split_rules
 from mimo.weights.source import Catalog, HfSource, SourceTensor
 
 QKV = Fused(2, (2, 1, 1))
 LANGUAGE = WeightMap(
     (Rule("embedding", ("model.embed",), PaddedRows(5, 8)),
      Rule("qkv", ("model.q", "model.k", "model.v"), QKV),
-     Rule("bias", ("model.bias",), keep_fp32=True)),
+     Rule("bias", ("model.bias",), keep_fp32=True),
+     *split_rules(["mixer.z", "mixer.dt"], "model.in_proj", (4, 2))),
     (Style("alone"), Style("in llava", ((r"^model\.", "language.model."),))), ((r"\binv_freq$", "computed"),))
 VISION = WeightMap(
     (Rule("class_token", ("tower.class",), Direct((3,), (1, 1, 3))), Rule("projector", ("projector.w",))),
     (Style("llava"), Style("tower", ((r"^tower\.", ""),), optional=(r"^projector\.",))),
     ((r"^tower\.last$", "unused"),))
-SHAPES = {"embedding": (8, 3), "qkv": (8, 3), "bias": (3,), "class_token": (1, 1, 3), "projector": (4, 3)}
-SOURCE = {"model.embed": (5, 3), "model.q": (4, 3), "model.k": (2, 3), "model.v": (2, 3), "model.bias": (3,)}
+SHAPES = {"embedding": (8, 3), "qkv": (8, 3), "bias": (3,), "mixer.z": (4, 3), "mixer.dt": (2, 3),
+          "class_token": (1, 1, 3), "projector": (4, 3)}
+SOURCE = {"model.embed": (5, 3), "model.q": (4, 3), "model.k": (2, 3), "model.v": (2, 3), "model.bias": (3,),
+          "model.in_proj": (6, 3)}
 WHOLE = {f"language.{name}": shape for name, shape in SOURCE.items()} | {"tower.class": (3,), "projector.w": (4, 3)}
 
 
@@ -77,6 +80,23 @@ def test_every_deleted_renamed_reshaped_or_quantized_tensor_is_named(name: str) 
 def test_the_odd_one_of_several_source_tensors_is_named_alone() -> None:
     (line,) = problems_of(catalog(SOURCE | {"model.k": (3, 3)}), {"language": LANGUAGE})
     assert line == "shape: model.k is [3, 3] (f.safetensors); language qkv [8, 3] takes [2, 3]"
+
+
+def test_a_tensor_that_several_rules_share_is_told_of_once() -> None:
+    for with_model in (True, False):
+        lines = problems_of(catalog(SOURCE | {"model.in_proj": (7, 3)}), {"language": LANGUAGE}, with_model=with_model)
+        assert all("model.in_proj" in line and "[7, 3]" in line for line in lines)
+        assert len(set(lines)) == (1 if with_model else 2)
+    assert lines[0].endswith("do not make language mixer.z: shape [7, 3] does not have 6 rows")
+    wide = problems_of(catalog(SOURCE | {"model.in_proj": (6, 4)}), {"language": LANGUAGE})
+    assert set(wide) == {"shape: model.in_proj is [6, 4] (f.safetensors); language takes [6, 3]"}
+
+
+def test_a_model_with_other_rows_than_its_map_is_noticed() -> None:
+    matches, _ = match_source(catalog(SOURCE), {"language": LANGUAGE}, {})
+    match = matches["language"]
+    (line,) = check_tensor(match, match.rules["mixer.dt"], catalog(SOURCE), (3, 3), torch.bfloat16)
+    assert line.endswith("do not make language mixer.dt [3, 3]: shape [3, 3] does not have 2 rows")
 
 
 def test_without_a_model_the_rules_own_word_is_left() -> None:

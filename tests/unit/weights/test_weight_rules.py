@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mimo.weights.keys import StoredTensor, global_name, is_expert, stored_tensors
 from mimo.weights.match import fitted
-from mimo.weights.rules import Conversion, Direct, Fused, PaddedRows, Rule, Style, WeightMap
+from mimo.weights.rules import Conversion, Direct, Fused, PaddedRows, Rows, Rule, Style, WeightMap, split_rules
 
 SIZES = st.integers(1, 5)
 
@@ -69,6 +69,31 @@ def test_other_shapes_are_refused(case: str) -> None:
         convert.to_hf(torch.empty(whole, device="meta"))
 
 
+def test_rules_share_a_tensor_by_rows() -> None:
+    rules = split_rules(["z", "x", "dt"], "in_proj", (2, 3, 1))
+    assert [rule.megatron for rule in rules] == ["z", "x", "dt"] and {rule.hf for rule in rules} == {("in_proj",)}
+    assert [rule.row_slice for rule in rules] == [slice(0, 2), slice(2, 5), slice(5, 6)]
+    assert rules[1].part_shapes([(6, 4)]) == [(3, 4)] and rules[1].part_shapes([(6,)]) == [(3,)]
+    assert rules[1].tensor_shape((3, 1, 4)) == (6, 1, 4)
+    for call in (lambda: rules[1].part_shapes([(7, 4)]), lambda: rules[1].part_shapes([()])):
+        with pytest.raises(ValueError, match="does not have 6 rows"):
+            call()
+    with pytest.raises(ValueError, match="does not have 3 rows"):
+        rules[1].tensor_shape((6, 4))
+    alone = Rule("qkv", ("q", "k"))
+    assert alone.row_slice is None and alone.part_shapes([(7, 4), (2, 4)]) == [(7, 4), (2, 4)]
+    assert alone.tensor_shape((9, 4)) == (9, 4)
+
+
+@pytest.mark.parametrize("rows", [
+    [Rows(0, 2, 5), Rows(3, 2, 5)], [Rows(0, 3, 5), Rows(2, 3, 5)], [Rows(0, 2, 5), Rows(2, 2, 5)], [Rows(1, 4, 5)],
+    [Rows(0, 2, 5), Rows(2, 3, 6)], [Rows(0, 5, 5), Rows(0, 5, 5)],
+], ids=["gap", "overlap", "last-missing", "first-missing", "of-another-size", "twice"])
+def test_rules_that_share_a_tensor_make_all_of_it_once(rows: list[Rows]) -> None:
+    with pytest.raises(AssertionError, match="in_proj"):
+        WeightMap(tuple(Rule(str(number), ("in_proj",), rows=part) for number, part in enumerate(rows)))
+
+
 def test_the_style_that_knows_most_names_is_best() -> None:
     plain, prefixed = Style("plain"), Style("prefixed", ((r"^model\.", "language.model."), (r"^model", "never")))
     weight_map = WeightMap((Rule("a", ("model.a", "lm_head")), Rule("b", ("model.b",))), (plain, prefixed))
@@ -102,6 +127,13 @@ def test_different_layers_are_not_stacked_but_their_experts_are() -> None:
     stored = stored_tensors(names)
     assert stored[names[0]] == StoredTensor(names[0], (), ())
     assert stored[names[2]] == StoredTensor("decoder.layers.1.mlp.experts.experts.linear_fc1.weight", (1,), (2,))
+
+
+def test_layers_of_a_hybrid_stack_are_not_stacked_but_their_experts_are() -> None:
+    names = [LAYER.format(layer) + f"experts.{expert}.linear_fc1.weight" for layer in range(3) for expert in range(2)]
+    stored = WeightMap(tuple(Rule(name, (name,)) for name in names), stacked_layers=False).stored()
+    assert stored[names[3]] == StoredTensor("decoder.layers.1.mlp.experts.experts.linear_fc1.weight", (1,), (2,))
+    assert WeightMap(tuple(Rule(name, (name,)) for name in names)).stored() == stored_tensors(names)
 
 
 def test_blocks_are_judged_one_by_one() -> None:

@@ -1,0 +1,134 @@
+"""Between a `NemotronH_Nano_VL_V2` configuration's encoder and projector and the RADIO flags, without transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from providers.common.hf_text import allow
+from providers.radio import NUM_CHANNELS, RadioConfig
+
+# Sizes of timm's models: width, layers, heads, inner width.
+SIZE_FIELDS = ("vision_hidden_size", "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size")
+TIMM_SIZES = {
+    "vit_small_patch16_224": (384, 12, 6, 1536), "vit_base_patch16_224": (768, 12, 12, 3072),
+    "vit_large_patch16_224": (1024, 24, 16, 4096), "vit_huge_patch16_224": (1280, 32, 16, 5120),
+}
+# Where no timm model has the sizes, they stand here under the names of other vision models.
+SIZE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+NORM_EPSILON, PROJECTOR_EPSILON = 1e-6, 1e-5
+# Keys whose other values change the features in a way that the encoder here does not follow.
+VISION_FIXED: dict[str, tuple[Any, ...]] = {
+    "vitdet_window_size": (None,), "feature_normalizer_config": (None,), "inter_feature_normalizer_config": (None,),
+}
+IMAGE_SIZE, PATCH_SIZE, MAX_IMAGE_SIZE = 512, 16, 2048
+PIXEL_MEAN, PIXEL_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+def radio_sizes(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a `RadioConfig` that the configuration of the whole model sets.
+
+    Args:
+        values: the configuration as a dict; what is about sound and video is passed over.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    vision: dict[str, Any] = values.get("vision_config") or {}
+    args: dict[str, Any] = vision.get("args") or {}
+    for key, allowed in VISION_FIXED.items():
+        allow("vision_config.", key, vision.get(key), allowed)
+    allow("vision_config.args.", "in_chans", args.get("in_chans"), (None, NUM_CHANNELS))
+    # Without it the rows and columns of patches change places.
+    allow("", "ps_version", values.get("ps_version", "v2"), ("v2",))
+    patch_size = vision.get("patch_size") or values.get("patch_size") or PATCH_SIZE
+    allow("", "patch_size", values.get("patch_size", patch_size), (patch_size,))
+    sizes = _transformer_sizes(vision, args)
+    allow("", "vit_hidden_size", values.get("vit_hidden_size", sizes["vision_hidden_size"]),
+          (sizes["vision_hidden_size"],))
+    return {
+        **sizes,
+        "vision_image_size": values.get("force_image_size") or IMAGE_SIZE,
+        "vision_patch_size": patch_size,
+        "vision_num_channels": NUM_CHANNELS,
+        "vision_dynamic_resolution": bool(args.get("min_num_patches") or vision.get("min_num_patches")),
+        "vision_pixel_shuffle": _pixel_shuffle(values.get("downsample_ratio", 0.5)),
+        "vision_class_token_len": _class_tokens(args),
+        "vision_max_image_size": args.get("cpe_max_size") or vision.get("max_resolution") or MAX_IMAGE_SIZE,
+        "vision_final_layernorm": bool(args.get("model_norm")),
+        "vision_norm_epsilon": NORM_EPSILON,
+        "vision_hidden_act": "gelu",
+        "projector_hidden_size": values.get("projector_hidden_size", 4096),
+        "projector_norm_epsilon": PROJECTOR_EPSILON,
+    }
+
+
+def _transformer_sizes(vision: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+    if all(key in vision for key in SIZE_KEYS):
+        return dict(zip(SIZE_FIELDS, (vision[key] for key in SIZE_KEYS), strict=True))
+    allow("vision_config.args.", "model", args.get("model"), tuple(TIMM_SIZES))
+    return dict(zip(SIZE_FIELDS, TIMM_SIZES[args["model"]], strict=True))
+
+
+def _pixel_shuffle(ratio: float) -> int:
+    factor = round(1 / ratio)
+    if factor < 1 or ratio * factor != 1:
+        raise ValueError(f"--hf-config: downsample_ratio = {ratio} is not supported; supported: 1 over a whole number")
+    return factor
+
+
+def _class_tokens(args: dict[str, Any]) -> int:
+    """One class token, or one for each teacher, and after them registers: a number of them, or up to the next
+    multiple, a whole one where the class tokens are a multiple."""
+    teachers = {teacher["name"] for teacher in args.get("teachers") or []}
+    count = len(teachers) if teachers and args.get("cls_token_per_teacher", True) else 1
+    multiple = args.get("register_multiple")
+    if args.get("cpe_num_registers"):
+        count += args["cpe_num_registers"]
+    elif multiple:
+        count += multiple - count % multiple
+    return count
+
+
+def radio_config(config: RadioConfig) -> dict[str, Any]:
+    """Keys of the whole model's configuration that are about encoder and projector.
+
+    Raises:
+        ValueError: what the published encoder has no room for.
+    """
+    fixed = {"vision_hidden_act": "gelu", "vision_norm_epsilon": NORM_EPSILON,
+             "projector_norm_epsilon": PROJECTOR_EPSILON}
+    for name, value in fixed.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: NemotronH_Nano_VL_V2 has {value} "
+                             "built in")
+    tokens = config.vision_class_token_len
+    if tokens < 1:
+        raise ValueError(f"--vision-class-token-len {tokens}: NemotronH_Nano_VL_V2 has at least one class token")
+    sizes = tuple(getattr(config, name) for name in SIZE_FIELDS)
+    model = next((name for name, known in TIMM_SIZES.items() if known == sizes), None)
+    # They are all dropped: which are class tokens and which registers does not matter.
+    args: dict[str, Any] = {"model": model, "cpe_max_size": config.vision_max_image_size, "teachers": [],
+                            "cls_token_per_teacher": False, "register_multiple": tokens if tokens > 1 else None,
+                            "model_norm": config.vision_final_layernorm}
+    size = config.vision_image_size
+    vision: dict[str, Any] = {
+        "architectures": ["RADIOModel"], "args": args, "patch_size": config.vision_patch_size,
+        "max_resolution": config.vision_max_image_size, "preferred_resolution": [size, size],
+        "vitdet_window_size": None, "feature_normalizer_config": None, "inter_feature_normalizer_config": None,
+    }
+    if config.vision_dynamic_resolution:
+        patches = {"min_num_patches": config.vision_pixel_shuffle**2, "max_num_patches": config.num_positions}
+        args.update(patches)  # engines read one place or the other
+        vision.update(patches)
+    if model is None:
+        vision.update(zip(SIZE_KEYS, sizes, strict=True))
+    return {
+        "vision_config": vision,
+        "force_image_size": size,
+        "patch_size": config.vision_patch_size,
+        "downsample_ratio": 1 / config.vision_pixel_shuffle,
+        "ps_version": "v2",
+        "vit_hidden_size": config.vision_hidden_size,
+        "projector_hidden_size": config.projector_hidden_size,
+        "norm_mean": PIXEL_MEAN, "norm_std": PIXEL_STD,
+    }

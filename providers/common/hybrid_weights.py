@@ -1,0 +1,118 @@
+"""Weight map of a Nemotron-H-style decoder. Imports torch: providers import it inside their methods.
+
+Rules are spelled as in published checkpoints of `NemotronHForCausalLM` (`backbone.layers.0.mixer...`), where a layer
+of any kind is a `mixer` behind a norm. Megatron names are those of Transformer Engine layers, as in
+`providers.common.weights`. A Mamba layer's projection and convolution are one tensor each on the Hugging Face side;
+Megatron's checkpoints hold z, x, B, C and dt apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mimo.weights.rules import Fused, PaddedRows, Rule, Style, WeightMap, split_rules
+from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
+
+TEXT = (
+    Style("NemotronHForCausalLM"),
+    # It turns `embeddings` back into the name of the first checkpoints.
+    Style("NemotronHForCausalLM as transformers 5 saves it", ((r"^backbone\.embeddings\.", "backbone.embedding."),)),
+)
+VLM = (Style("NemotronH_Nano_VL_V2", ((r"^", "language_model."),)),)
+TIED_OUTPUT = (r"^(language_model\.)?lm_head\.weight$", "the output layer is tied to the embedding")
+NO_MTP = (r"^(language_model\.)?mtp\.", "the configuration has no multi-token prediction")
+VLM_PARTS = (r"^(vision_model|mlp1|sound_encoder|sound_projection)\.", "a text model has no encoder")
+# z, x, B, C, dt: `mamba_in_proj_rows`.
+PROJECTION_PARTS = ("z", "x", "B", "C", "dt")
+CONVOLUTION_PARTS = PROJECTION_PARTS[1:4]
+
+
+def text_map(config: HybridConfig) -> WeightMap:
+    """Every tensor of the decoder as a text model; the language part of a VLM's checkpoint is taken too."""
+    return _hybrid_map(config, (*TEXT, *VLM), (VLM_PARTS,))
+
+
+def language_map(config: HybridConfig) -> WeightMap:
+    """Every tensor of the decoder inside a VLM; a text model's checkpoint is taken too."""
+    return _hybrid_map(config, (*VLM, *TEXT))
+
+
+def _hybrid_map(config: HybridConfig, styles: Sequence[Style],
+                ignored: tuple[tuple[str, str], ...] = ()) -> WeightMap:
+    vocabulary = PaddedRows(config.vocab_size, config.padded_vocab_size())
+    rules = [Rule("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), vocabulary),
+             Rule("decoder.final_norm.weight", ("backbone.norm_f.weight",))]
+    if config.untie_embeddings_and_output_weights:
+        rules.append(Rule("output_layer.weight", ("lm_head.weight",), vocabulary))
+    for layer, symbol in enumerate(config.layers):
+        rules += _layer_rules(config, symbol, f"decoder.layers.{layer}.", f"backbone.layers.{layer}.")
+    for depth in range(config.num_mtp_depths):
+        rules += _mtp_rules(config, depth)
+    if not config.num_mtp_depths:
+        ignored = (*ignored, NO_MTP)
+    repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
+    return WeightMap(tuple(rules), tuple(styles), ignored, repeated, stacked_layers=False)
+
+
+def _layer_rules(config: HybridConfig, symbol: str, megatron: str, hf: str) -> list[Rule]:
+    """A layer with the norm before it; the prefixes have a dot at the end."""
+    kinds = {MAMBA: _mamba_rules, ATTENTION: _attention_rules, MOE: _moe_rules, MLP: _mlp_rules}
+    norms = {MAMBA: "mixer.in_proj.layer_norm_weight", ATTENTION: "self_attention.linear_qkv.layer_norm_weight",
+             MOE: "pre_mlp_layernorm.weight", MLP: "mlp.linear_fc1.layer_norm_weight"}
+    return [Rule(megatron + norms[symbol], (hf + "norm.weight",)),
+            *kinds[symbol](config, megatron, hf + "mixer.")]
+
+
+def _mamba_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
+    mixer, rows = megatron + "mixer.", config.mamba_in_proj_rows
+    rules = split_rules([f"{mixer}in_proj.weight.{part}" for part in PROJECTION_PARTS], hf + "in_proj.weight", rows)
+    for kind in ("weight", "bias"):
+        rules += split_rules([f"{mixer}conv1d.{kind}.{part}" for part in CONVOLUTION_PARTS], f"{hf}conv1d.{kind}",
+                             rows[1:4])
+    names = ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")
+    return [*rules, *(Rule(mixer + name, (hf + name,)) for name in names)]
+
+
+def _attention_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
+    queries = config.num_attention_heads // config.query_groups * config.head_dim
+    fused = Fused(config.query_groups, (queries, config.head_dim, config.head_dim))
+    parts, attention = tuple(f"{hf}{part}_proj.weight" for part in "qkv"), megatron + "self_attention."
+    return [Rule(attention + "linear_qkv.weight", parts, fused),
+            Rule(attention + "linear_proj.weight", (hf + "o_proj.weight",))]
+
+
+def _mlp_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
+    return _two_layers(megatron + "mlp.", hf)
+
+
+def _two_layers(megatron: str, hf: str) -> list[Rule]:
+    """An MLP without a gate."""
+    return [Rule(megatron + "linear_fc1.weight", (hf + "up_proj.weight",)),
+            Rule(megatron + "linear_fc2.weight", (hf + "down_proj.weight",))]
+
+
+def _moe_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
+    mlp = megatron + "mlp."
+    rules = [Rule(mlp + "router.weight", (hf + "gate.weight",)),
+             *_two_layers(mlp + "shared_experts.", hf + "shared_experts.")]
+    if config.moe_router_enable_expert_bias:
+        rules.append(Rule(mlp + "router.expert_bias", (hf + "gate.e_score_correction_bias",), keep_fp32=True))
+    if config.moe_latent_size:
+        names = [f"{name}_latent_proj.weight" for name in ("fc1", "fc2")]
+        rules += [Rule(mlp + name, (hf + name,)) for name in names]
+    for expert in range(config.num_experts):
+        rules += _two_layers(f"{mlp}experts.{expert}.", f"{hf}experts.{expert}.")
+    return rules
+
+
+def _mtp_rules(config: HybridConfig, depth: int) -> list[Rule]:
+    """One depth of multi-token prediction: its layers are numbered through all depths on the Hugging Face side, where
+    the first also holds what joins embedding and hidden state, and the last the final norm."""
+    count, megatron = len(config.mtp_layers), f"mtp.layers.{depth}."
+    first, last = f"mtp.layers.{depth * count}.", f"mtp.layers.{(depth + 1) * count - 1}."
+    rules = [Rule(f"{megatron}{name}.weight", (f"{first}{name}.weight",)) for name in ("enorm", "hnorm", "eh_proj")]
+    rules.append(Rule(megatron + "final_layernorm.weight", (last + "final_layernorm.weight",)))
+    for layer, symbol in enumerate(config.mtp_layers):
+        rules += _layer_rules(config, symbol, f"{megatron}mtp_model_layer.layers.{layer}.",
+                              f"mtp.layers.{depth * count + layer}.")
+    return rules
