@@ -16,6 +16,7 @@ RECORD = StepRecord(
     iteration=12, consumed_samples=384, lm_loss=1.2345, grad_norm=1.23, learning_rate=3e-4, batch_size=32,
     iteration_time_s=0.152, tokens_per_s_per_gpu=12_340.0, image_tokens=640, text_tokens=1200, data_wait_s=0.001,
     bridge_wait_s=0.003, module_learning_rates={"vision": 1e-4, "language": 3e-4},
+    forward_backward_s={"vision": 0.09, "language": 0.1}, optimizer_s={"vision": 0.01, "language": 0.02},
     peak_memory_bytes={"vision": 100, "language": 200}, moe_losses={"seq_load_balancing_loss": 1.01})
 
 
@@ -33,7 +34,8 @@ def test_record_is_flat_under_megatron_keys():
         "learning-rate/vision": 1e-4, "learning-rate/language": 3e-4, "loss-scale": 1.0, "num-zeros": None,
         "batch-size": 32, "iteration-time": 0.152, "tokens-per-s-per-gpu": 12_340.0, "image-tokens": 640,
         "text-tokens": 1200, "packing-utilisation": 0.0, "bad-samples": 0,
-        "data-wait-s": 0.001, "bridge-wait-s": 0.003, "peak-memory-bytes/vision": 100,
+        "data-wait-s": 0.001, "bridge-wait-s": 0.003, "forward-backward-s/vision": 0.09,
+        "forward-backward-s/language": 0.1, "optimizer-s/vision": 0.01, "optimizer-s/language": 0.02, "peak-memory-bytes/vision": 100,
         "peak-memory-bytes/language": 200, "skipped-iterations": 0, "success": True, "seq_load_balancing_loss": 1.01}
 
 

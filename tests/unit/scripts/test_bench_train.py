@@ -1,0 +1,102 @@
+"""The benchmark of training: figures of made-up metrics, one table for all layouts, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.config.run import RunConfig
+from mimo.registry import model_provider
+from providers.common.flops import training_flops
+from scripts.bench import train as bench
+
+FLAGS = ["--run", "apart=--encoder-dp 1 --llm-dp 2", "--run", "together=--layout colocated --encoder-dp 2 --llm-dp 2",
+         "--model-provider", "mock", "--dataset-provider", "mock", "--seq-length", "128", "--steps", "4",
+         "--warmup-steps", "2"]
+
+
+def record(iteration: int, seconds: float, loss: float) -> dict[str, Any]:
+    return {"iteration": iteration, "lm loss": loss, "batch-size": 8, "iteration-time": seconds, "image-tokens": 300,
+            "text-tokens": 100, "packing-utilisation": 0.5, "data-wait-s": 0.1, "bridge-wait-s": 0.2,
+            "forward-backward-s/vision": 0.3, "forward-backward-s/language": 0.4, "optimizer-s/vision": 0.05,
+            "optimizer-s/language": 0.06, "peak-memory-bytes/vision": 2**30 * iteration,
+            "peak-memory-bytes/language": 2**31}
+
+
+@pytest.fixture
+def trained(monkeypatch) -> dict[str, RunConfig]:
+    """The runs that were asked for, each with four steps whose first two are slow."""
+    made: dict[str, RunConfig] = {}
+
+    def train(config: RunConfig, folder: Path) -> list[dict[str, Any]]:
+        made[folder.name] = config
+        if config.layout.layout == "colocated" and config.train.seed == 1:
+            raise RuntimeError("the run ended with code 1:\nout of memory")
+        return [record(step, seconds, loss) for step, (seconds, loss) in
+                enumerate([(9.0, 5.0), (9.0, 4.5), (1.0, 4.2), (3.0, 4.0)], start=1)]
+
+    monkeypatch.setattr(bench, "train", train)
+    return made
+
+
+def result(capsys) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_figures_are_those_of_the_steps_after_the_first(trained, capsys):
+    assert bench.main(FLAGS) == 0
+    apart, together = result(capsys)["runs"]
+    assert (apart["name"], apart["ranks"], together["name"], together["ranks"]) == ("apart", 3, "together", 2)
+    assert apart["step_ms"] == 2000 and apart["tokens_per_s_per_gpu"] == pytest.approx(800 / 4 / 3)
+    assert together["tokens_per_s_per_gpu"] == pytest.approx(800 / 4 / 2)
+    assert apart["peak_memory_gib"] == {"vision": 4.0, "language": 2.0}
+    assert (apart["loss_first"], apart["loss_last"], apart["packing_utilisation"]) == (5.0, 4.0, 0.5)
+    assert apart["losses"] == [5.0, 4.5, 4.2, 4.0]
+    assert apart["time_ms"] == pytest.approx({
+        "data_wait": 100, "bridge_wait": 200, "forward_backward/vision": 300, "forward_backward/language": 400,
+        "optimizer/vision": 50, "optimizer/language": 60, "rest": 2000 - 100 - 400 - 60})
+    provider = model_provider("mock")
+    forward = provider.forward_flops(provider.Config(), [400 / 8] * 8, [300 / 8] * 8)
+    assert apart["tflops_per_gpu"] == pytest.approx(2 * 3 * sum(forward.values()) / 4 / 3 / 1e12)
+    assert "--encoder-dp 1 --llm-dp 2 --model-provider mock" in apart["command"]
+
+
+def test_frozen_parts_and_packed_samples_count(trained, capsys):
+    assert bench.main([*FLAGS, "--freeze", "vision,language", "--samples-per-row", "2"]) == 0
+    provider = model_provider("mock")
+    forward = provider.forward_flops(provider.Config(), [400 / 16] * 16, [300 / 16] * 16)
+    expected = training_flops(forward, frozenset({"vision", "language"}))
+    assert result(capsys)["runs"][0]["tflops_per_gpu"] == pytest.approx(2 * expected / 4 / 3 / 1e12)
+
+
+def test_the_table_has_a_row_for_each_run_that_ended(trained, capsys):
+    assert bench.main([*FLAGS, "--seed", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert "out of memory" in err
+    rows = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(rows) == 3 and "ms a step" in rows[0] and rows[2].startswith("| apart | 3 | 2,000 | 66.67 |")
+    failed = json.loads(out.splitlines()[-1])["runs"][1]
+    assert failed["error"] == "the run ended with code 1:" and "colocated" in failed["command"]
+
+
+def test_runs_differ_in_their_layout_alone_and_leave_nothing(trained):
+    assert bench.main([*FLAGS, "--save", "kept", "--eval-interval", "1", "--eval-iters", "1"]) == 0
+    apart, together = trained["apart"], trained["together"]
+    assert [name for name in vars(apart) if vars(apart)[name] != vars(together)[name]] == ["layout"]
+    assert apart.checkpoint.save is None and not apart.train.eval_iters and apart.train.train_iters == 4
+
+
+@pytest.mark.parametrize(("flags", "code", "message"), [
+    (["--run", "apart=--llm-dp 1"], 2, "give each run a name of its own"),
+    (["--warmup-steps", "4"], 2, "--steps 4 --warmup-steps 4"),
+    (["--global-batch-size", "3"], 2, "--global-batch-size 3 is not a multiple"),
+])
+def test_what_cannot_work_is_refused_before_any_run(trained, capsys, flags, code, message):
+    try:
+        ended = bench.main([*FLAGS, *flags])
+    except SystemExit as stopped:
+        ended = stopped.code
+    assert ended == code and message in capsys.readouterr().err and not trained
