@@ -117,8 +117,8 @@ def _check_image_size(config: RadioConfig, problems: Problems) -> None:
     size, patch, factor = config.vision_image_size, config.vision_patch_size, config.vision_pixel_shuffle
     problems.divides("vision_image_size", size, "vision_patch_size", patch)
     side = size // patch
-    if side % factor:
-        fits = ", ".join(str(divisor) for divisor in divisors(max(side, 1)))
+    if size % patch == 0 and side % factor:
+        fits = ", ".join(str(divisor) for divisor in divisors(side))
         problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
                      f"--vision-image-size {size} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: "
                      f"{fits}")
