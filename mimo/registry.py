@@ -10,6 +10,10 @@ MODEL_PROVIDERS = {
     "deepseek_v3": "providers.deepseek_v3:provider",
     "llava": "providers.llava:provider",
     "mock": "providers.mock:provider",
+    "nemotron-moe-vlm-20l": "providers.nemotron_moe_vlm:provider_20l",
+    "nemotron-moe-vlm-54l": "providers.nemotron_moe_vlm:provider_54l",
+    "nemotron-moe-vlm-tiny": "providers.nemotron_moe_vlm:provider_tiny",
+    "nemotron_h": "providers.nemotron_h:provider",
 }
 DATASET_PROVIDERS = {
     "digits": "data.digits:provider",

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from mimo.model.latent_moe import LocalMoELayer
 from mimo.model.layer_specs import IMPLS, norm_builder
 from mimo.model.packed_attention import PackedDotProductAttention
 from mimo.platform.norms import Norm
@@ -79,8 +80,7 @@ def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
     if config.num_moe_experts:
         experts = ModuleSpec(module=MoETransformerLayer, submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=Norm, mlp_bda=get_bias_dropout_add,
-            mlp=get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts,
-                                    moe_grouped_gemm=config.moe_grouped_gemm)))
+            mlp=_local_experts(config)))
     return HybridStackSubmodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=MambaLayerSubmodules(
             norm=Norm, mixer=mixer, mamba_bda=get_bias_dropout_add,
@@ -93,6 +93,13 @@ def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
             sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"})),
         moe_layer=experts,
         mtp_block_spec=_local_mtp())
+
+
+def _local_experts(config: TransformerConfig) -> Any:
+    """The wheel's builder of an MoE layer, building ours."""
+    builder = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts,
+                                  moe_grouped_gemm=config.moe_grouped_gemm)
+    return partial(LocalMoELayer, **builder.keywords)
 
 
 def _local_mtp() -> ModuleSpec:

@@ -6,6 +6,8 @@ its kernels up when it uses them, so that it works with others put in their plac
 
 from __future__ import annotations
 
+import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mimo.platform import current_platform
 from mimo.platform.ssd import split_conv1d_scan, ssd_scan
 
 
@@ -78,13 +81,17 @@ class GatedRMSNorm(torch.nn.Module):
 def use_torch_mamba() -> None:
     """Let the wheel's `MambaMixer` train with plain PyTorch in place of kernels, packed rows included.
 
-    Call it before a mixer is built; more calls change nothing.
+    On a GPU with mamba_ssm but without causal_conv1d the scan is the kernel's, and the rest is PyTorch. Call it before
+    a mixer is built; more calls change nothing.
     """
+    scan = ssd_scan
+    if current_platform().name == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as scan
     mamba_mixer.HAVE_MAMBA_SSM = True
     # States are float32 here; the switch stands for a choice of their dtype.
     mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
-    mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan
-    mamba_mixer.mamba_chunk_scan_combined = ssd_scan
+    mamba_mixer.mamba_split_conv1d_scan_combined = partial(split_conv1d_scan, scan=scan)
+    mamba_mixer.mamba_chunk_scan_combined = scan
     mamba_mixer.causal_conv1d_fn = None  # the mixer then calls torch's convolution
     mamba_mixer.ExtendedRMSNorm = GatedRMSNorm
     mamba_mixer._check_mamba_sequence_packing_support = _packed_rows

@@ -10,6 +10,8 @@ Shapes: `b` rows, `l` tokens, `h` heads, `p` channels of a head, `g` groups of h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +107,7 @@ def split_conv1d_scan(
     dt_limit: tuple[float, float] = NO_LIMIT, return_final_states: bool = False, activation: str | None = "silu",
     rmsnorm_weight: Tensor | None = None, rmsnorm_eps: float = 1e-6, outproj_weight: Tensor | None = None,
     outproj_bias: Tensor | None = None, headdim: int | None = None, ngroups: int = 1, norm_before_gate: bool = True,
+    scan: Callable[..., Any] = ssd_scan,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What lies between the two projections of a Mamba-2 layer: convolution, scan and gate.
 
@@ -131,6 +134,7 @@ def split_conv1d_scan(
         headdim: `p`; needed where `D` is `[h]`.
         ngroups: `g`.
         norm_before_gate: of the norm, no effect.
+        scan: what runs in place of `ssd_scan`, with its arguments.
 
     Returns:
         `[b, l, h p]` in the dtype of `zxbcdt`, with the final states where they are asked for.
@@ -145,7 +149,7 @@ def split_conv1d_scan(
     z, xbc, dt = zxbcdt.split([inner, inner + 2 * written, heads], dim=-1)
     xbc = causal_conv1d(xbc.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation).transpose(1, 2)
     x, B, C = xbc.split([inner, written, written], dim=-1)
-    result = ssd_scan(
+    result = scan(
         x.unflatten(-1, (heads, channels)), dt, A, B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1)),
         chunk_size, D=D, z=z.unflatten(-1, (heads, channels)), dt_bias=dt_bias, dt_softplus=True, dt_limit=dt_limit,
         seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.core.activations import squared_relu
+from megatron.core.activations import squared_relu as compiled_squared_relu
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.model.hybrid import hybrid_stack_spec
 from mimo.model.language import HybridLanguageModel
+from mimo.model.projector import squared_relu
 from mimo.platform import current_platform
 from mimo.protocols import BuildContext
 from providers.common.build import RECOMPUTE, transformer_config
@@ -16,25 +17,28 @@ from providers.common.hybrid import MOE, HybridConfig
 
 def hybrid_config(config: HybridConfig, context: BuildContext | None) -> TransformerConfig:
     """Megatron's configuration of the decoder; `context` is None on ranks that do not build it."""
+    fused = context is not None and context.transformer_impl == "transformer_engine"
     fields: dict[str, object] = {
         "num_layers": config.num_layers, "is_hybrid_model": True, "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_query_groups,
         "kv_channels": config.kv_channels, "ffn_hidden_size": config.ffn_hidden_size, "normalization": "RMSNorm",
-        "layernorm_epsilon": config.norm_epsilon, "activation_func": squared_relu, "gated_linear_unit": False,
-        "add_bias_linear": False, "hidden_dropout": config.hidden_dropout,
+        "layernorm_epsilon": config.norm_epsilon, "gated_linear_unit": False, "add_bias_linear": False,
+        # Experts multiply by the router's weights in the same kernel; the wheel knows it by this function.
+        "activation_func": compiled_squared_relu if fused else squared_relu, "use_fused_weighted_squared_relu": fused,
+        "hidden_dropout": config.hidden_dropout,
         "attention_dropout": config.attention_dropout, "mamba_num_heads": config.mamba_num_heads,
         "mamba_head_dim": config.mamba_head_dim, "mamba_num_groups": config.mamba_num_groups,
         "mamba_state_dim": config.mamba_state_dim,
         "sequence_parallel": context is not None and context.sequence_parallel}
     fields |= RECOMPUTE["none" if context is None else context.recompute]
     if MOE in config.hybrid_layer_pattern:
-        fields |= _moe_fields(config, context)
+        fields |= _moe_fields(config, context, fused)
     if config.num_mtp_depths:
         fields |= {"mtp_num_layers": config.num_mtp_depths, "mtp_loss_scaling_factor": config.mtp_loss_scaling_factor}
     return transformer_config(context, **fields)
 
 
-def _moe_fields(config: HybridConfig, context: BuildContext | None) -> dict[str, object]:
+def _moe_fields(config: HybridConfig, context: BuildContext | None, fused: bool) -> dict[str, object]:
     fields: dict[str, object] = {
         "num_moe_experts": config.num_experts, "moe_router_topk": config.moe_router_topk,
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
@@ -48,7 +52,7 @@ def _moe_fields(config: HybridConfig, context: BuildContext | None) -> dict[str,
         "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
         # The fused kernel sums in another order in bf16, which moves tokens to other experts.
         "moe_router_fusion": False,
-        "moe_grouped_gemm": context is not None and context.transformer_impl == "transformer_engine"}
+        "moe_grouped_gemm": fused}
     if config.moe_latent_size:
         fields["moe_latent_size"] = config.moe_latent_size
     if context is not None:

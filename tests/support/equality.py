@@ -24,14 +24,15 @@ from tests.support.global_state import (
 
 NUM_STEPS = 3
 TOLERANCE = 1e-5
-BASE = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --transformer-impl local
+BASE = """--dataset-provider mock --device cpu --no-bf16 --transformer-impl local
 --seq-length 64 --global-batch-size 12 --micro-batch-size 1 --train-iters 3 --lr-decay-style constant
 --lr 2e-3 --encoder-lr 1e-3 --projector-lr 4e-3 --weight-decay 0.1 --encoder-weight-decay 0.05 --adam-eps 1e-5
---clip-grad 0.5 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64
---vocab-size 96 --vision-num-layers 2 --vision-hidden-size 32 --vision-num-attention-heads 4 --vision-ffn-hidden-size 64
---vision-image-size 16 --vision-patch-size 8 --image-token-id 95 --mock-image-size 16 --mock-images-max 3
---mock-text-only-fraction 0.45 --mock-min-length 5 --mock-max-length 30 --num-generations 0
---watchdog-timeout-s 60""".split()
+--clip-grad 0.5 --mock-images-max 3 --mock-text-only-fraction 0.45 --mock-min-length 5 --mock-max-length 30
+--num-generations 0 --watchdog-timeout-s 60""".split()
+MODEL = """--model-provider mock --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
+--ffn-hidden-size 64 --vocab-size 96 --vision-num-layers 2 --vision-hidden-size 32 --vision-num-attention-heads 4
+--vision-ffn-hidden-size 64 --vision-image-size 16 --vision-patch-size 8 --image-token-id 95
+--mock-image-size 16""".split()
 DENSE: tuple[str, ...] = ()
 MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.01")
 
@@ -59,8 +60,8 @@ class Outcome:
 
 
 def parse_config(*flags: str) -> RunConfig:
-    """The tests' small model with more flags."""
-    return parse([*BASE, *flags])
+    """The tests' small model with more flags, or the model that they name."""
+    return parse([*BASE, *(() if "--model-provider" in flags else MODEL), *flags])
 
 
 def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:

@@ -23,8 +23,9 @@ VISION = "vision"
 SEQ_LENGTH = 32
 BASE = f"""--dataset-provider mock --device cpu --no-bf16 --transformer-impl local --seq-length {SEQ_LENGTH}
 --global-batch-size 4 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --lr-decay-style constant --num-generations 0
---watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --vocab-size 96
---moe-aux-loss-coeff 0""".split()
+--watchdog-timeout-s 60 --hidden-size 32 --num-attention-heads 4 --vocab-size 96 --moe-aux-loss-coeff 0""".split()
+# Of decoders without a pattern of layers.
+LAYERS = ("--num-layers", "2", "--ffn-hidden-size", "48")
 # Text tokens and images of each sample of each pack: padded rows, one without an image, one that a sample fills.
 PACKS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((7, 1), (5, 0), (4, 2)), ((1, 0), (9, 1), (6, 0)), ((3, 0), (4, 0)), ((SEQ_LENGTH, 0),))
@@ -115,7 +116,7 @@ def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, size
     """
     from mimo.training import step
 
-    config = parse([*BASE, *flags])
+    config = parse([*BASE, *(() if "--hybrid-layer-pattern" in flags else LAYERS), *flags])
     parts = equality.make_trainer(config, validate(config, world_size))
     packs = make_samples(model_provider(config.model.model_provider).token_spec(config.model_family), sizes)
     if together:

@@ -1,0 +1,120 @@
+"""Nemotron-H (arXiv:2504.03624) as a text model: Mamba-2, attention and MoE layers in the order of a pattern.
+
+Sizes come from flags (the defaults are those of NVIDIA-Nemotron-3-Nano-30B-A3B) or from a Hugging Face `NemotronHConfig`
+(`--hf-config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, BuildContext, ParameterShape
+from providers.common import hf
+from providers.common.checks import Problems
+from providers.common.flops import hybrid_flops
+from providers.common.hf_nemotron import nemotron_config, nemotron_sizes
+from providers.common.hybrid import MOE, HybridConfig, check_hybrid, check_hybrid_grid
+from providers.common.hybrid_shapes import hybrid_shapes
+from providers.common.text import TextProvider
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mimo.weights.rules import WeightMap
+
+
+@dataclass(frozen=True)
+class Config(HybridConfig):
+    """Model family: Nemotron-H."""
+
+    hybrid_layer_pattern: str = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    num_query_groups: int = 2
+    hf_config: str = ""
+    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+
+
+def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
+    """The configuration of a Hugging Face `NemotronHConfig`.
+
+    Args:
+        source: a config.json, its folder, or the configuration as a dict.
+        base: where fields come from that it does not set (dropout, load balancing); default `Config()`.
+
+    Raises:
+        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+    """
+    base = Config() if base is None else base
+    return dataclasses.replace(base, **nemotron_sizes(hf.load(source)), hf_config="")
+
+
+def resolve(config: Config) -> Config:
+    """`config` with the sizes of its `hf_config`, if it names one. Raises ValueError as `from_hf`."""
+    return from_hf(config.hf_config, config) if config.hf_config else config
+
+
+class NemotronHProvider(TextProvider):
+    """The `mimo.protocols.ModelProvider` of Nemotron-H; every method takes unresolved configurations too."""
+
+    Config: ClassVar[type] = Config
+    hf_architectures: ClassVar[tuple[str, ...]] = ("NemotronHForCausalLM",)
+
+    def resolved(self, config: Config) -> Config:
+        """As `resolve`."""
+        return resolve(config)
+
+    def num_experts(self, config: Config) -> int:
+        """Routed experts of an E layer; 0 where there is none."""
+        config = resolve(config)
+        return config.num_experts if MOE in config.hybrid_layer_pattern else 0
+
+    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, against the grid and against the sequence.
+
+        Raises:
+            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+        """
+        source, config, problems = config.hf_config, resolve(config), Problems()
+        check_hybrid(config, problems)
+        if not problems.found:
+            check_hybrid_grid(config, layout.language, seq_length, problems)
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
+        """Every parameter of `language`."""
+        self.check_module(module)
+        return hybrid_shapes(resolve(config))
+
+    def forward_flops(
+        self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
+    ) -> dict[str, float]:
+        """Floating-point operations of the decoder."""
+        return {LANGUAGE: hybrid_flops(resolve(config), lengths)}
+
+    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
+        """Spec of the decoder; `context` is None on ranks that only read its width.
+
+        Raises:
+            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+        """
+        from providers.common.hybrid_build import hybrid_spec
+
+        return hybrid_spec(resolve(config), context)
+
+    def weight_map(self, config: Config, module: str) -> WeightMap:
+        """Rules of `language`, against `NemotronHForCausalLM`; the language part of a VLM's checkpoint is taken too."""
+        from providers.common.hybrid_weights import text_map
+
+        self.check_module(module)
+        return text_map(resolve(config))
+
+    def hf_config(self, config: Config) -> dict[str, Any]:
+        """The `NemotronHConfig`. Raises ValueError for what transformers' model has no room for."""
+        return nemotron_config(resolve(config))
+
+
+provider = NemotronHProvider()

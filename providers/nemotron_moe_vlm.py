@@ -1,0 +1,246 @@
+"""Nemotron MoE VLM: a RADIO encoder, a projector, a decoder of Mamba-2, attention and MoE layers.
+
+Variants: `nemotron-moe-vlm-20l`, `nemotron-moe-vlm-54l` and, of the same shape for CPUs, `nemotron-moe-vlm-tiny`. Sizes
+come from flags or from a Hugging Face `NemotronH_Nano_VL_V2` configuration (`--hf-config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, BuildContext, MegatronSource, ParameterShape, TokenSpec
+from providers import radio
+from providers.common import hf
+from providers.common.checks import Problems
+from providers.common.flops import PROJECTOR, hybrid_flops, projector_flops, vision_flops
+from providers.common.hf_nemotron import vlm_config, vlm_sizes
+from providers.common.hybrid import MOE, HybridConfig, check_hybrid, check_hybrid_grid
+from providers.common.hybrid_shapes import hybrid_shapes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mimo.weights.rules import WeightMap
+
+VISION = "vision"
+ENCODER = "radio"
+# --training-stage to the parts that do not train.
+STAGES = {"": frozenset[str](), "stage1": frozenset({VISION, LANGUAGE}), "stage2": frozenset[str]()}
+PATTERN_20 = "MEMEM*EMEMEM*EMEMEM*"
+# Half of the layers have experts. The order of the published checkpoint is not public: give it with the flag.
+PATTERN_54 = "MEMEME*E" * 6 + "MEMEME"
+# Keys of a single-model checkpoint that say nothing about weights of this model.
+IGNORED = ((r"\._extra_state$", "state of Transformer Engine's layers"),)
+
+
+@dataclass(frozen=True)
+class Config(radio.RadioConfig, HybridConfig):
+    """Model family: Nemotron MoE VLM with 20 decoder layers."""
+
+    hybrid_layer_pattern: str = PATTERN_20
+    vision_dynamic_resolution: bool = True
+    image_token_id: int = 131071
+    """Token id that stands for an image."""
+    training_stage: Literal["", "stage1", "stage2"] = ""
+    """stage1: only the projector trains; stage2: everything does, as without a stage."""
+    load_nemotron_checkpoint: str = ""
+    """Megatron checkpoint of the model as one (keys vision_model., vision_projection., language_model.): the folder of
+    an iteration, or the one that holds latest_checkpointed_iteration.txt. Its weights are the start of the run."""
+    hf_config: str = ""
+    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+
+
+@dataclass(frozen=True)
+class Config54(Config):
+    """Model family: Nemotron MoE VLM with 54 decoder layers."""
+
+    hybrid_layer_pattern: str = PATTERN_54
+
+
+@dataclass(frozen=True)
+class ConfigTiny(Config):
+    """Model family: Nemotron MoE VLM, small enough for CPUs."""
+
+    hybrid_layer_pattern: str = "MEM*-E"
+    hidden_size: int = 64
+    num_attention_heads: int = 8
+    num_query_groups: int = 2
+    kv_channels: int = 16
+    ffn_hidden_size: int = 128
+    vocab_size: int = 512
+    max_position_embeddings: int = 4096
+    mamba_num_heads: int = 8
+    mamba_head_dim: int = 16
+    mamba_num_groups: int = 2
+    mamba_state_dim: int = 16
+    num_experts: int = 8
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 32
+    moe_shared_expert_intermediate_size: int = 64
+    vision_image_size: int = 32
+    vision_patch_size: int = 8
+    vision_hidden_size: int = 64
+    vision_num_layers: int = 2
+    vision_num_attention_heads: int = 4
+    vision_ffn_hidden_size: int = 128
+    vision_class_token_len: int = 2
+    vision_max_image_size: int = 256
+    projector_hidden_size: int = 128
+    image_token_id: int = 511
+
+
+def resolve(config: Config) -> Config:
+    """`config` with the sizes of its `hf_config`, if it names one.
+
+    Raises:
+        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+    """
+    if not config.hf_config:
+        return config
+    return dataclasses.replace(config, **vlm_sizes(hf.load(config.hf_config)), hf_config="")
+
+
+class NemotronVlmProvider:
+    """The `mimo.protocols.ModelProvider` of one variant; every method takes unresolved configurations too.
+
+    Args:
+        config: its flags, with the variant's sizes as defaults.
+        architectures: Hugging Face classes whose folders are taken for this variant.
+    """
+
+    def __init__(self, config: type[Config], architectures: tuple[str, ...] = ()) -> None:
+        self.Config = config
+        self.hf_architectures = architectures
+
+    def encoders(self, config: Config) -> tuple[str, ...]:
+        """The one encoder, `vision`."""
+        return (VISION,)
+
+    def frozen_parts(self, config: Config) -> frozenset[str]:
+        """What --training-stage freezes."""
+        return STAGES[config.training_stage]
+
+    def megatron_source(self, config: Config) -> MegatronSource | None:
+        """The checkpoint of --load-nemotron-checkpoint."""
+        if not config.load_nemotron_checkpoint:
+            return None
+        prefixes = {VISION: {f"encoders.{ENCODER}.": "vision_model.",
+                             "input_projections.0.": "vision_projection.encoder."},
+                    LANGUAGE: {"": "language_model."}}
+        return MegatronSource(config.load_nemotron_checkpoint, "--load-nemotron-checkpoint", prefixes, IGNORED)
+
+    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, against the grids and against the sequence.
+
+        Raises:
+            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+        """
+        source, config, problems = config.hf_config, resolve(config), Problems()
+        check_hybrid(config, problems)
+        radio.check_radio(config, problems)
+        if not 0 <= config.image_token_id < config.vocab_size:
+            problems.add(f"--image-token-id {config.image_token_id} must lie between 0 and --vocab-size "
+                         f"{config.vocab_size} less one")
+        if not problems.found:
+            check_hybrid_grid(config, layout.language, seq_length, problems)
+            for grid in layout.encoders:
+                radio.check_radio_grid(config, grid, problems)
+                if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
+                    problems.add(f"an image becomes {config.num_tokens} tokens (--vision-image-size "
+                                 f"{config.vision_image_size}, --vision-patch-size {config.vision_patch_size}, "
+                                 f"--vision-pixel-shuffle {config.vision_pixel_shuffle}), which leaves no room in "
+                                 f"--seq-length {seq_length}; it must be above {config.num_tokens}")
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def token_spec(self, config: Config) -> TokenSpec:
+        """What a data set must produce."""
+        config = resolve(config)
+        if config.vision_dynamic_resolution:
+            return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
+                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
+        return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
+
+    def special_token_ids(self, config: Config) -> dict[str, int]:
+        """Placeholder of the encoder's tokens."""
+        return {VISION: resolve(config).image_token_id}
+
+    def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
+        """Language tokens that encoder `module` makes of an image of `height` by `width` pixels.
+
+        Raises:
+            ValueError: the encoder does not take this size.
+        """
+        return radio.radio_image_tokens(resolve(config), height, width)
+
+    def hidden_size(self, config: Config) -> int:
+        """Width of the language model."""
+        return resolve(config).hidden_size
+
+    def num_experts(self, config: Config) -> int:
+        """Routed experts of an E layer; 0 where there is none."""
+        config = resolve(config)
+        return config.num_experts if MOE in config.hybrid_layer_pattern else 0
+
+    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
+        """Every parameter of `language`, or of `vision` with its projector."""
+        config = resolve(config)
+        if module == LANGUAGE:
+            return hybrid_shapes(config)
+        self._check_module(module)
+        return radio.radio_shapes(config, config.hidden_size)
+
+    def forward_flops(
+        self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
+    ) -> dict[str, float]:
+        """Floating-point operations of encoder, projector and decoder."""
+        config = resolve(config)
+        return {VISION: vision_flops(config, config.vision_class_token_len, image_tokens),
+                PROJECTOR: projector_flops(config.feature_size, config.projector_hidden_size, config.hidden_size,
+                                           image_tokens),
+                LANGUAGE: hybrid_flops(config, lengths)}
+
+    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
+        """Spec of the decoder; `context` is None on ranks that only read its width.
+
+        Raises:
+            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+        """
+        from providers.common.hybrid_build import hybrid_spec
+
+        return hybrid_spec(resolve(config), context)
+
+    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
+        """Spec of the vision module: a `mimo.model.submodule.VisionSubmodule`."""
+        from providers.common.radio_build import radio_spec
+
+        self._check_module(module)
+        config = resolve(config)
+        return radio_spec(config, ENCODER, config.hidden_size, context)
+
+    def weight_map(self, config: Config, module: str) -> WeightMap:
+        """Names of a `NemotronH_Nano_VL_V2` checkpoint; a text model's or an encoder's own is taken for its module."""
+        from providers.common.hybrid_weights import language_map
+        from providers.common.radio_weights import radio_map
+
+        config = resolve(config)
+        if module == LANGUAGE:
+            return language_map(config)
+        self._check_module(module)
+        return radio_map(config, ENCODER)
+
+    def hf_config(self, config: Config) -> dict[str, Any]:
+        """The model as a `NemotronH_Nano_VL_V2` configuration. Raises ValueError where none has its parts together."""
+        return vlm_config(resolve(config))
+
+    @staticmethod
+    def _check_module(module: str) -> None:
+        assert module == VISION, f"the model has the modules {VISION} and {LANGUAGE}, not {module}"
+
+
+provider_20l = NemotronVlmProvider(Config, ("NemotronH_Nano_VL_V2",))
+provider_54l = NemotronVlmProvider(Config54)
+provider_tiny = NemotronVlmProvider(ConfigTiny)

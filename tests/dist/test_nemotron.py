@@ -1,0 +1,77 @@
+"""The hybrid decoder behind its encoder: every layout gives the loss, gradients and steps of one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support import equality, packing
+from tests.support.spawn import WorkerPool
+
+# The oracle does not move the router's bias; `test_bias_moves_towards_an_even_load` watches it.
+TINY = "--model-provider nemotron-moe-vlm-tiny --mock-image-size 32 --moe-router-bias-update-rate 0"
+MODELS = {
+    "tiny": "--moe-aux-loss-coeff 0.01",
+    "latent": "--moe-latent-size 32 --moe-aux-loss-coeff 0.01",
+    "tied": "--no-untie-embeddings-and-output-weights",
+}
+# name -> (model, ranks, flags)
+LAYOUTS = {
+    "ep2": ("tiny", 3, "--llm-dp 2 --llm-ep 2"),
+    "tp2": ("tiny", 3, "--llm-tp 2 --sequence-parallel"),
+    "ep2-tp2": ("tiny", 4, "--layout colocated --encoder-dp 2 --encoder-tp 2 --llm-tp 2 --llm-dp 2 --llm-ep 2 "
+                           "--sequence-parallel"),
+    "ep2-tp2-expt-tp2": ("tiny", 4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-dp 2 --llm-ep 2 "
+                                    "--llm-expt-tp 2 --sequence-parallel --micro-batch-size 2"),
+    "pp2": ("tiny", 3, "--llm-pp 2"),
+    "pp3": ("tiny", 4, "--llm-pp 3"),
+    "encoder-tp2-recomputed": ("tiny", 4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel --recompute full"),
+    "overlapped": ("tiny", 3, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3"),
+    "homogeneous": ("tiny", 2, "--layout colocated --encoder-dp 2 --llm-dp 2 --llm-ep 2"),
+    "latent-ep2-tp2": ("latent", 4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-dp 2 --llm-ep 2 "
+                                    "--sequence-parallel --micro-batch-size 2"),
+    "latent-pp2": ("latent", 3, "--llm-pp 2"),
+    "tied-pp2": ("tied", 3, "--llm-pp 2"),
+}
+PACKED = """--model-provider nemotron-moe-vlm-tiny --hybrid-layer-pattern ME*-M --image-token-id 95
+--vision-num-layers 1 --moe-router-bias-update-rate 0"""
+SIZES = ((16, 16), (16, 48), (32, 16), (32, 48))
+PACKED_LAYOUTS = {
+    "tp2": (3, "--llm-tp 2 --sequence-parallel"),
+    "ep2": (3, "--llm-dp 2 --llm-ep 2"),
+    "recomputed": (2, "--recompute full"),
+}
+
+
+@pytest.fixture(scope="module")
+def oracle_of(pool: WorkerPool) -> Callable[[str], equality.Outcome]:
+    """One process in plain PyTorch, computed once a model."""
+
+    @functools.cache
+    def oracle(model: str) -> equality.Outcome:
+        (outcome,) = pool.run(equality.run_oracle, (*TINY.split(), *MODELS[model].split()), world_size=1)
+        return outcome
+
+    return oracle
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_to_one_process(pool: WorkerPool, oracle_of: Any, layout: str) -> None:
+    model, ranks, grids = LAYOUTS[layout]
+    oracle = oracle_of(model)
+    assert oracle.batch_facts["text_only"] >= 2 and oracle.batch_facts["different_images"] >= 3
+    flags = (*grids.split(), *TINY.split(), *MODELS[model].split())
+    equality.assert_equal(oracle, pool.run(equality.run_layout, flags, ranks, world_size=ranks))
+
+
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, layout: str) -> None:
+    ranks, grids = PACKED_LAYOUTS[layout]
+    alone = (*PACKED.split(), "--layout", "colocated")
+    (expected,) = pool.run(packing.run, alone, 1, False, SIZES, world_size=1)
+    outcomes = pool.run(packing.run, (*PACKED.split(), *grids.split()), ranks, True, SIZES, world_size=ranks)
+    found = packing.differences(expected, outcomes, 1e-5)
+    assert not found, "\n".join(found)

@@ -1,0 +1,114 @@
+"""The Nemotron MoE VLM providers as plain data: variants, patterns, checks against layouts, planning shapes, stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from mimo.config.cli import parse
+from mimo.grid.plan import total_parameters
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+from mimo.registry import MODEL_PROVIDERS, model_provider
+from providers.common.hybrid import HybridConfig
+from providers.common.hybrid_build import with_stages
+from providers.nemotron_moe_vlm import PATTERN_54, Config, ConfigTiny
+
+PROVIDER = model_provider("nemotron-moe-vlm-20l")
+TINY = model_provider("nemotron-moe-vlm-tiny")
+VARIANTS = [name for name in MODEL_PROVIDERS if name.startswith("nemotron-moe-vlm")]
+
+
+def layout(encoder: dict[str, int] | None = None, **language: int) -> Layout:
+    vision = GridSpec("vision", **(encoder or {}))
+    grid = GridSpec(LANGUAGE, offset=vision.size, **language)
+    return Layout("disjoint", vision.size + grid.size, (vision,), grid)
+
+
+def problems_of(config: Config, grids: Layout, seq_length: int = 64) -> str:
+    with pytest.raises(ValueError) as caught:
+        TINY.validate(config, grids, seq_length)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_fit_one_rank_a_module_and_import_no_torch(name: str) -> None:
+    code = (f"import sys; from mimo.registry import model_provider; provider = model_provider({name!r}); "
+            "config = provider.Config(); provider.hf_config(config); "
+            "[provider.parameter_shapes(config, module) for module in ('vision', 'language')]; "
+            "from mimo.grid.spec import GridSpec, Layout; "
+            "grids = GridSpec('vision'), GridSpec('language', offset=1); "
+            "provider.validate(config, Layout('disjoint', 2, grids[:1], grids[1]), 4096); "
+            "print([name for name in ('torch', 'megatron', 'transformers') if name in sys.modules])")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_variants_have_the_layers_that_their_names_say() -> None:
+    assert set(VARIANTS) == {"nemotron-moe-vlm-20l", "nemotron-moe-vlm-54l", "nemotron-moe-vlm-tiny"}
+    assert Config().num_layers == 20 and Config().counts == {"M": 9, "E": 8, "*": 3}
+    assert len(PATTERN_54) == 54 and PATTERN_54.count("E") == 27
+
+
+def test_the_20_layer_language_model_has_its_published_sizes() -> None:
+    config = Config()
+    assert (config.mamba_inner_size, config.mamba_conv_size, sum(config.mamba_in_proj_rows)) == (4096, 6144, 10304)
+    moe = 128 * 2 * 1856 * 2688 + 2 * 3712 * 2688 + 128 * 2688 + 2688
+    mamba = 10304 * 2688 + 6144 * 5 + 3 * 64 + 4096 + 4096 * 2688 + 2688
+    attention = (32 + 2 * 8) * 128 * 2688 + 32 * 128 * 2688 + 2688
+    expected = 8 * moe + 9 * mamba + 3 * attention + 2 * 131072 * 2688 + 2688
+    assert total_parameters(PROVIDER.parameter_shapes(config, LANGUAGE)) == expected
+
+
+@pytest.mark.parametrize(("pattern", "message"), [
+    ("MEX*", "--hybrid-layer-pattern MEX*: symbol 'X' at position 3 is unknown; layers are M (Mamba-2)"),
+    ("", "--hybrid-layer-pattern '' has no layers"),
+    ("/ME", "--hybrid-layer-pattern '/ME' has no layers"),
+    ("ME/*E/M", "every depth of multi-token prediction has the same layers, at least one; these are '*E', 'M'"),
+    ("ME/", "these are ''"),
+])
+def test_patterns_that_cannot_be_are_refused(pattern: str, message: str) -> None:
+    assert message in problems_of(ConfigTiny(hybrid_layer_pattern=pattern), layout())
+
+
+@pytest.mark.parametrize(("change", "grids", "message"), [
+    ({}, layout(pp=4), "--hybrid-layer-pattern MEM*-E has 6 layers, not divisible by --llm-pp 4; --llm-pp that fit: "
+                       "1, 2, 3, 6"),
+    ({}, layout(dp=3, ep=3), "--num-experts 8 is not divisible by --llm-ep 3"),
+    ({"mamba_num_groups": 1}, layout(tp=2), "--mamba-num-groups 1 is not divisible by --llm-tp 2"),
+    ({"hybrid_layer_pattern": "M*"}, layout(dp=2, ep=2), "--llm-ep 2 and --llm-expt-tp 1 need layers with experts"),
+    ({}, layout({"pp": 2}), "--encoder-pp 2"),
+    ({"moe_router_topk": 9}, layout(), "--moe-router-topk 9 exceeds --num-experts 8"),
+    ({"mamba_num_groups": 3}, layout(), "--mamba-num-heads 8 is not divisible by --mamba-num-groups 3"),
+    ({"image_token_id": 512}, layout(), "--image-token-id 512 must lie between 0 and --vocab-size 512 less one"),
+])
+def test_what_a_layout_cannot_hold_is_refused(change: dict, grids: Layout, message: str) -> None:
+    assert message in problems_of(dataclasses.replace(ConfigTiny(), **change), grids)
+
+
+def test_an_image_above_the_patch_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="--vision-max-image-size 256"):
+        TINY.num_image_tokens(ConfigTiny(), "vision", 512, 64)
+
+
+def test_stages_freeze_their_parts() -> None:
+    flags = ["--model-provider", "nemotron-moe-vlm-tiny", "--dataset-provider", "mock"]
+    assert parse([*flags, "--training-stage", "stage1"]).model.frozen == {"vision", "language"}
+    assert not parse([*flags, "--training-stage", "stage2"]).model.frozen
+    assert parse([*flags, "--freeze", "vision"]).model.frozen == {"vision"}
+    with pytest.raises(ValueError, match="--freeze projector with --training-stage stage1, which freezes language,vis"):
+        parse([*flags, "--training-stage", "stage1", "--freeze", "projector"])
+
+
+def test_patterns_are_cut_into_equal_stages() -> None:
+    assert with_stages("MEM*-E/*E", 3) == "ME|M*|-E/*E"
+    assert with_stages("MEM*", 1) == "MEM*"
+
+
+def test_mtp_layers_are_counted_beside_the_decoder() -> None:
+    config = HybridConfig(hybrid_layer_pattern="MEM*/*E/*E")
+    assert (config.layers, config.mtp_layers, config.num_mtp_depths, config.num_layers) == ("MEM*", "*E", 2, 4)
+    assert HybridConfig(hybrid_layer_pattern="MEM*").mtp_layers == ""
