@@ -1,0 +1,78 @@
+"""The gated norm of Mamba-2 layers, and what is put into the wheel's mixer."""
+
+import pytest
+
+
+def norm_against_formula(rank, before, group_size):
+    import torch
+
+    from mimo.platform.mamba import GatedRMSNorm
+
+    torch.manual_seed(0)
+    eps = 0.1  # large enough that a misplaced one shows
+    norm = GatedRMSNorm(12, eps=eps, group_size=group_size, norm_before_gate=before, dtype=torch.float64)
+    assert torch.equal(norm.weight, torch.ones(12, dtype=torch.float64))
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(12, dtype=torch.float64))
+    x, z = (torch.randn(3, 2, 12, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    gradient = torch.randn(3, 2, 12, dtype=torch.float64)
+
+    def formula(values, gate):
+        if not before:
+            values = values * gate
+        normed = [part / (part.square().mean(-1, keepdim=True) + eps).sqrt()
+                  for part in values.split(group_size or 12, -1)]
+        out = torch.cat(normed, -1) * norm.weight
+        return out * gate if before else out
+
+    expected = formula(x, z * torch.sigmoid(z))
+    torch.testing.assert_close(norm(x, z), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(norm(x), formula(x, 1.0), rtol=1e-12, atol=1e-12)
+    leaves = [x, z, norm.weight]
+    torch.testing.assert_close(torch.autograd.grad(norm(x, z), leaves, gradient),
+                               torch.autograd.grad(expected, leaves, gradient), rtol=1e-12, atol=1e-12)
+    half = norm.to(torch.bfloat16)(x.bfloat16(), z.bfloat16())
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+@pytest.mark.parametrize("before", [False, True])
+def test_norm_equals_its_formula(pool, before, group_size):
+    pool.run(norm_against_formula, before, group_size, world_size=1)
+
+
+def what_the_mixer_uses(rank):
+    from megatron.core.ssm import mamba_mixer
+
+    from mimo.platform import current_platform
+    from mimo.platform.mamba import use_torch_mamba
+    from mimo.platform.ssd import split_conv1d_scan, ssd_scan
+
+    assert not current_platform().has_mamba_kernels()
+    use_torch_mamba()
+    once = dict(vars(mamba_mixer))
+    use_torch_mamba()
+    combined = mamba_mixer.mamba_split_conv1d_scan_combined
+    assert (combined.func, combined.keywords) == (split_conv1d_scan, {"scan": ssd_scan})
+    once["mamba_split_conv1d_scan_combined"] = combined
+    assert once == vars(mamba_mixer)
+    check = mamba_mixer._check_mamba_sequence_packing_support
+    assert check(for_inference_not_training=False) == (True, None)
+    return check()
+
+
+def test_put_into_the_mixer_twice_is_once(pool):
+    ((packs, reason),) = pool.run(what_the_mixer_uses, world_size=1)
+    assert not packs and "packed inference needs the kernels" in reason
+
+
+def test_kernels_of_a_gpu_are_those_of_both_packages(monkeypatch):
+    import importlib.util
+
+    from mimo.platform.cuda import CudaPlatform
+
+    installed = {"mamba_ssm": object()}
+    monkeypatch.setattr(importlib.util, "find_spec", installed.get)
+    assert not CudaPlatform().has_mamba_kernels()
+    installed["causal_conv1d"] = object()
+    assert CudaPlatform().has_mamba_kernels()
