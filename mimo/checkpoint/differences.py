@@ -8,11 +8,11 @@ from typing import Any
 from mimo.config.cli import to_toml
 from mimo.config.run import RunConfig
 
-# Flags of one start of a run, which say nothing about the run itself.
+# Flags of one start of a run, which say nothing about the run itself; as those that say what it loads.
 _OF_A_START = frozenset({
-    "load", "save", "ckpt_step", "finetune", "load_optim", "load_scheduler", "load_rng", "run_dir", "tensorboard_dir",
-    "progress", "log_interval", "device", "watchdog_timeout_s", "exit_duration_in_mins", "save_interval", "keep_last",
-    "async_save", "load_hf", "load_vision_from", "load_language_from", "dry_run", "world_size", "ckpt_verify",
+    "load", "save", "ckpt_step", "finetune", "run_dir", "tensorboard_dir", "progress", "log_interval", "device",
+    "watchdog_timeout_s", "exit_duration_in_mins", "save_interval", "keep_last", "async_save", "dry_run", "world_size",
+    "ckpt_verify",
 })
 
 
@@ -30,7 +30,7 @@ def config_differences(saved: str, config: RunConfig) -> list[str]:
     before, now = flat_config(saved), flat_config(to_toml(config))
     lines = []
     for name in sorted(before.keys() | now.keys()):
-        if name not in _OF_A_START and before.get(name) != now.get(name):
+        if not name.startswith("load_") and name not in _OF_A_START and before.get(name) != now.get(name):
             flag = "--" + name.replace("_", "-")
             lines.append(f"{flag} {_shown(now, name)} (checkpoint: {_shown(before, name)})")
     return lines

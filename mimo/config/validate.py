@@ -12,7 +12,7 @@ from mimo.data_request import data_request
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.reading import lanes_read_by
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, RoutedDataProvider
+from mimo.protocols import LANGUAGE, MegatronSourceProvider, RoutedDataProvider
 
 PROJECTOR = "projector"
 
@@ -222,6 +222,12 @@ def _check_checkpoint(config: RunConfig) -> None:
     _refuse(minutes is not None and not minutes > 0, f"--exit-duration-in-mins {minutes} is not above 0")
     _refuse(bool(flags.load_hf) and bool(flags.load_vision_from and flags.load_language_from),
             "--load-hf with both --load-vision-from and --load-language-from leaves nothing for it to give")
+    provider = registry.model_provider(config.model.model_provider)
+    source = provider.megatron_source(config.model_family) if isinstance(provider, MegatronSourceProvider) else None
+    if source is not None and flags.has_pretrained:
+        given = [_flag(name) for name in ("load_hf", "load_vision_from", "load_language_from") if vars(flags)[name]]
+        raise ValueError(f"{source.flag} {source.path} gives the weights of every module; {' and '.join(given)} would "
+                         "give some of them again: leave one out")
 
 
 def _flag(field: str) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from mimo.checkpoint.agree import raise_together
 from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
+from mimo.checkpoint.single_model import load_single_model
 from mimo.checkpoint.state import Progress, RunState
 from mimo.observe.watchdog import Watchdog
-from mimo.protocols import ModelProvider
+from mimo.protocols import MegatronSourceProvider, ModelProvider
 from mimo.training.loader import StepLoader
 from mimo.training.step import TrainerParts
 
@@ -31,9 +32,11 @@ def start(
         How far the run is, and lines that tell a person what was loaded.
 
     Raises:
-        ValueError: what is asked for cannot be loaded; see `mimo.checkpoint.load` and `mimo.weights.load`.
+        ValueError: what is asked for cannot be loaded; see `mimo.checkpoint.load`, `mimo.checkpoint.single_model` and
+            `mimo.weights.load`.
     """
-    flags = state.config.checkpoint
+    flags, family = state.config.checkpoint, state.config.model_family
+    source = provider.megatron_source(family) if isinstance(provider, MegatronSourceProvider) else None
     folder = find_checkpoint(state)
     if folder is not None:
         loaded = load_checkpoint(state, folder, watchdog)
@@ -41,16 +44,20 @@ def start(
         lines = [f"loaded {folder}" + ("" if loaded.streams else " (weights only)")]
         if flags.has_pretrained:
             lines.append("  pretrained Hugging Face weights are not read: the checkpoint has the run's own")
+        if source is not None:
+            lines.append(f"  {source.flag} {source.path} is not read: the checkpoint has the run's own weights")
         return loaded.progress, lines + [f"  {note}" for note in loaded.notes]
     if flags.has_pretrained:
         from mimo.weights.load import HfPaths, load_hf
 
         with watchdog.limit(float("inf")), watchdog.waiting("pretrained weights"):
-            load_hf(state.built, state.grids, provider, state.config.model_family,
+            load_hf(state.built, state.grids, provider, family,
                     HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from))
             state.optimizer.reload_model_params()
         given = (flags.load_hf, flags.load_vision_from, flags.load_language_from)
         return Progress(), [f"weights from {', '.join(path for path in given if path)}"]
+    if source is not None:
+        return Progress(), load_single_model(state, source, provider.token_spec(family).vocab_size, watchdog)
     lines = [] if flags.load is None else [f"--load {flags.load} holds no checkpoint yet: the run starts fresh"]
     return Progress(), lines
 

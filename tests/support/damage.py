@@ -39,6 +39,8 @@ def write_index(folder: Path, metadata: Any) -> None:
 def write_with_checksum(path: Path, data: bytes) -> None:
     """Replace a file as someone would who means it."""
     path.write_bytes(data)
+    if not (path.parent / CHECKSUMS).is_file():
+        return
     checksums = json.loads((path.parent / CHECKSUMS).read_text())
     checksums[path.name] = {"0": zlib.crc32(data)}
     (path.parent / CHECKSUMS).write_text(json.dumps(checksums))
@@ -217,6 +219,8 @@ class Replace:
             file.write(data)
         metadata.storage_data[self.item] = replace(place, offset=offset, length=len(data))
         write_index(folder, metadata)
+        if not (folder / CHECKSUMS).is_file():
+            return
         checksums = json.loads((folder / CHECKSUMS).read_text())
         checksums[place.relative_path][str(offset)] = zlib.crc32(data)
         (folder / CHECKSUMS).write_text(json.dumps(checksums))
