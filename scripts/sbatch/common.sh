@@ -91,7 +91,7 @@ set_communication() {
 # where it is signalled itself, so the signal goes to the step, and scripts/sbatch/node.sh hands it to torchrun.
 pass_stop_on() {
     stopped=SIGTERM
-    say "$(date +%FT%T) SIGTERM: the run saves and ends, then the job is requeued"
+    say "$(date +%FT%T) SIGTERM: the run is told to save and end"
     scancel --signal=TERM "$SLURM_JOB_ID" || say "scancel failed: the step was not told to save"
 }
 
@@ -172,12 +172,12 @@ $LLM_NODES = $NUM_NODES: change #SBATCH --nodes"
     if [[ -z "$stopped" ]]; then
         # One file a node; the marker says that a step was told to stop, by this script or by Slurm.
         run_step --output="$logs/%N.log" "$ROOT/scripts/sbatch/node.sh" "$logs/stopped" "${trainer[@]}" || code=$?
+        # A stopped node gives 0. After an error srun stops the other nodes, which is no reason to go on.
+        if ((code != 0)); then die "training ended with exit code $code; see $logs"; fi
         if [[ -e "$logs/stopped" ]]; then stopped=SIGTERM; fi
     fi
     if [[ -n "$stopped" ]]; then
         requeue "$stopped"
-    elif ((code != 0)); then
-        die "training ended with exit code $code; see $logs"
     elif (($(saved_iterations) < TRAIN_ITERS)); then
         requeue "--exit-duration-in-mins"
     else
