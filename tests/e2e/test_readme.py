@@ -31,6 +31,7 @@ OTHER_FLAGS = {
     "--slow": "scripts/test.sh",
     "--out": "scripts/data_stats.py",
     "--image-size": "scripts/prepare_digits.py",
+    "--run": "scripts/bench/train.py",
     "--upgrade-package": "scripts/compile_requirements.sh",
     "--nproc-per-node": None,
     "--shutdown-timeout": None,
