@@ -52,7 +52,21 @@ LLAVA_MODELS: dict[str, dict[str, Any]] = {
         "vision_config": CLIP | {"hidden_act": "gelu"},
         "text_config": QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False}},
 }
-MODELS = TEXT_MODELS | LLAVA_MODELS
+NEMOTRON = {
+    "model_type": "nemotron_h", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "ssm_state_size": 6, "mamba_num_heads": 4,
+    "mamba_head_dim": 8, "n_groups": 2, "n_routed_experts": 4, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 64, "use_mamba_kernels": False, "use_cache": False,
+    # Their PyTorch path, unlike the kernels and this trainer, never steps less than time_step_min, and carries states
+    # from chunk to chunk along the wrong axis: a sequence here is one chunk.
+    "time_step_min": 1e-30, "chunk_size": 64}
+# Layers of every kind on either of two stages.
+NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
+    "nemotron-h": NEMOTRON | {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 2},
+    "nemotron-h-latent": NEMOTRON | {"layers_block_type": ["attention", "moe"], "moe_latent_size": 16},
+}
+MODELS = TEXT_MODELS | LLAVA_MODELS | NEMOTRON_MODELS
 
 
 def build_hf(name: str) -> Any:
@@ -67,6 +81,10 @@ def build_hf(name: str) -> Any:
         config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomize(model)
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
     return model.eval()
 
 
@@ -102,7 +120,7 @@ def _hf_logits(rank: int, model: Any, name: str, folder: str) -> dict[str, torch
 
 def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
     """Flags of a run of the model `name` that is saved in `folder`."""
-    provider = "llava" if name in LLAVA_MODELS else "causal_lm"
+    provider = "llava" if name in LLAVA_MODELS else "nemotron_h" if name in NEMOTRON_MODELS else "causal_lm"
     return ("--model-provider", provider, "--hf-config", folder, *BASE, *layout)
 
 
@@ -180,6 +198,16 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
             export_model(parts.built, parts.grids, provider, parts.config.model_family, out,
                          ExportOptions(base=folder))
     return found
+
+
+def load_errors(rank: int, name: str, folder: str, source: str) -> list[str]:
+    """Lines of the error of a load of `source` into the model that is saved in `folder`; none where it went through."""
+    with trainer_of(flags_of(name, folder, ()), 1) as parts:
+        try:
+            load(parts, model=source)
+        except ValueError as error:
+            return str(error).splitlines()
+    return []
 
 
 def export(rank: int, name: str, folder: str, out: str) -> None:

@@ -175,13 +175,15 @@ def test_a_published_vlm() -> None:
 def test_number_of_class_tokens(args: dict[str, Any], count: int) -> None:
     vision = PUBLISHED_VLM["vision_config"]
     known = {key: value for key, value in vision["args"].items() if key != "register_multiple"}
-    assert vlm_sizes(PUBLISHED_VLM | {"vision_config": vision | {"args": known | args}})["vision_class_token_len"] == count
+    found = vlm_sizes(PUBLISHED_VLM | {"vision_config": vision | {"args": known | args}})
+    assert found["vision_class_token_len"] == count
 
 
 @pytest.mark.parametrize("provider", ["nemotron-moe-vlm-20l", "nemotron-moe-vlm-54l", "nemotron-moe-vlm-tiny"])
 @pytest.mark.parametrize("change", [
-    {"vision_dynamic_resolution": True}, {"vision_dynamic_resolution": False}, {"vision_final_layernorm": False}, {"vision_class_token_len": 1},
-    {"vision_pixel_shuffle": 1}, {"hybrid_layer_pattern": "ME*/*E"}, {"moe_latent_size": 16},
+    {"vision_dynamic_resolution": True}, {"vision_dynamic_resolution": False}, {"vision_final_layernorm": False},
+    {"vision_class_token_len": 1}, {"vision_pixel_shuffle": 1}, {"hybrid_layer_pattern": "ME*/*E"},
+    {"moe_latent_size": 16},
 ])
 def test_a_vlms_sizes_survive_a_hugging_face_configuration(provider: str, change: dict[str, Any]) -> None:
     family = model_provider(provider)
@@ -207,7 +209,8 @@ def test_what_a_vlm_cannot_reproduce_is_named(change: dict[str, Any], key: str) 
 @pytest.mark.parametrize(("change", "key"), [
     ({"vitdet_window_size": 16}, "vision_config.vitdet_window_size = 16"),
     ({"feature_normalizer_config": {"type": "x"}}, "vision_config.feature_normalizer_config = {'type': 'x'}"),
-    ({"args": {"model": "eradio"}}, "vision_config.args.model = 'eradio'"), ({"args": {}}, "vision_config.args.model = None"),
+    ({"args": {"model": "eradio"}}, "vision_config.args.model = 'eradio'"),
+    ({"args": {}}, "vision_config.args.model = None"),
     ({"args": {"model": "vit_huge_patch16_224", "in_chans": 4}}, "vision_config.args.in_chans = 4"),
 ])
 def test_what_an_encoder_cannot_reproduce_is_named(change: dict[str, Any], key: str) -> None:
