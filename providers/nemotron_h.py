@@ -1,7 +1,7 @@
 """Nemotron-H (arXiv:2504.03624) as a text model: Mamba-2, attention and MoE layers in the order of a pattern.
 
-Sizes come from flags (the defaults are those of NVIDIA-Nemotron-3-Nano-30B-A3B) or from a Hugging Face `NemotronHConfig`
-(`--hf-config`).
+Sizes come from flags (the defaults are those of NVIDIA-Nemotron-3-Nano-30B-A3B) or from a Hugging Face
+`NemotronHConfig` (`--hf-config`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, BuildContext, MegatronSource, ParameterShape, TokenSpec

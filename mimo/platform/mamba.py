@@ -6,7 +6,9 @@ its kernels up when it uses them, so that it works with others put in their plac
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -84,9 +86,9 @@ def use_torch_mamba() -> None:
     On a GPU with mamba_ssm but without causal_conv1d the scan is the kernel's, and the rest is PyTorch. Call it before
     a mixer is built; more calls change nothing.
     """
-    scan = ssd_scan
+    scan: Callable[..., Any] = ssd_scan
     if current_platform().name == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as scan
+        scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     mamba_mixer.HAVE_MAMBA_SSM = True
     # States are float32 here; the switch stands for a choice of their dtype.
     mamba_mixer.MAMBA_HAS_STATE_DTYPE = False

@@ -111,7 +111,8 @@ def test_every_flag_exists() -> None:
     configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags]
     configs += [*(type(section) for section in vars(RunConfig()).values() if section is not None)]
     configs += [
-        registry.model_provider(name).Config for name in ("llava", "mock", "tests.support.own_provider:provider")
+        registry.model_provider(name).Config
+        for name in ("llava", "mock", "nemotron-moe-vlm-20l", "tests.support.own_provider:provider")
     ]
     configs += [
         registry.dataset_provider(name).Config
