@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +56,11 @@ class Projector(MLP):
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """The wheel's, with the norm under the name it has where a linear layer of Transformer Engine holds it."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.layer_norm is not None:
+            # The wheel's MLP tells its parts no group, and a norm that is not told one takes its rank among all
+            # processes for that of its copy: on a grid without process 0 nobody would save it.
+            state |= sharded_state_dict_default(self.layer_norm, f"{prefix}layer_norm.", sharded_offsets, metadata,
+                                                tp_group=self.tp_group)
         apply_prefix_mapping(state, {f"{prefix}layer_norm.{kind}": f"{prefix}linear_fc1.layer_norm_{kind}"
                                      for kind in ("weight", "bias")})
         return state
