@@ -57,8 +57,8 @@ class Projector(MLP):
         """The wheel's, with the norm under the name it has where a linear layer of Transformer Engine holds it."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.layer_norm is not None:
-            # The wheel's MLP tells its parts no group: every tensor-parallel rank would call its copy of the norm the one
-            # to save.
+            # The wheel's MLP tells its parts no group: every tensor-parallel rank would call its copy of the norm the
+            # one to save.
             state |= sharded_state_dict_default(self.layer_norm, f"{prefix}layer_norm.", sharded_offsets, metadata,
                                                 tp_group=self.tp_group)
         apply_prefix_mapping(state, {f"{prefix}layer_norm.{kind}": f"{prefix}linear_fc1.layer_norm_{kind}"
