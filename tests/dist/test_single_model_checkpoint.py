@@ -1,4 +1,4 @@
-"""A Megatron checkpoint of the whole model as one, written by the wheel, starts any layout; nothing is lost silently."""
+"""A Megatron checkpoint of the whole model as one, written by the wheel, starts any layout, and nothing is left out."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tests.support.equality import MOE
 from tests.support.single_model import (
     FLAG,
     MOCK,
+    NEMOTRON,
     TEXT,
     Resize,
     load_and_step,
@@ -44,6 +45,7 @@ PADDING = ("--vocab-size", "90", "--image-token-id", "89", "--make-vocab-size-di
 MODELS: dict[str, tuple[tuple[str, ...], bool, str]] = {
     "dense": ((*MOCK, *PADDING, "32"), True, ""),
     "moe-unstacked": ((*MOCK, *MOE), False, "module."),
+    "nemotron": (NEMOTRON, True, ""),
 }
 # name -> (model, ranks, flags); of a vocabulary of 90, 96 rows are stored.
 LAYOUTS = {
@@ -53,6 +55,9 @@ LAYOUTS = {
                                "--micro-batch-size", "2", "--sequence-parallel")),
     "pp2": ("dense", 3, (*PADDING, "32", "--llm-pp", "2")),
     "ep2": ("moe-unstacked", 3, (*MOE, "--llm-dp", "2", "--llm-ep", "2")),
+    "nemotron-pp2": ("nemotron", 3, ("--llm-pp", "2")),
+    "nemotron-ep2-tp2": ("nemotron", 4, tuple("--layout colocated --encoder-dp 2 --encoder-tp 2 --llm-tp 2 --llm-dp 2 "
+                                              "--llm-ep 2 --sequence-parallel".split())),
 }
 
 
@@ -80,13 +85,14 @@ def test_every_tensor_reaches_every_layout(pool: WorkerPool, sources: Sources, n
     """To the bit, with the optimizer's copies, so that a step without a learning rate changes nothing."""
     model, ranks, flags = LAYOUTS[name]
     root = sources.folder(model)
-    found = pool.run(load_and_step, (*MOCK, *flags), ranks, root, world_size=ranks)
+    flags = (*(NEMOTRON if model == "nemotron" else MOCK), *flags)
+    found = pool.run(load_and_step, flags, ranks, root, world_size=ranks)
     names = set().union(*(names for names, _ in found))
     assert names == set(torch.load(Path(root) / "expected.pt", weights_only=True))
     assert {name.split(".")[0] for name in names} == {"vision_model", "vision_projection", "language_model"}
     assert all(lines[0] == f"weights from {root}/iter_0000007" for _, lines in found)
     rows = [line for line in found[0][1] if "word_embeddings" in line]
-    assert len(rows) == (model == "dense" and flags[len(PADDING)] != "32"), found[0][1]
+    assert len(rows) == (model == "dense" and name != "pp2"), found[0][1]
     assert not (Path(root) / "ran").exists(), "common.pt was unpickled"
 
 
@@ -163,6 +169,18 @@ def test_a_model_of_another_size_is_one_error(pool: WorkerPool, sources: Sources
     router = "language_model.decoder.layers.0.mlp.router.weight"
     assert (f"  {router}: shape [4, 32] in the checkpoint, [8, 32] in this run, and 1 like it in other layers or "
             "experts") in lines
+
+
+def test_another_variant_is_one_error(pool: WorkerPool, sources: Sources) -> None:
+    """Of another pattern; found by the ranks of two pipeline stages."""
+    root, flags = sources.folder("nemotron"), (*NEMOTRON, "--hybrid-layer-pattern", "ME*-ME", "--llm-pp", "2")
+    (message, kept), *others = (found[0] for found in pool.run(refusals, flags, 3, [(root, unchanged)], world_size=3))
+    assert kept and [other for other, _ in others] == ["", ""] and message is not None
+    lines = message.splitlines()
+    assert lines[1] == "language_model.decoder.layers: 4 in the checkpoint, 6 in this run"
+    assert any(line.startswith("  language_model.decoder.layers.4.mixer.A_log [8]") for line in lines), message
+    assert any(line.startswith("  language_model.mtp.layers.0.") for line in lines), message
+    assert len(lines) < 50
 
 
 def test_folders_that_hold_no_such_checkpoint(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.support.damage import COMMON, Bomb, Change, changed, read_index, writ
 
 MOCK = (*equality.MODEL, "--model-provider", "tests.support.single_model:mock_provider", "--bf16",
         "--global-batch-size", "4")
+NEMOTRON = ("--model-provider", "nemotron-moe-vlm-tiny", "--hybrid-layer-pattern", "ME*-/*E", "--mock-image-size", "32",
+            "--moe-router-bias-update-rate", "0", "--bf16", "--global-batch-size", "4")
 TEXT = ("--model-provider", "tests.support.single_model:text_provider", "--bf16")
 FLAG = "--load-single-checkpoint"
 
@@ -65,6 +68,11 @@ class TextProvider(deepseek_v3.DeepseekV3Provider):
 mock_provider, text_provider = MockProvider(), TextProvider()
 
 
+def flag_of(flags: tuple[str, ...]) -> str:
+    """The flag of the model's provider that names the checkpoint."""
+    return "--load-nemotron-checkpoint" if NEMOTRON[1] in flags else FLAG
+
+
 def parse_config(flags: tuple[str, ...]) -> Any:
     """Flags over the small mock model, or over the small DeepSeek."""
     return deepseek.parse_config(*flags) if TEXT[1] in flags else equality.parse_config(*flags)
@@ -92,7 +100,7 @@ def held(parts: Any) -> Iterator[tuple[str, Any]]:
     for module, pieces in held_pieces(parts.built, parts.grids).items():
         for piece in pieces:
             name = piece.name if module != LANGUAGE else f"language_model.{piece.name}"
-            name = name.replace("encoders.vit.", "vision_model.")
+            name = re.sub(r"^encoders\.(vit|radio)\.", "vision_model.", name)
             yield name.replace("input_projections.0.", "vision_projection.encoder."), piece
 
 
@@ -144,7 +152,8 @@ def _model_entries(parts: Any, stacked: bool, outer: str) -> dict[str, Any]:
     for module, part in named_modules_of(parts.built.model):
         inner, metadata = unwrap_model(part), {"dp_cp_group": parts.grids.collections[module].dp_cp}
         trees = {"language_model.": inner} if module == LANGUAGE else {
-            "vision_model.": inner.encoders["vit"], "vision_projection.encoder.": inner.input_projections[0]}
+            "vision_model.": next(iter(inner.encoders.values())),
+            "vision_projection.encoder.": inner.input_projections[0]}
         for prefix, tree in trees.items():
             state = tree.sharded_state_dict(prefix=outer + prefix, sharded_offsets=(), metadata=metadata)
             apply_factories(state)
@@ -188,7 +197,7 @@ def load_and_step(rank: int, flags: tuple[str, ...], world_size: int, root: str)
     from mimo.training.step import train_step
 
     # In its first step a warm-up has no learning rate yet.
-    flags = (*flags, FLAG, root, "--train-iters", "9", "--lr-warmup-iters", "2")
+    flags = (*flags, flag_of(flags), root, "--train-iters", "9", "--lr-warmup-iters", "2")
     expected = torch.load(Path(root) / "expected.pt", weights_only=True)
     with started(rank, flags, world_size) as (parts, loader, state, lines):
         assert not (wrong := differences(parts, expected)), f"rank {rank} after the load: {wrong}"
@@ -236,7 +245,7 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, tries: list[tup
     from mimo.training.resume import run_state
 
     found: list[tuple[str | None, bool]] = []
-    with trainer(rank, (*flags, FLAG, tries[0][0]), world_size) as (parts, loader):
+    with trainer(rank, (*flags, flag_of(flags), tries[0][0]), world_size) as (parts, loader):
         state, provider = run_state(parts, loader), model_provider(parts.config.model.model_provider)
         family = parts.config.model_family
         source, vocab_size = provider.megatron_source(family), provider.token_spec(family).vocab_size
@@ -282,7 +291,8 @@ def start_lines(rank: int, flags: tuple[str, ...], world_size: int, root: str | 
     from mimo.checkpoint.save import Saver
     from mimo.checkpoint.state import Progress
 
-    with started(rank, (*flags, *(() if root is None else (FLAG, root))), world_size) as (parts, loader, state, lines):
+    source = () if root is None else (flag_of(flags), root)
+    with started(rank, (*flags, *source), world_size) as (parts, loader, state, lines):
         state.streams = loader.state_dict()
         Saver(state, parts.watchdog).save(Progress())
         return lines

@@ -238,8 +238,11 @@ def _run_task(rank: int, world_size: int, port: int, timeout_s: float, task: byt
 
 
 def _forget_groups() -> None:
-    """Drop Megatron's class-wide caches of process groups, which die with the default group."""
+    """Drop what Megatron keeps in classes and modules: groups, which die with the default one, and counts of layers."""
     bridge = sys.modules.get("megatron.core.pipeline_parallel.bridge_communicator")
     if bridge is not None:
         bridge.BridgeCommunicator._broadcast_pg_cache.clear()
         bridge.BridgeCommunicator._bridge_pg_cache.clear()
+    moe_logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if moe_logging is not None:  # its rows are as many as the layers of the model that came first
+        moe_logging.destroy_moe_metrics_tracker()
