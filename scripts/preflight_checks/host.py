@@ -82,6 +82,8 @@ def check_read(paths: dict[str, Path], findings: Findings) -> None:
                     file.read(1)
         except OSError as error:
             findings.problems.append(f"{flag} {path}: cannot be read: {error.strerror}")
+        else:
+            findings.facts.append(f"{flag} {path}: can be read")
 
 
 def check_written(paths: dict[str, Path], findings: Findings) -> None:
@@ -92,6 +94,8 @@ def check_written(paths: dict[str, Path], findings: Findings) -> None:
             check_writable(path, f"{socket.gethostname()}_{os.getpid()}")
         except OSError as error:
             findings.problems.append(f"{flag} {path}: cannot be written: {error.strerror}")
+        else:
+            findings.facts.append(f"{flag} {path}: can be written")
 
 
 def check_space(save: Path, wanted: Checkpoints, findings: Findings) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from mimo.config.run import RunConfig
 from preflight_checks.board import Board
@@ -32,19 +31,20 @@ def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
     findings = check_host(config, device, place.gpus_per_node)
     board.post("host", asdict(findings))
     report = Report(board, device, config) if place.is_first else None
-    # The slowest node has twice a check's time, and as long again to be told of.
-    patience_s = 4 * timeout_s
-    verdict = report.hosts(timeout_s) if report else board.ask_first("after host", patience_s)
+    # A check ends within twice its time, and nodes are apart by that much again. The others wait for as long as the
+    # first may wait for all of them; where it is gone they learn it at once.
+    patience_s, told_s = 4 * timeout_s, 16 * timeout_s
+    verdict = report.hosts(timeout_s) if report else board.ask_first("after host", told_s)
     for topic, group in (("node", [place.node]), ("all", nodes)):
         if verdict == CONTINUE:
             run_check(board, topic, group, device, timeout_s)
-            verdict = report.check(topic, patience_s) if report else board.ask_first(f"after {topic}", patience_s)
+            verdict = report.check(topic, patience_s) if report else board.ask_first(f"after {topic}", told_s)
     if verdict == PAIRS:
         for turn in (0, 1):
             mine = [pair for pair in pairs_of(place, turn) if place.node in pair]
             for pair in mine:
                 run_check(board, f"pairs {turn}", pair, device, timeout_s)
-        verdict = report.pairs(patience_s) if report else board.ask_first("after pairs", 2 * patience_s)
+        verdict = report.pairs(patience_s) if report else board.ask_first("after pairs", told_s)
     if report:
         report.show(verdict)
     board.post("done", verdict)
@@ -117,7 +117,8 @@ class Report:
         for node, result in sorted(found.items()):
             problems += [f"{self._name(node)}: {where}: process {local_rank}: {reason}"
                          for local_rank, reason in result["failed"].items()]
-        if not problems:
+        # One process has nobody to reach.
+        if not problems and (topic == "all" or self.board.place.gpus_per_node > 1):
             slowest = min(found, key=lambda node: found[node]["bytes_per_s"])
             self.facts.append(f"{where}: {found[slowest]['bytes_per_s'] / 1e9:.1f} GB/s bus bandwidth"
                               + (f", slowest {self._name(slowest)}" if topic == "node" and count > 1 else ""))
@@ -164,8 +165,7 @@ class Report:
         return self.hosts_of_job[node]
 
     def _decide(self, topic: str, verdict: str) -> str:
-        said: Any = verdict
-        self.board.post(f"after {topic}", said)
+        self.board.post(f"after {topic}", verdict)
         return verdict
 
 

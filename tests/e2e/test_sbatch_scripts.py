@@ -1,0 +1,325 @@
+"""scripts/sbatch: shellcheck, pinned values, layouts that fit, mistakes that are named, how a job ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from preflight_checks.job_script import Job, read_job
+from preflight_checks.run_plan import plan
+
+from mimo.config.cli import parse
+from mimo.config.validate import num_microbatches, train_iterations
+
+ROOT = Path(__file__).resolve().parents[2]
+SBATCH = ROOT / "scripts" / "sbatch"
+BASH = shutil.which("bash") or "/bin/bash"
+SHARED = {"common.sh", "node.sh"}
+SCRIPTS = sorted(path for path in SBATCH.glob("*.sh") if path.name not in SHARED)
+PATHS = ("PYTHON", "DATA_PATH", "TOKENIZER", "NEMOTRON_CHECKPOINT", "RUN_DIR")
+
+# script: nodes, encoder dp, language dp, ep, global batch, microbatches, train samples, iterations
+LAYOUTS = {
+    "parity_9n_gbs192.sh": (9, 8, 32, 16, 192, 6, 36_621_094, 190_735),
+    "prod_33n_gbs768_ep8.sh": (33, 8, 128, 8, 768, 6, 122_070_313, 158_946),
+    "prod_68n_gbs768_ep8.sh": (68, 32, 256, 8, 768, 3, 122_070_313, 158_946),
+    "prod_100n_gbs768.sh": (100, 32, 384, 8, 768, 2, 122_070_313, 158_946),
+}
+
+
+def preflight(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "scripts" / "preflight.py"), *words], capture_output=True,
+                          text=True, timeout=200, check=False)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.sh")), ids=lambda path: path.name)
+def test_shellcheck(path):
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    command = [str(shellcheck), "-x", "-P", "SCRIPTDIR", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_value_is_in_the_script(path):
+    text = path.read_text()
+    # ${NAME:?message} asks for a value, ${NAME:-value} and its like would take one from the environment.
+    assert re.findall(r"\$\{\w+:?[-=+][^}]*\}", text) == []
+    body = text[text.index("\nFLAGS=(") :]
+    assigned = set(re.findall(r"^(\w+)=", text, re.M)) | {"ENCODER_DP", "LLM_DP"}
+    assert set(re.findall(r"\$\{?(\w+)", body)) - assigned == set()
+    for directive in ("--requeue", "--signal=B:TERM@", "--open-mode=append", "--ntasks-per-node=1"):
+        assert f"#SBATCH {directive}" in text
+
+
+def test_no_value_of_a_run_is_in_what_they_share():
+    text = (SBATCH / "common.sh").read_text() + (SBATCH / "node.sh").read_text()
+    assert set(re.findall(r"\$\{(\w+):?-", text)) == {"PRINT_COMMAND", "SLURM_RESTART_COUNT"}
+    assert [flag for flag in ("--lr", "--global-batch-size", "--seq-length", "--model-provider") if flag in text] == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_the_layout_fits_and_is_that_of_the_table(path):
+    job = read_job(path)
+    config = parse(job.flags)
+    topology = plan(config, job.world_size)
+    nodes, encoder_dp, llm_dp, ep, global_batch, microbatches, samples, iterations = LAYOUTS[path.name]
+    assert (job.nodes, job.gpus_per_node) == (nodes, 8)
+    layout = config.layout
+    assert (layout.encoder_tp, layout.encoder_dp, layout.llm_tp, layout.llm_dp, layout.llm_ep) == (
+        1, encoder_dp, 2, llm_dp, ep)
+    assert (config.train.global_batch_size, num_microbatches(config)) == (global_batch, microbatches)
+    assert (config.train.train_samples, train_iterations(config)) == (samples, iterations)
+    assert f"layout disjoint, {nodes * 8} ranks, {llm_dp} lanes" in topology
+    assert f"NUM_MICROBATCHES: {microbatches} = GBS {global_batch} / (MBS 1 * LLM_DP {llm_dp})" in job.printed
+    assert f"iterations:       {iterations} " in job.printed
+    schedule, optim = config.schedule, config.optim
+    assert (optim.lr, optim.min_lr, optim.weight_decay, optim.clip_grad) == (1.2e-3, 1.2e-5, 0.1, 1.0)
+    assert (schedule.lr_decay_style, schedule.lr_wsd_decay_style) == ("WSD", "minus_sqrt")
+    assert schedule.lr_warmup_samples == 1_024_000
+    assert schedule.lr_decay_samples == samples - schedule.lr_warmup_samples
+    assert schedule.lr_wsd_decay_samples == round(0.15 * samples)
+    assert (config.checkpoint.save_interval, config.observe.log_interval, config.train.seed) == (1000, 100, 1234)
+    assert config.checkpoint.save == config.checkpoint.load
+    row = next(line for line in (SBATCH / "README.md").read_text().splitlines() if line.startswith(f"| `{path.name}`"))
+    assert f"| {nodes} = " in row and f"| TP1 DP{encoder_dp} | TP2 DP{llm_dp} EP{ep} |" in row
+    assert f"| {global_batch} = {microbatches} x 1 x {llm_dp} |" in row
+
+
+def test_every_script_is_in_the_tables():
+    assert {path.name for path in SCRIPTS} == LAYOUTS.keys()
+
+
+def test_a_dry_run_prints_the_topology_and_imports_no_torch():
+    script = SBATCH / "prod_33n_gbs768_ep8.sh"
+    done = preflight("--dry-run", str(script))
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("layout disjoint, 264 ranks, 128 lanes", "vision dp 0 -> lanes 0-15", "NUM_MICROBATCHES: 6 ",
+                  "checkpoints: about 489.3 GiB each", "to be edited: --data-path /path/to/", "33 nodes x 8 GPUs fit"):
+        assert words in done.stdout
+    code = (f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import preflight; "
+            f"assert preflight.main(['--dry-run', {str(script)!r}]) == 0; assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), [
+    ("GBS=768", "GBS=700", ("NUM_MICROBATCHES = GBS 700 / (MBS 1 * LLM_DP 128): 700 is not divisible by 128",)),
+    ("GBS=768", "GBS=", ("GBS is not set",)),
+    ("LLM_NODES=32", "LLM_NODES=16", ("--nodes=33", "uses 17")),
+    ("#SBATCH --nodes=33", "#SBATCH --nodes=32", ("--nodes=32", "uses 33")),
+    ("#SBATCH --nodes=33", "", ("#SBATCH --nodes=N",)),
+    ("#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks-per-node=8", ("--ntasks-per-node=8",)),
+    ("TOKENIZER=/path/to/tokenizer\n", "", ("TOKENIZER is not set",)),
+    ("DATA_PATH=/path/to/data/blend.yaml\n", "DATA_PATH=\n", ("DATA_PATH is not set",)),
+    ("LLM_TP=2", "LLM_TP=3", ("LLM_DP = ", "256 is not divisible by 3")),
+    ("LLM_EP=8", "LLM_EP=7", ("--llm-ep 7",)),
+    ("ENCODER_NODES=1\nLLM_NODES=32", "ENCODER_NODES=3\nLLM_NODES=30", ("768 is not divisible by 120",)),
+    ("MBS=1", "MBS=2", ("--micro-batch-size 2 must be 1",)),
+    ("    --seed 1234", "    --lr-decay-iters 5", ("--lr-decay-iters 5",)),
+    ("derive_sizes\n", "scontrol requeue 1\nderive_sizes\n", ("called scontrol in a dry run",)),
+    ('launch_training "${FLAGS[@]}"', "true", ("launch_training",)),
+])
+def test_a_mistake_in_a_script_is_named(tmp_path, old, new, expected):
+    text = (SBATCH / "prod_33n_gbs768_ep8.sh").read_text()
+    assert old in text
+    (tmp_path / "broken.sh").write_text(text.replace(old, new))
+    with pytest.raises(ValueError) as found:
+        job = read_job(tmp_path / "broken.sh")
+        plan(parse(job.flags), job.world_size)
+    assert [words for words in expected if words not in str(found.value)] == [], found.value
+
+
+def test_a_mistake_is_one_message_and_exit_code_2(tmp_path):
+    text = (SBATCH / "prod_100n_gbs768.sh").read_text()
+    (tmp_path / "broken.sh").write_text(text.replace("GBS=768", "GBS=769"))
+    done = preflight("--dry-run", str(tmp_path / "broken.sh"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and "769 is not divisible by 384" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert preflight("--dry-run", str(tmp_path / "nowhere.sh")).stderr.endswith("No such file or directory\n")
+
+
+def test_a_script_takes_nothing_from_the_environment(monkeypatch):
+    before = read_job(SBATCH / "prod_68n_gbs768_ep8.sh")
+    for name in ("GBS", "MBS", "LLM_EP", "LLM_DP", "TRAIN_SAMPLES", "SEQ_LENGTH", "DATA_PATH", "RUN_DIR"):
+        monkeypatch.setenv(name, "7")
+    assert read_job(SBATCH / "prod_68n_gbs768_ep8.sh") == before
+    assert isinstance(before, Job)
+
+
+# ---- a job: Slurm's commands and the trainer replaced, on two "nodes" of this host ----
+
+SRUN = """
+while [[ "$1" == --* ]]; do shift; done
+pids=()
+for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done
+echo "${pids[@]}" >"$STATE/step"
+code=0
+for pid in "${pids[@]}"; do
+    while true; do
+        one=0
+        wait "$pid" || one=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    ((one <= code)) || code=$one
+done
+exit $code
+"""
+PYTHON = """
+if [[ "$*" == *preflight.py* ]]; then
+    echo "$*" >"$STATE/preflight"
+    exit "$(<"$STATE/preflight_code")"
+fi
+echo "$PET_NODE_RANK $*" >>"$STATE/trainer"
+stopping=
+trap 'stopping=1' TERM
+touch "$STATE/running$SLURM_NODEID"
+while [[ "$(<"$STATE/mode")" == train && -z "$stopping" ]]; do sleep 0.1; done
+if [[ -n "$stopping" ]]; then echo saved >"$STATE/saved$SLURM_NODEID"; exit 1; fi
+case "$(<"$STATE/mode")" in
+    finish) echo -n 158946 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
+    duration) echo -n 500 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
+    crash) [[ "$SLURM_NODEID" == 0 ]] || exit 1 ;;
+esac
+"""
+COMMANDS = {
+    "srun": SRUN,
+    "python": PYTHON,
+    "scontrol": 'echo "$*" >>"$STATE/scontrol"; [[ "$1" != show ]] || printf "n1\\nn2\\n"',
+    "squeue": 'cat "$STATE/job_state"',
+    "scancel": 'read -r -a pids <"$STATE/step"; kill -TERM "${pids[@]}"',
+}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A folder with commands in place of Slurm's and Python, and a script of two nodes that uses them."""
+    (tmp_path / "bin").mkdir()
+    for name, body in COMMANDS.items():
+        (tmp_path / "bin" / name).write_text(f"#!{BASH}\nSTATE={tmp_path}\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    values = {"PYTHON": tmp_path / "bin" / "python", "DATA_PATH": tmp_path, "TOKENIZER": tmp_path,
+              "NEMOTRON_CHECKPOINT": tmp_path, "RUN_DIR": tmp_path / "run", "LLM_NODES": 1}
+    text = (SBATCH / "prod_33n_gbs768_ep8.sh").read_text()
+    for name, value in values.items():
+        text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.M)
+    (tmp_path / "job.sh").write_text(text)
+    for name, value in (("mode", "finish"), ("preflight_code", "0"), ("job_state", "RUNNING")):
+        (tmp_path / name).write_text(value)
+    return tmp_path
+
+
+def submit(folder: Path, **settings: str) -> subprocess.Popen[str]:
+    """Start a job's script as Slurm does."""
+    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
+                   "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    return subprocess.Popen([BASH, str(folder / "job.sh")], env=environment | settings, text=True, cwd=folder,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def end(job: subprocess.Popen[str]) -> str:
+    output, _ = job.communicate(timeout=100)
+    return output
+
+
+def requeued(folder: Path) -> bool:
+    return "requeue 42" in (folder / "scontrol").read_text()
+
+
+def test_a_run_that_comes_to_its_end_is_not_requeued(cluster):
+    job = submit(cluster)
+    output = end(job)
+    assert job.returncode == 0, output
+    assert "finished: 158946 iterations" in output and not requeued(cluster)
+    ranks = sorted(line.split()[0] for line in (cluster / "trainer").read_text().splitlines())
+    assert ranks == ["0", "1"]
+    command = (cluster / "trainer").read_text()
+    assert "--nnodes 2 --nproc-per-node 8 --master-addr n1 --master-port 20042 " in command
+    assert f"{ROOT}/train_hetero.py --layout disjoint" in command and "--llm-dp 4 " in command
+    checked = (cluster / "preflight").read_text()
+    assert "--gpus-per-node 8 -- --layout disjoint" in checked and f"--save {cluster}/run/checkpoints" in checked
+
+
+def test_a_run_that_stops_by_the_clock_is_requeued_and_goes_on_in_logs_of_its_own(cluster):
+    (cluster / "mode").write_text("duration")
+    output = end(submit(cluster))
+    assert "requeued: --exit-duration-in-mins, at iteration 500 of 158946" in output and requeued(cluster)
+    (cluster / "mode").write_text("finish")
+    output = end(submit(cluster, SLURM_RESTART_COUNT="1"))
+    assert "attempt 1 " in output and "from iteration 500 of 158946" in output
+    assert sorted(path.name for path in (cluster / "run" / "logs").iterdir()) == ["42-attempt-000", "42-attempt-001"]
+
+
+@pytest.mark.parametrize("whom", ["the job's script", "the steps"])
+def test_sigterm_lets_the_run_save_and_requeues_it(cluster, whom):
+    (cluster / "mode").write_text("train")
+    job = submit(cluster)
+    wait_for(cluster / "running0", cluster / "running1")
+    if whom == "the job's script":  # --signal=B:TERM@600
+        job.send_signal(signal.SIGTERM)
+    else:  # a preemption with grace time
+        subprocess.run([str(cluster / "bin" / "scancel")], check=True)
+    output = end(job)
+    assert job.returncode == 0, output
+    assert (cluster / "saved0").exists() and (cluster / "saved1").exists()
+    assert "requeued: SIGTERM" in output and requeued(cluster)
+
+
+def test_a_job_that_was_cancelled_is_not_requeued(cluster):
+    (cluster / "mode").write_text("train")
+    job = submit(cluster)
+    wait_for(cluster / "running0", cluster / "running1")
+    (cluster / "job_state").write_text("COMPLETING")
+    job.send_signal(signal.SIGTERM)
+    output = end(job)
+    assert "not requeued from here: the job is COMPLETING" in output and not requeued(cluster)
+
+
+def test_a_crash_is_not_requeued_even_where_slurm_then_stops_the_other_nodes(cluster):
+    (cluster / "mode").write_text("crash")
+    (cluster / "run" / "logs" / "42-attempt-000").mkdir(parents=True)
+    (cluster / "run" / "logs" / "42-attempt-000" / "stopped").touch()
+    job = submit(cluster)
+    output = end(job)
+    assert job.returncode == 2 and "training ended with exit code 1; see" in output and not requeued(cluster)
+
+
+def test_nothing_starts_after_a_preflight_that_failed(cluster):
+    (cluster / "preflight_code").write_text("1")
+    job = submit(cluster)
+    output = end(job)
+    assert job.returncode == 2 and "preflight failed with exit code 1; nothing was started" in output
+    assert not (cluster / "trainer").exists() and not requeued(cluster)
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("DATA_PATH", "/nowhere/blend.yaml", "DATA_PATH=/nowhere/blend.yaml: there is no such file or folder"),
+    ("TOKENIZER", "/path/to/tokenizer", "TOKENIZER=/path/to/tokenizer: edit the paths at the top"),
+    ("RUN_DIR", "runs/here", "RUN_DIR=runs/here: an absolute path"),
+    ("LLM_NODES", "2", "the job has 2 nodes, the layout needs ENCODER_NODES 1 + LLM_NODES 2 = 3"),
+])
+def test_a_job_checks_its_paths_and_nodes_first(cluster, name, value, expected):
+    text = (cluster / "job.sh").read_text()
+    (cluster / "job.sh").write_text(re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.M))
+    job = submit(cluster)
+    output = end(job)
+    assert job.returncode == 2 and expected in output
+    assert not (cluster / "preflight").exists()
+
+
+def wait_for(*paths: Path) -> None:
+    """Until files are there."""
+    until = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until, f"{paths} did not appear"
+        time.sleep(0.1)
