@@ -19,6 +19,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
                          "moe-encoder-pp2-llm-pp2", "dense-colocated-encoder-dp2"),
     "test_hf_families.py": ("llama", "tied"),
     "test_language_model.py": ("",),
+    "test_mtp.py": ("pytorch[two-depths-pp2]", "pytorch[packed-tp2]", "label_of", "reports", "unread"),
     "test_packed_attention.py": ("",),
     "test_recorded_bugs.py": ("",),
     "test_routed_lanes.py": ("",),
