@@ -20,6 +20,7 @@ A text model takes all processes, and with --layout colocated both modules do. T
 those of the trainer given here come after them and win. A model's flags:
   python train_hetero.py --model-provider NAME --help"
 nproc=8
+dry_run=
 flags=()
 while (($#)); do
     case "$1" in
@@ -33,6 +34,10 @@ while (($#)); do
             continue
             ;;
         --nproc=*) nproc="${1#*=}" ;;
+        --dry-run)
+            dry_run=1
+            flags+=("$1")
+            ;;
         *) flags+=("$1") ;;
     esac
     shift
@@ -88,6 +93,8 @@ PYTHON
 command=(train_hetero.py "${layout[@]}" --dataset-provider mock --seq-length 2048 --train-iters 10
     --run-dir runs/hetero_mock ${flags[@]+"${flags[@]}"})
 say "${command[*]}"
+# A plan needs no processes.
+[[ -z "$dry_run" ]] || exec "$VENV/bin/python" "${command[@]}" --world-size "$nproc"
 # One thread a process: they share the cores.
 OMP_NUM_THREADS=1 exec "$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
     "${command[@]}"

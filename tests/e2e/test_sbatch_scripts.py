@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -323,3 +324,21 @@ def wait_for(*paths: Path) -> None:
     while not all(path.exists() for path in paths):
         assert time.monotonic() < until, f"{paths} did not appear"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_the_preflight_of_two_nodes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(ROOT / "scripts" / "preflight.py"), "--gpus-per-node", "2", "--", "--device", "cpu",
+               "--model-provider", "mock", "--dataset-provider", "mock", "--train-iters", "10", "--save",
+               str(tmp_path / "run"), "--run-dir", str(tmp_path / "run")]
+    settings = {"JOB_HOSTS": "n1 n2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    nodes = [subprocess.Popen(command, env=os.environ | settings | {"SLURM_NODEID": str(node)}, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for node in (0, 1)]
+    outputs = [node.communicate(timeout=280)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert outputs[1] == "" and outputs[0].endswith("preflight: ready\n")
+    for words in ("2 nodes, 2 processes each", "gloo in each node: ", "gloo over all nodes: ", "a checkpoint of about"):
+        assert words in outputs[0]
