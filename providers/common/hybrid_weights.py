@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mimo.weights.rules import Fused, PaddedRows, Rule, Style, WeightMap, split_rules
+from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap, split_rules
 from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
 
 TEXT = (
@@ -96,7 +96,10 @@ def _moe_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
     rules = [Rule(mlp + "router.weight", (hf + "gate.weight",)),
              *_two_layers(mlp + "shared_experts.", hf + "shared_experts.")]
     if config.moe_router_enable_expert_bias:
-        rules.append(Rule(mlp + "router.expert_bias", (hf + "gate.e_score_correction_bias",), keep_fp32=True))
+        # A buffer, which planning does not list: nothing else says its shape.
+        shape = (config.num_experts,)
+        rules.append(Rule(mlp + "router.expert_bias", (hf + "gate.e_score_correction_bias",), Direct(shape, shape),
+                          keep_fp32=True))
     if config.moe_latent_size:
         names = [f"{name}_latent_proj.weight" for name in ("fc1", "fc2")]
         rules += [Rule(mlp + name, (hf + name,)) for name in names]

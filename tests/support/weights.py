@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from mimo.config.validate import validate
 from mimo.protocols import LANGUAGE
-from tests.support import deepseek, equality
+from tests.support import deepseek, equality, hf_families
 
 # A dense layer and three MoE layers: they are not stacked.
 DEEPSEEK = {**deepseek.SIZES, "num_hidden_layers": 4, "model_type": "deepseek_v3",
@@ -38,7 +38,9 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 def parse_config(*flags: str) -> Any:
-    """Flags over the small mock model, or over DeepSeek-V3 where they name its provider."""
+    """Flags over the small mock model, or over a text model where they name its provider."""
+    if "nemotron_h" in flags:
+        return equality.parse([*hf_families.BASE, *flags])
     return deepseek.parse_config(*flags) if "deepseek_v3" in flags else equality.parse_config(*flags)
 
 
