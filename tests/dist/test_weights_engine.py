@@ -26,7 +26,8 @@ MOE_LAYOUTS = {"ep2": (3, "--llm-dp 2 --llm-ep 2"),
 TEXT_LAYOUTS = {"one": (1, ""), "pp2": (2, "--llm-pp 2"), "ep2": (2, "--llm-dp 2 --llm-ep 2"),
                 "tp2-ep2": (4, "--llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 4")}
 TEXT_MODELS = ("deepseek", "hybrid")
-CASES = [*(("dense-tied", name) for name in LAYOUTS), *(("moe", name) for name in ("tp2", *MOE_LAYOUTS)),
+CASES = [*(("dense-tied", name) for name in LAYOUTS), ("vlm", "tp2"), ("vlm", "colocated"),
+         *(("moe", name) for name in ("tp2", *MOE_LAYOUTS)),
          *((model, name) for model in TEXT_MODELS for name in TEXT_LAYOUTS)]
 VISION, LANGUAGE = "vision", "language"
 
@@ -89,7 +90,7 @@ def test_loaded_and_exported_to_the_bit(pool: WorkerPool, sources: Sources, tmp_
         {*index["weight_map"].values(), "model.safetensors.index.json"})
 
 
-@pytest.mark.parametrize("model", ["dense-tied", "moe", "deepseek", "hybrid"])
+@pytest.mark.parametrize("model", ["dense-tied", "moe", "deepseek", "hybrid", "vlm"])
 def test_imported_checkpoint_is_what_a_live_model_expects(pool: WorkerPool, sources: Sources, tmp_path: Path,
                                                           model: str) -> None:
     release = str(sources.release(model))

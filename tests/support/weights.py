@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, ...]] = {
                    "--vision-hidden-act", "gelu_tanh"),
     "moe": ("--vocab-size", "90", "--image-token-id", "89", "--qk-layernorm", *equality.MOE),
     "hybrid": tuple(HYBRID),
+    "vlm": ("--model-provider", "nemotron-moe-vlm-tiny", "--hybrid-layer-pattern", "ME*-"),
 }
 
 
