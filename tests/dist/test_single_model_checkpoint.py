@@ -33,6 +33,7 @@ from tests.support.single_model import (
     TEXT,
     Resize,
     load_and_step,
+    names_of_both,
     refusals,
     start_lines,
     unchanged,
@@ -107,6 +108,13 @@ def test_layers_that_differ_and_the_expert_bias(pool: WorkerPool, tmp_path: Path
     assert stored[biases[0]].properties.dtype is torch.float32
     found = pool.run(load_and_step, (*flags, "--llm-dp", "2", "--llm-ep", "2"), 2, root, world_size=2)
     assert set().union(*(names for names, _ in found)) >= set(biases)
+
+
+def test_names_and_shapes_are_those_of_the_megatron_model(pool: WorkerPool) -> None:
+    """Of its RADIO, projector and hybrid decoder; the norm of the projector is part of a layer that only GPUs have."""
+    ((theirs, ours),) = pool.run(names_of_both, world_size=1)
+    assert len(ours) > 50 and ours.pop("vision_projection.encoder.linear_fc1.layer_norm_weight") == (4 * 64,)
+    assert ours == theirs
 
 
 def test_what_does_not_fit_is_named_on_every_rank(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import hashlib
 import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +45,8 @@ class MockProvider(mock.MockProvider):
         if not config.load_single_checkpoint:
             return None
         return MegatronSource(config.load_single_checkpoint, FLAG, {
-            "vision": {"encoders.vit.": "vision_model.", "input_projections.0.": "vision_projection.encoder."},
+            "vision": {"": "vision_model.", "encoders.vit.": "vision_model.",
+                       "input_projections.0.": "vision_projection.encoder."},
             LANGUAGE: {"": "language_model."},
         }, ((r"^vision_model\.summary\.", "a head that only pretraining uses"),))
 
@@ -296,3 +299,39 @@ def start_lines(rank: int, flags: tuple[str, ...], world_size: int, root: str | 
         state.streams = loader.state_dict()
         Saver(state, parts.watchdog).save(Progress())
         return lines
+
+
+def names_of_both(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes by global name: of the wheel's multimodal model, and as the run of the same sizes asks for them."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.utils import unwrap_model
+
+    from mimo.model.hybrid import hybrid_stack_spec
+    from mimo.model.layer_specs import mlp_linears, vit_layer_spec
+    from mimo.weights.keys import global_name
+    from tests.support.weights import built_model
+
+    # Sizes that the wheel's model has no arguments for, and no prediction layers, which ask for its global groups.
+    flags = (*NEMOTRON, "--hybrid-layer-pattern", "ME*-", "--vision-max-image-size", "2048", "--vision-patch-size",
+             "16", "--layout", "colocated")
+    with built_model(flags, 1) as (built, grids, _, config):
+        language = copy.copy(unwrap_model(built.model.language_model).config)
+        vision = unwrap_model(built.model.modality_submodules["vision"])
+        radio, groups = copy.copy(vision.encoder.config), grids.collections[LANGUAGE]
+        language.language_model_type, radio.vision_model_type = "nemotron6-moe", "radio"
+        radio.class_token_len = config.vision_class_token_len
+        model = LLaVAModel(
+            language, hybrid_stack_spec(language), config.padded_vocab_size(1), 64, radio,
+            vit_layer_spec(radio, "local"), True, vision.input_projections[0].config, mlp_linears("local"), img_h=512,
+            img_w=512, patch_dim=16, hybrid_layer_pattern=config.hybrid_layer_pattern, pixel_shuffle=True,
+            language_position_embedding_type="none", dynamic_resolution=True, pg_collection=groups)
+        state: dict[str, Any] = {}
+        for name, part in model.named_children():
+            state |= part.sharded_state_dict(f"{name}.", (), {"dp_cp_group": groups.dp_cp})
+        apply_factories(state)
+        theirs = {global_name(entry.key, entry.global_offset[:entry.prepend_axis_num]):
+                  tuple(entry.global_shape[entry.prepend_axis_num:])
+                  for entry in nested_values(state) if isinstance(entry, ShardedTensor)}
+        return theirs, {name: piece.shape for name, piece in held(SimpleNamespace(built=built, grids=grids))}
