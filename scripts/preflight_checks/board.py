@@ -60,6 +60,14 @@ class Board:
         """Say something once, for this node."""
         self._store.set(f"{topic}/{self.place.node}", json.dumps(said))
 
+    def announce(self, what: str) -> None:
+        """Say that something has happened, whoever says it."""
+        self._store.set(what, "")
+
+    def announced(self, what: str) -> bool:
+        """Whether any node has said so."""
+        return bool(self._store.check([what]))
+
     def collect(self, topic: str, nodes: range | list[int], timeout_s: float) -> dict[int, Any]:
         """What each of the nodes has said, without those that were silent until the time was up."""
         end = time.monotonic() + timeout_s

@@ -9,7 +9,7 @@ from pathlib import Path
 from mimo.config.run import RunConfig
 from preflight_checks.board import Board
 from preflight_checks.host import Findings, check_gpus, check_read, check_space, check_written
-from preflight_checks.reach import pairs_of, run_check
+from preflight_checks.reach import ENDED, pairs_of, run_check
 from preflight_checks.run_plan import checkpoints, read_paths, written_paths
 
 CONTINUE, PAIRS, READY, NOT_READY = "continue", "pairs", "ready", "not ready"
@@ -112,11 +112,14 @@ class Report:
         count = len(self.hosts_of_job)
         found = self.board.collect(topic, range(count), timeout_s)
         where = f"{self._backend} in each node" if topic == "node" else f"{self._backend} over all nodes"
-        problems = [f"{self._name(node)}: {where}: no result in {timeout_s:g} s" for node in range(count)
-                    if node not in found]
-        for node, result in sorted(found.items()):
-            problems += [f"{self._name(node)}: {where}: process {local_rank}: {reason}"
-                         for local_rank, reason in result["failed"].items()]
+        reasons: dict[str, list[str]] = {}
+        for node in range(count):
+            said = found[node]["failed"].values() if node in found else [f"no result in {timeout_s:g} s"]
+            for reason in dict.fromkeys(said):
+                reasons.setdefault(reason, []).append(self._name(node))
+        # Those that failed because another did say nothing new.
+        own = {reason: names for reason, names in reasons.items() if reason != ENDED} or reasons
+        problems = [f"{_shortened(names)}: {where}: {reason}" for reason, names in own.items()]
         # One process has nobody to reach.
         if not problems and (topic == "all" or self.board.place.gpus_per_node > 1):
             slowest = min(found, key=lambda node: found[node]["bytes_per_s"])

@@ -7,13 +7,15 @@ from outside. `python reach.py JSON` is such a process.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,7 +27,8 @@ REPEATS = 3
 # Seconds that the other processes of a node have, once one has failed, to say why they fail too.
 GRACE_S = 5.0
 # Between two looks at the processes.
-PAUSE_S = 0.1
+PAUSE_S = 0.25
+ENDED = "ended, because another process has failed"
 
 
 @dataclass(frozen=True)
@@ -90,23 +93,23 @@ def sum_over_group(process: Process) -> float:
 
 def run_check(board: Board, topic: str, group: list[int], device: str, timeout_s: float) -> None:
     """Run this node's processes of a check over the nodes of `group`, and post how each ended."""
-    place, processes, outputs = board.place, [], []
+    place, prefix = board.place, f"{topic}/{group[0]}"
+    children = []
     for local_rank in range(place.gpus_per_node):
-        process = Process(place.address, board.port, f"{topic}/{group[0]}",
-                          group.index(place.node) * place.gpus_per_node + local_rank,
+        process = Process(place.address, board.port, prefix, group.index(place.node) * place.gpus_per_node + local_rank,
                           len(group) * place.gpus_per_node, local_rank, device, timeout_s)
-        output = _unnamed_file()
-        outputs.append(output)
-        processes.append(subprocess.Popen([sys.executable, __file__, json.dumps(asdict(process))], stdout=output,
-                                          stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
-    _wait(processes, timeout_s)
+        output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        child = subprocess.Popen([sys.executable, __file__, json.dumps(asdict(process))], stdout=output,
+                                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        children.append((child, output))
+    ended = _wait([child for child, _ in children], timeout_s, board, prefix)
     failed, rates = {}, []
-    for local_rank, (child, output) in enumerate(zip(processes, outputs, strict=True)):
+    for local_rank, (child, output) in enumerate(children):
         output.seek(0)
         lines = [line.strip() for line in output.read().splitlines() if line.strip()]
         output.close()
         if child.returncode:
-            failed[local_rank] = _reason(child.returncode, lines, timeout_s)
+            failed[local_rank] = _reason(child.returncode, lines, ended)
         else:
             rates.append(json.loads(lines[-1]))
     board.post(topic, {"failed": failed, "bytes_per_s": min(rates, default=0.0)})
@@ -121,34 +124,36 @@ def pairs_of(place: Place, turn: int) -> list[list[int]]:
     return found
 
 
-def _unnamed_file() -> TextIO:
-    import tempfile
+def _wait(processes: list[subprocess.Popen[Any]], timeout_s: float, board: Board, prefix: str) -> str:
+    """Until all have ended; ends those that have not when the time is up, or a while after a failure in the group.
 
-    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
-def _wait(processes: list[subprocess.Popen[Any]], timeout_s: float) -> None:
-    """Until all have ended; ends those that have not when the time is up, or a while after the first failure."""
+    Returns:
+        Why processes were ended, if they were.
+    """
     # Starting Python and torch from a shared file system takes part of a check's own time a second time.
-    end = time.monotonic() + 2 * timeout_s
+    end, why = time.monotonic() + 2 * timeout_s, f"no answer from the others within {2 * timeout_s:g} s"
+    told = False
     while any(child.poll() is None for child in processes) and time.monotonic() < end:
-        if any(child.returncode for child in processes):
-            end = min(end, time.monotonic() + GRACE_S)
-            while any(child.poll() is None for child in processes) and time.monotonic() < end:
-                time.sleep(PAUSE_S)
-            break
+        failed_here = any(child.returncode for child in processes)
+        if failed_here and not told:
+            board.announce(f"{prefix} failed")
+        if not told and (failed_here or board.announced(f"{prefix} failed")):
+            told, end, why = True, min(end, time.monotonic() + GRACE_S), ENDED
         time.sleep(PAUSE_S)
+    if any(child.returncode for child in processes):
+        board.announce(f"{prefix} failed")
     for child in processes:
         if child.poll() is None:
             child.kill()
         child.wait()
+    return why
 
 
-def _reason(code: int, lines: list[str], timeout_s: float) -> str:
+def _reason(code: int, lines: list[str], ended: str) -> str:
     """Why a process failed, in one line."""
-    if code < 0 and not any("Error" in line for line in lines):
-        return f"no answer from the others within {timeout_s:g} s"
     named = [line for line in lines if "Error" in line]
+    if code == -signal.SIGKILL and not named:
+        return ended
     return (named or lines or [f"exit code {code}"])[-1][:300]
 
 

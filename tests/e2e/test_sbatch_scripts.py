@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from preflight_checks.run_plan import plan
 
 from mimo.config.cli import parse
 from mimo.config.validate import num_microbatches, train_iterations
+from tests.support.preflight import run_preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "scripts" / "sbatch"
@@ -328,17 +328,18 @@ def wait_for(*paths: Path) -> None:
 
 @pytest.mark.slow
 def test_the_preflight_of_two_nodes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, str(ROOT / "scripts" / "preflight.py"), "--gpus-per-node", "2", "--", "--device", "cpu",
-               "--model-provider", "mock", "--dataset-provider", "mock", "--train-iters", "10", "--save",
-               str(tmp_path / "run"), "--run-dir", str(tmp_path / "run")]
-    settings = {"JOB_HOSTS": "n1 n2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    nodes = [subprocess.Popen(command, env=os.environ | settings | {"SLURM_NODEID": str(node)}, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for node in (0, 1)]
-    outputs = [node.communicate(timeout=280)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert outputs[1] == "" and outputs[0].endswith("preflight: ready\n")
+    (first, report), (second, silence) = run_preflight(tmp_path, "--device", "cpu")
+    assert (first, second, silence) == (0, 0, ""), report
+    assert report.endswith("preflight: ready\n")
     for words in ("2 nodes, 2 processes each", "gloo in each node: ", "gloo over all nodes: ", "a checkpoint of about"):
-        assert words in outputs[0]
+        assert words in report
+
+
+@pytest.mark.slow
+def test_the_preflight_names_the_node_that_cannot_connect(tmp_path):
+    (first, report), (second, silence) = run_preflight(tmp_path, "--device", "cpu",
+                                                       second={"GLOO_SOCKET_IFNAME": "nowhere0"})
+    assert (first, second, silence) == (1, 1, ""), report
+    assert report.endswith("preflight: not ready\n")
+    assert "PROBLEM n2: gloo in each node: " in report and "nowhere0" in report
+    assert "PROBLEM n1" not in report and "over all nodes" not in report
