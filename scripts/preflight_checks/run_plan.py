@@ -76,7 +76,7 @@ def checkpoints(config: RunConfig) -> Checkpoints | None:
     frozen = config.model.frozen
     if isinstance(provider, StagedProvider):
         frozen |= provider.frozen_parts(config.model_family)
-    weight, state = (2, 12) if config.model.bf16 else (4, 12)
+    weight, state = (2, 12) if config.model.bf16 else (4, 8)
     size = 0
     for module in ("language", *(() if config.layout.llm_only else provider.encoders(config.model_family))):
         trains = module not in frozen and config.checkpoint.save_optim
