@@ -13,6 +13,8 @@ SITE_PATHS=(PYTHON DATA_PATH TOKENIZER NEMOTRON_CHECKPOINT RUN_DIR)
 VALUES=(GPUS_PER_NODE ENCODER_NODES LLM_NODES ENCODER_TP LLM_TP GBS MBS TRAIN_SAMPLES)
 # Seconds that torchrun gives the ranks to save after SIGTERM; --signal of a script leaves 30 s more.
 SHUTDOWN_TIMEOUT_S=570
+# Seconds that the nodes have to appear: hundreds of processes read Python and torch from one file system.
+PREFLIGHT_TIMEOUT_S=300
 # A run that is requeued more often than this has another problem.
 MAX_REQUEUES=200
 # The file that preflight.py --dry-run wants the command in; a job has none.
@@ -165,7 +167,8 @@ $LLM_NODES = $NUM_NODES: change #SBATCH --nodes"
 
     # For the preflight, which names the nodes that do not answer.
     export MASTER_ADDR="${hosts[0]}" MASTER_PORT="$port" JOB_HOSTS="${hosts[*]}"
-    run_step "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" -- "$@" || code=$?
+    run_step "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" --timeout-s "$PREFLIGHT_TIMEOUT_S" \
+        -- "$@" || code=$?
     if ((code != 0)) && [[ -z "$stopped" ]]; then
         die "preflight failed with exit code $code; nothing was started"
     fi
