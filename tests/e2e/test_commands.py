@@ -29,7 +29,8 @@ SETTINGS = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
                          "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
 # model of `hf_families` -> processes and flags of a run
 JOURNEYS = {"clip-llama": (2, ("--dataset-provider", "mock")),
-            "qwen3-moe": (1, ("--llm-only", "--dataset-provider", "mock", "--mock-text-only-fraction", "1"))}
+            "qwen3-moe": (1, ("--llm-only", "--dataset-provider", "mock", "--mock-text-only-fraction", "1")),
+            "nemotron-h": (1, ("--llm-only", "--dataset-provider", "mock", "--mock-text-only-fraction", "1"))}
 
 
 def mimo(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
