@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from mimo.config.validate import validate
 from mimo.protocols import LANGUAGE
 from tests.support import deepseek, equality, hf_families
+from tests.support.memory import peak_bytes
 
 # A dense layer and three MoE layers: they are not stacked.
 DEEPSEEK = {**deepseek.SIZES, "num_hidden_layers": 4, "model_type": "deepseek_v3",
@@ -364,33 +365,6 @@ def load_modules(rank: int, flags: tuple[str, ...], world_size: int, paths: dict
                 if not torch.equal(before.pop(0), piece.tensor):
                     changed.append(name)
         return report.absent, wrong, changed, len(reads)
-
-
-def peak_bytes(call: Any) -> int:
-    """Most bytes of tensors that are alive at once during a call, what it reads from files included."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.alive: dict[int, tuple[Any, int]] = {}
-            self.peak = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, (list, tuple)) else [result]:
-                if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                    storage = StorageWeakRef(tensor.untyped_storage())
-                    _, known = self.alive.get(storage.cdata, (None, 0))
-                    self.alive[storage.cdata] = storage, max(known, tensor.nbytes)
-            self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
-            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-            return result
-
-    with Count() as count:
-        call()
-    return count.peak
 
 
 def peaks(rank: int, flags: tuple[str, ...], folder: str, scratch: str) -> dict[str, int]:
