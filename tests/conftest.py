@@ -20,16 +20,21 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_hf_families.py": ("llama", "tied"),
     "test_language_model.py": ("",),
     "test_mtp.py": ("pytorch[two-depths-pp2]", "pytorch[packed-tp2]", "label_of", "reports", "unread"),
+    "test_mamba_mixer.py": ("",),
+    "test_nemotron.py": ("one_process[ep2-tp2]", "one_process[pp2]", "one_by_one[tp2]"),
+    "test_nemotron_h.py": ("",),
     "test_packed_attention.py": ("",),
+    "test_radio.py": ("published", "norms_names", "to_the_bit"),
     "test_recorded_bugs.py": ("",),
     "test_routed_lanes.py": ("",),
+    "test_single_model_checkpoint.py": ("is_named_on_every_rank", "one_error"),
 }
 # Elsewhere: long tests of what others touch, too.
 SLOW = (
     "test_quickstart.py::test_seeds_repeat_and_matter", "test_export_of_a_model_that_moved", "test_a_full_disk[shard",
     "test_verify_names_what_is_damaged", "test_the_examples_train[own_provider]", "test_killed_between_a_name",
     "test_a_run_restored_within_a_buffer", "test_bench_loader.py", "test_bench_checkpoint.py",
-    "test_data_stats.py::test_the_page",
+    "test_data_stats.py::test_the_page", "e2e/test_parity.py", "e2e/test_bench_train.py",
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -18,10 +19,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 _STOP = b""
+
+
+# Processes with more are replaced: threads of gloo groups that Megatron still refers to, which slow down every call.
+MAX_THREADS = 500
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -62,6 +68,8 @@ class WorkerPool:
         task = pickle.dumps((fn, args))
         finished = False
         try:
+            if any(_num_threads(worker) > MAX_THREADS for worker in self._workers):
+                self.close()
             if not self._workers:
                 self._start()
             port = _free_port()
@@ -129,6 +137,10 @@ class WorkerPool:
             connection.close()
         self._workers, self._connections = [], []
         atexit.unregister(self._kill)
+
+
+def _num_threads(worker: multiprocessing.process.BaseProcess) -> int:
+    return len(list(Path(f"/proc/{worker.pid}/task").iterdir()))
 
 
 @contextlib.contextmanager
@@ -246,3 +258,21 @@ def _forget_groups() -> None:
     moe_logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     if moe_logging is not None:  # its rows are as many as the layers of the model that came first
         moe_logging.destroy_moe_metrics_tracker()
+    _forget_models()
+
+
+def _forget_models() -> None:
+    """Free the models of a call, and with them their process groups: each gloo group keeps several threads.
+
+    A model's configuration has callbacks that lead back to the model. It is also held from C++, where the garbage
+    collector does not see the cycle.
+    """
+    configs = sys.modules.get("megatron.core.transformer.transformer_config")
+    if configs is None:
+        return
+    kinds = (configs.TransformerConfig, configs.MLATransformerConfig)
+    for found in gc.get_objects():
+        if type(found) in kinds:
+            found.finalize_model_grads_func = found.no_sync_func = None
+            found.grad_sync_func = found.param_sync_func = found.grad_scale_func = found.timers = None
+    gc.collect()

@@ -36,7 +36,8 @@ def test_record_is_flat_under_megatron_keys():
         "text-tokens": 1200, "packing-utilisation": 0.0, "bad-samples": 0,
         "data-wait-s": 0.001, "bridge-wait-s": 0.003, "forward-backward-s/vision": 0.09,
         "forward-backward-s/language": 0.1, "optimizer-s/vision": 0.01, "optimizer-s/language": 0.02,
-        "peak-memory-bytes/vision": 100, "peak-memory-bytes/language": 200, "skipped-iterations": 0, "success": True, "seq_load_balancing_loss": 1.01}
+        "peak-memory-bytes/vision": 100, "peak-memory-bytes/language": 200, "skipped-iterations": 0, "success": True,
+        "seq_load_balancing_loss": 1.01}
 
 
 def test_console_line():
