@@ -79,7 +79,8 @@ def test_lanes_may_change_where_their_workers_stay(pool: WorkerPool, shards: Pat
     before, after, save = tmp_path / "before", tmp_path / "after", tmp_path / "save"
     before.mkdir()
     after.mkdir()
-    flags = (*MODEL, *LAYOUT, *NOTED, *data_flags(shards), "--save", save, "--load", save, "--run-dir", tmp_path / "run")
+    flags = (*MODEL, *LAYOUT, *NOTED, *data_flags(shards), "--save", save, "--load", save,
+             "--run-dir", tmp_path / "run")
     run(pool, before, *flags, "--train-iters", 2)
     one_lane = (*flags, "--llm-dp", 1, "--encoder-tp", 2)
     run(pool, after, *one_lane, "--num-workers", 4, "--train-iters", 3)

@@ -19,11 +19,13 @@ LAYOUTS = {
     "llm-pp2": (3, "--llm-pp 2"),
     "encoder-pp2-llm-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
     "llm-ep2": (3, "--llm-dp 2 --llm-ep 2"),
-    "colocated-encoder-dp2-llm-tp2": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
+    "colocated-encoder-dp2-llm-tp2": (
+        2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
     "colocated-encoder-tp2-llm-dp2": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
     "overlapped-gradient-reduction": (
         3, "--encoder-dp 2 --micro-batch-size 2 --overlap-grad-reduce --encoder-ddp-overlap --ddp-num-buckets 3"),
-    "overlapped-parameter-gather": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"),
+    "overlapped-parameter-gather": (
+        3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"),
     "recomputed-activations": (3, "--llm-tp 2 --sequence-parallel --recompute full"),
     "unsharded-optimizer": (3, "--llm-dp 2 --no-use-distributed-optimizer"),
 }

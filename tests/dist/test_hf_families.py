@@ -69,7 +69,8 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 
 @pytest.mark.parametrize(("name", "layout"), slow_unless(
-    lambda name, layout: layout in QUICK.get(name, ("one-process", "disjoint")), CASES, name=lambda *case: "-".join(case)))
+    lambda name, layout: layout in QUICK.get(name, ("one-process", "disjoint")), CASES,
+    name=lambda *case: "-".join(case)))
 def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str,
                                               layout: str) -> None:
     world_size, flags = LAYOUTS_OF[name][layout]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support import equality, packing
+from tests.support import equality, packing, resuming
+from tests.support.global_state import initial_value
 from tests.support.spawn import WorkerPool
 
 # The oracle does not move the router's bias; `test_bias_moves_towards_an_even_load` watches it.
@@ -75,3 +78,30 @@ def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, layout: str) -> 
     outcomes = pool.run(packing.run, (*PACKED.split(), *grids.split()), ranks, True, SIZES, world_size=ranks)
     found = packing.differences(expected, outcomes, 1e-5)
     assert not found, "\n".join(found)
+
+
+CONSTANT = ("--global-batch-size", "4", "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0")
+
+
+def test_stage_1_moves_the_projector_alone_and_stage_2_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+    frozen, flags = frozenset({"vision", "language"}), (*CONSTANT, *TINY.split())
+    (oracle,) = pool.run(equality.run_oracle, flags, 4, frozen, resuming.SAVED_AT, world_size=1)
+    # The router's bias would move, if it did not stand still with the rest of the language model.
+    stage1 = ("--llm-dp", "2", "--llm-ep", "2", *flags, "--moe-router-bias-update-rate", "0.1", "--training-stage",
+              "stage1", "--save", str(tmp_path))
+    before = pool.run(resuming.train, stage1, 3, 0, world_size=3)
+    first = pool.run(resuming.train, stage1, 3, resuming.SAVED_AT, world_size=3)
+    assert first[0].losses == pytest.approx(oracle.losses[:resuming.SAVED_AT], rel=equality.TOLERANCE)
+    assert [run.updates for run in first] == [{"projector": {resuming.SAVED_AT}}, {}, {}], "optimizer states"
+    for run, start in zip(first, before, strict=True):
+        biases = [name for name in run.exact if name.endswith("expert_bias")]
+        assert biases or "projector" in run.updates
+        assert all(np.array_equal(run.exact[name], start.exact[name]) for name in biases)
+        for piece in run.parameters:
+            initial = initial_value(piece.key, piece.shape)[piece.slices].numpy()
+            assert np.array_equal(piece.value, initial) == (equality.part_of(piece.key) in frozen), piece.key
+    second = ("--llm-tp", "2", "--sequence-parallel", *flags, "--training-stage", "stage2", "--load", str(tmp_path))
+    for run in pool.run(resuming.train, second, 3, 4, world_size=3):
+        assert run.losses == pytest.approx(oracle.losses[resuming.SAVED_AT:], rel=equality.TOLERANCE)
+        # Adam's first updates turn rounding of small gradients into steps.
+        assert run.grad_norms == pytest.approx(oracle.grad_norms[resuming.SAVED_AT:], rel=1e-3)

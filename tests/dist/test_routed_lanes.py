@@ -82,8 +82,9 @@ def test_routed_and_own_lanes_give_the_batches_of_streams(pool: WorkerPool, layo
     world_size, flags = LAYOUTS[layout]
     words = tuple(flags.split())
     streams = pool.run(batches_of, words, world_size, "mock", "routed", world_size=world_size)
-    routed = pool.run(batches_of, words, world_size, "tests.support.routed_data:single", "routed", world_size=world_size)
-    own = pool.run(batches_of, words, world_size, "tests.support.routed_data:single", "per-lane", world_size=world_size)
+    single = "tests.support.routed_data:single"
+    routed = pool.run(batches_of, words, world_size, single, "routed", world_size=world_size)
+    own = pool.run(batches_of, words, world_size, single, "per-lane", world_size=world_size)
     assert [found for found, _ in routed] == [found for found, _ in streams] == [found for found, _ in own]
     read = [key for _, keys in routed for key in keys]
     assert len(read) == len(set(read)), "a sample was read twice"

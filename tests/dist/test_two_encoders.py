@@ -14,13 +14,16 @@ from tests.support.equality import NUM_STEPS, Outcome, make_loader, make_trainer
 from tests.support.global_state import assemble, read_gradients, read_parameters, worst_errors
 from tests.support.spawn import WorkerPool
 
-FLAGS = ("--model-provider", "tests.support.two_encoders:model", "--dataset-provider", "tests.support.two_encoders:data")
-ONE = Layout("colocated", 1, (GridSpec("vision"), GridSpec("thermal")), GridSpec("language"))
+FLAGS = ("--model-provider", "tests.support.two_encoders:model",
+         "--dataset-provider", "tests.support.two_encoders:data")
+VISION, THERMAL = GridSpec("vision"), GridSpec("thermal", offset=1)
+ONE = Layout("colocated", 1, (VISION, GridSpec("thermal")), GridSpec("language"))
 LAYOUTS = {
-    "three-grids": Layout("disjoint", 3, (GridSpec("vision"), GridSpec("thermal", offset=1)), GridSpec("language", offset=2)),
-    "thermal-tp2": Layout("disjoint", 4, (GridSpec("vision"), GridSpec("thermal", offset=1, tp=2)), GridSpec("language", offset=3)),
-    "two-lanes": Layout("disjoint", 4, (GridSpec("vision"), GridSpec("thermal", offset=1)), GridSpec("language", offset=2, dp=2)),
-    "colocated": Layout("colocated", 2, (GridSpec("vision", dp=2), GridSpec("thermal", tp=2)), GridSpec("language", tp=2)),
+    "three-grids": Layout("disjoint", 3, (VISION, THERMAL), GridSpec("language", offset=2)),
+    "thermal-tp2": Layout("disjoint", 4, (VISION, GridSpec("thermal", offset=1, tp=2)), GridSpec("language", offset=3)),
+    "two-lanes": Layout("disjoint", 4, (VISION, THERMAL), GridSpec("language", offset=2, dp=2)),
+    "colocated": Layout("colocated", 2, (GridSpec("vision", dp=2), GridSpec("thermal", tp=2)),
+                        GridSpec("language", tp=2)),
 }
 
 

@@ -60,8 +60,9 @@ class Outcome:
 
 
 def parse_config(*flags: str) -> RunConfig:
-    """The tests' small model with more flags, or the model that they name."""
-    return parse([*BASE, *(() if "--model-provider" in flags else MODEL), *flags])
+    """The tests' small model with more flags; a model of other flags brings its own sizes."""
+    named = flags[flags.index("--model-provider") + 1] if "--model-provider" in flags else "mock"
+    return parse([*BASE, *(() if named.startswith("nemotron") else MODEL), *flags])
 
 
 def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:
