@@ -177,6 +177,33 @@ def test_bug_9_encoder_gradient_is_the_mean_over_tokens_whoever_saw_images(pool:
             np.testing.assert_allclose(piece.value, factor * exact[piece.key][piece.slices], rtol=1e-3, atol=1e-6)
 
 
+# 10: the fused router sums in another order in bf16, which sends tokens to other experts
+
+def routing_of(rank: int, flags: tuple[str, ...]) -> list[tuple[bool, str, bool]]:
+    """Of each router: whether it is fused, its dtype, and whether it routes fixed logits as the plain formula does."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from tests.support.steps import trainer_of
+
+    with trainer_of(rank, ("--layout", "colocated", "--bf16", *flags), 1) as (parts, _):
+        found = []
+        for router in (part for part in parts.built.model.modules() if isinstance(part, TopKRouter)):
+            logits = torch.randn(16, 1, router.config.num_moe_experts, generator=torch.Generator().manual_seed(3))
+            chosen = router.routing(logits)[1]
+            scores = logits[:, 0].sigmoid() + router.expert_bias if router.expert_bias is not None else logits[:, 0]
+            expected = torch.zeros_like(chosen).scatter(1, scores.topk(router.topk, dim=-1).indices, True)
+            found.append((router.config.moe_router_fusion, router.config.moe_router_dtype,
+                          torch.equal(chosen, expected)))
+        return found
+
+
+@pytest.mark.parametrize("flags", [("--num-experts", "4"), ("--model-provider", "nemotron-moe-vlm-tiny")],
+                         ids=["softmax", "sigmoid"])
+def test_bug_10_routers_are_unfused_and_in_fp32(pool: WorkerPool, flags: tuple[str, ...]) -> None:
+    (found,) = pool.run(routing_of, flags, world_size=1)
+    assert found and set(found) == {(False, "fp32", True)}
+
+
 # 22: tensors inside a batch stayed on the host
 
 def all_tensors(value: Any) -> Iterator[torch.Tensor]:
