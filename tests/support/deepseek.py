@@ -182,7 +182,7 @@ def gradients_of(rank: int, flags: tuple[str, ...]) -> dict[str, torch.Tensor]:
 def train(rank: int, flags: tuple[str, ...], world_size: int) -> Any:
     """`equality.run_layout` of this model, its parameters a function of their names."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(equality, "BASE", BASE)
+        patch.setattr(equality, "parse_config", parse_config)
         return equality.run_layout(rank, flags, world_size)
 
 
