@@ -14,7 +14,7 @@ from mimo.protocols import LANGUAGE
 from mimo.weights.match import ModuleMatch, check_tensor, match_source
 from mimo.weights.rules import WeightMap
 from mimo.weights.source import Catalog, HfSource, SourceTensor
-from providers import causal_lm, llava
+from providers import causal_lm, llava, nemotron_h
 from tests.support.hf_families import LLAVA_MODELS, MODELS, TEXT_MODELS, build_hf
 
 VISION = llava.VISION
@@ -61,6 +61,8 @@ def match(shapes: Shapes, maps: Mapping[str, WeightMap], wanted: Iterable[str]) 
 def maps_of(model: Any) -> dict[str, WeightMap]:
     """Maps of the modules of our model with the same configuration."""
     sizes = model.config.to_dict()
+    if sizes["model_type"] == "nemotron_h":
+        return {LANGUAGE: nemotron_h.provider.weight_map(nemotron_h.from_hf(sizes), LANGUAGE)}
     if sizes["model_type"] != "llava":
         return {LANGUAGE: causal_lm.provider.weight_map(causal_lm.from_hf(sizes), LANGUAGE)}
     config = llava.from_hf(sizes)
