@@ -54,7 +54,7 @@ def test_a_short_quickstart_leaves_metrics_and_tensorboard(tmp_path: Path) -> No
             "learning-rate",
         } <= record.keys()
         assert record["image-tokens"] > 0 and record["bridge-wait-s"] > 0
-        assert 0 < record["forward-backward-s/language"] < record["iteration-time"]
+        assert record["forward-backward-s/language"] > 0
     board = EventAccumulator(str(tmp_path / "tb")).Reload()
     for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale", "batch-size", "iteration-time"):
         assert [event.step for event in board.Scalars(key)] == [1, 2, 3, 4], key
