@@ -14,7 +14,7 @@ from tests.support import equality, packing, resuming
 from tests.support.global_state import initial_value
 from tests.support.spawn import WorkerPool
 
-# The oracle does not move the router's bias; `test_bias_moves_towards_an_even_load` watches it.
+# The oracle does not move the router's bias; test_mtp.py compares it on hybrid layers, test_deepseek.py watches it.
 TINY = "--model-provider nemotron-moe-vlm-tiny --mock-image-size 32 --moe-router-bias-update-rate 0"
 MODELS = {
     "tiny": "--moe-aux-loss-coeff 0.01",
