@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, BuildContext, ParameterShape
+from mimo.protocols import LANGUAGE, BuildContext
 from providers.common import hf, hf_config
-from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.flops import decoder_flops
 from providers.common.text import TextProvider
@@ -58,27 +56,13 @@ class CausalLmProvider(TextProvider):
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf_config.ARCHITECTURES.values())
+    check = staticmethod(check_decoder)
+    check_grid = staticmethod(check_decoder_grid)
+    shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
-
-    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grid and against the sequence.
-
-        Raises:
-            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
-        """
-        source, config, problems = config.hf_config, resolve(config), Problems()
-        check_decoder(config, problems)
-        if not problems.found:
-            check_decoder_grid(config, layout.language, seq_length, problems)
-        problems.report(f"--hf-config {source}" if source else "")
-
-    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
-        """Every parameter of `language`."""
-        self.check_module(module)
-        return decoder_shapes(resolve(config))
 
     def forward_flops(
         self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.grid.spec import Layout
-from mimo.protocols import BuildContext, ParameterShape
+from mimo.protocols import BuildContext
 from providers.common import hf
-from providers.common.checks import Problems
 from providers.common.hf_deepseek import deepseek_config, deepseek_sizes
 from providers.common.mla import LatentDecoderConfig, check_latent, check_latent_grid, latent_shapes
 from providers.common.text import TextProvider
@@ -58,27 +56,13 @@ class DeepseekV3Provider(TextProvider):
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM",)
+    check = staticmethod(check_latent)
+    check_grid = staticmethod(check_latent_grid)
+    shapes = staticmethod(latent_shapes)
 
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
-
-    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grid and against the sequence.
-
-        Raises:
-            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
-        """
-        source, config, problems = config.hf_config, resolve(config), Problems()
-        check_latent(config, problems)
-        if not problems.found:
-            check_latent_grid(config, layout.language, seq_length, problems)
-        problems.report(f"--hf-config {source}" if source else "")
-
-    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
-        """Every parameter of `language`."""
-        self.check_module(module)
-        return latent_shapes(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Spec of the decoder; `context` is None on ranks that only read its width.

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, BuildContext, ParameterShape
+from mimo.protocols import LANGUAGE, BuildContext
 from providers.common import hf
-from providers.common.checks import Problems
 from providers.common.flops import hybrid_flops
 from providers.common.hf_nemotron import nemotron_config, nemotron_sizes
 from providers.common.hybrid import MOE, HybridConfig, check_hybrid, check_hybrid_grid
@@ -62,6 +60,9 @@ class NemotronHProvider(TextProvider):
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("NemotronHForCausalLM",)
+    check = staticmethod(check_hybrid)
+    check_grid = staticmethod(check_hybrid_grid)
+    shapes = staticmethod(hybrid_shapes)
 
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
@@ -71,23 +72,6 @@ class NemotronHProvider(TextProvider):
         """Routed experts of an E layer; 0 where there is none."""
         config = resolve(config)
         return config.num_experts if MOE in config.hybrid_layer_pattern else 0
-
-    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grid and against the sequence.
-
-        Raises:
-            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
-        """
-        source, config, problems = config.hf_config, resolve(config), Problems()
-        check_hybrid(config, problems)
-        if not problems.found:
-            check_hybrid_grid(config, layout.language, seq_length, problems)
-        problems.report(f"--hf-config {source}" if source else "")
-
-    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
-        """Every parameter of `language`."""
-        self.check_module(module)
-        return hybrid_shapes(resolve(config))
 
     def forward_flops(
         self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-from mimo.protocols import LANGUAGE, BuildContext, TokenSpec
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from providers.common.checks import Problems
 
 
 class TextProvider:
     """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
     A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest.
+
+    Attributes:
+        check: notes what is wrong with the sizes on any layout.
+        check_grid: notes what the language grid and `--seq-length` cannot hold.
+        shapes: every parameter.
     """
+
+    check: ClassVar[Callable[[Any, Problems], None]]
+    check_grid: ClassVar[Callable[[Any, GridSpec, int, Problems], None]]
+    shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
 
     def resolved(self, config: Any) -> Any:
         """`config` with the sizes of its `hf_config`, if it names one."""
@@ -20,6 +32,23 @@ class TextProvider:
     def encoders(self, config: Any) -> tuple[str, ...]:
         """None: there is only the language model."""
         return ()
+
+    def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, against the grid and against the sequence.
+
+        Raises:
+            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+        """
+        source, config, problems = config.hf_config, self.resolved(config), Problems()
+        self.check(config, problems)
+        if not problems.found:
+            self.check_grid(config, layout.language, seq_length, problems)
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
+        """Every parameter of `language`."""
+        self.check_module(module)
+        return self.shapes(self.resolved(config))
 
     def token_spec(self, config: Any) -> TokenSpec:
         """What a data set must produce: text. Placeholders get an id that no token has."""
