@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from mimo.grid.spec import GridSpec
+from mimo.protocols import LANGUAGE, BuildContext, ParameterShape
 from providers.common import hf, hf_config
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.flops import PROJECTOR, decoder_flops, projector_flops, vision_flops
 from providers.common.vision import VisionConfig, check_vision, check_vision_grid, image_tokens, vision_shapes
+from providers.common.vision_language import VISION, VisionLanguageProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mimo.weights.rules import WeightMap
 
-VISION = "vision"
 ENCODER = "vit"
 
 
@@ -57,73 +57,31 @@ def resolve(config: Config) -> Config:
     return from_hf(config.hf_config, config) if config.hf_config else config
 
 
-class LlavaProvider:
+class LlavaProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of LLaVA; every method takes unresolved configurations too."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("LlavaForConditionalGeneration",)
+    checks = (check_decoder, check_vision)
+    check_language_grid = staticmethod(check_decoder_grid)
+    image_tokens = staticmethod(image_tokens)
+    language_shapes = staticmethod(decoder_shapes)
 
-    def encoders(self, config: Config) -> tuple[str, ...]:
-        """The one encoder, `vision`."""
-        return (VISION,)
+    def resolved(self, config: Config) -> Config:
+        """As `resolve`."""
+        return resolve(config)
 
-    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grids and against the sequence.
+    def check_encoder_grid(self, config: Config, grid: GridSpec, problems: Problems) -> None:
+        """Note what the encoder grid cannot hold."""
+        check_vision_grid(config, self._projector_size(config), grid, problems)
 
-        Raises:
-            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
-        """
-        source, config, problems = config.hf_config, resolve(config), Problems()
-        check_decoder(config, problems)
-        check_vision(config, problems)
-        if not 0 <= config.image_token_id < config.vocab_size:
-            problems.add(f"--image-token-id {config.image_token_id} must lie between 0 and --vocab-size "
-                         f"{config.vocab_size} less one")
-        if not problems.found:
-            check_decoder_grid(config, layout.language, seq_length, problems)
-            for grid in layout.encoders:
-                check_vision_grid(config, self._projector_size(config), grid, problems)
-                if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
-                    problems.add(f"an image becomes {config.num_tokens} tokens (--vision-image-size "
-                                 f"{config.vision_image_size}, --vision-patch-size {config.vision_patch_size}), which "
-                                 f"leaves no room in --seq-length {seq_length}; it must be above {config.num_tokens}")
-        problems.report(f"--hf-config {source}" if source else "")
-
-    def token_spec(self, config: Config) -> TokenSpec:
-        """What a data set must produce."""
-        config = resolve(config)
-        if config.vision_dynamic_resolution:
-            return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
-                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
-        return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
-
-    def special_token_ids(self, config: Config) -> dict[str, int]:
-        """Placeholder of the encoder's tokens."""
-        return {VISION: resolve(config).image_token_id}
-
-    def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
-        """Language tokens that encoder `module` makes of an image of `height` by `width` pixels.
-
-        Raises:
-            ValueError: the encoder does not take this size.
-        """
-        return image_tokens(resolve(config), height, width)
-
-    def hidden_size(self, config: Config) -> int:
-        """Width of the language model."""
-        return resolve(config).hidden_size
+    def vision_shapes(self, config: Config) -> list[ParameterShape]:
+        """Every parameter of encoder and projector."""
+        return vision_shapes(config, self._projector_size(config), config.hidden_size)
 
     def num_experts(self, config: Config) -> int:
         """Experts of every decoder layer; 0 for a dense one."""
         return resolve(config).num_experts
-
-    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
-        """Every parameter of `language`, or of `vision` with its projector."""
-        config = resolve(config)
-        if module == LANGUAGE:
-            return decoder_shapes(config)
-        self._check_module(module)
-        return vision_shapes(config, self._projector_size(config), config.hidden_size)
 
     def forward_flops(
         self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
@@ -149,7 +107,7 @@ class LlavaProvider:
         """Spec of the vision module: a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.build import vision_spec
 
-        self._check_module(module)
+        self.check_module(module)
         config = resolve(config)
         return vision_spec(config, ENCODER, self._projector_size(config), config.hidden_size, context)
 
@@ -160,7 +118,7 @@ class LlavaProvider:
         config = resolve(config)
         if module == LANGUAGE:
             return weights.decoder_map(config, (*weights.LLAVA_LANGUAGE, weights.CAUSAL_LM))
-        self._check_module(module)
+        self.check_module(module)
         return weights.vision_map(config, ENCODER)
 
     def hf_config(self, config: Config) -> dict[str, Any]:
@@ -171,10 +129,6 @@ class LlavaProvider:
     @staticmethod
     def _projector_size(config: Config) -> int:
         return config.projector_hidden_size or config.hidden_size
-
-    @staticmethod
-    def _check_module(module: str) -> None:
-        assert module == VISION, f"llava has the modules {VISION} and {LANGUAGE}, not {module}"
 
 
 provider = LlavaProvider()

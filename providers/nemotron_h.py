@@ -16,7 +16,7 @@ from mimo.protocols import LANGUAGE, BuildContext
 from providers.common import hf
 from providers.common.flops import hybrid_flops
 from providers.common.hf_nemotron import nemotron_config, nemotron_sizes
-from providers.common.hybrid import MOE, HybridConfig, check_hybrid, check_hybrid_grid
+from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
 from providers.common.text import TextProvider
 
@@ -70,8 +70,7 @@ class NemotronHProvider(TextProvider):
 
     def num_experts(self, config: Config) -> int:
         """Routed experts of an E layer; 0 where there is none."""
-        config = resolve(config)
-        return config.num_experts if MOE in config.hybrid_layer_pattern else 0
+        return resolve(config).num_routed_experts
 
     def forward_flops(
         self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]

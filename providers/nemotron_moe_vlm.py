@@ -11,22 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, BuildContext, MegatronSource, ParameterShape, TokenSpec
+from mimo.protocols import LANGUAGE, BuildContext, MegatronSource, ParameterShape
 from providers import radio
 from providers.common import hf
-from providers.common.checks import Problems
 from providers.common.flops import PROJECTOR, hybrid_flops, projector_flops, vision_flops
 from providers.common.hf_nemotron import vlm_config, vlm_sizes
-from providers.common.hybrid import MOE, HybridConfig, check_hybrid, check_hybrid_grid
+from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
+from providers.common.vision_language import VISION, VisionLanguageProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mimo.weights.rules import WeightMap
 
-VISION = "vision"
 ENCODER = "radio"
 # --training-stage to the parts that do not train.
 STAGES = {"": frozenset[str](), "stage1": frozenset({VISION, LANGUAGE}), "stage2": frozenset[str]()}
@@ -104,7 +102,7 @@ def resolve(config: Config) -> Config:
     return dataclasses.replace(config, **vlm_sizes(hf.load(config.hf_config)), hf_config="")
 
 
-class NemotronVlmProvider:
+class NemotronVlmProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of one variant; every method takes unresolved configurations too.
 
     Args:
@@ -112,13 +110,23 @@ class NemotronVlmProvider:
         architectures: Hugging Face classes whose folders are taken for this variant.
     """
 
+    checks = (check_hybrid, radio.check_radio)
+    check_language_grid = staticmethod(check_hybrid_grid)
+    check_encoder_grid = staticmethod(radio.check_radio_grid)
+    image_tokens = staticmethod(radio.radio_image_tokens)
+    language_shapes = staticmethod(hybrid_shapes)
+
+    def vision_shapes(self, config: Config) -> list[ParameterShape]:
+        """Every parameter of encoder and projector."""
+        return radio.radio_shapes(config, config.hidden_size)
+
     def __init__(self, config: type[Config], architectures: tuple[str, ...] = ()) -> None:
         self.Config = config
         self.hf_architectures = architectures
 
-    def encoders(self, config: Config) -> tuple[str, ...]:
-        """The one encoder, `vision`."""
-        return (VISION,)
+    def resolved(self, config: Config) -> Config:
+        """As `resolve`."""
+        return resolve(config)
 
     def frozen_parts(self, config: Config) -> frozenset[str]:
         """What --training-stage freezes."""
@@ -133,65 +141,9 @@ class NemotronVlmProvider:
                     LANGUAGE: {"": "language_model."}}
         return MegatronSource(config.load_nemotron_checkpoint, "--load-nemotron-checkpoint", prefixes, IGNORED)
 
-    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grids and against the sequence.
-
-        Raises:
-            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
-        """
-        source, config, problems = config.hf_config, resolve(config), Problems()
-        check_hybrid(config, problems)
-        radio.check_radio(config, problems)
-        if not 0 <= config.image_token_id < config.vocab_size:
-            problems.add(f"--image-token-id {config.image_token_id} must lie between 0 and --vocab-size "
-                         f"{config.vocab_size} less one")
-        if not problems.found:
-            check_hybrid_grid(config, layout.language, seq_length, problems)
-            for grid in layout.encoders:
-                radio.check_radio_grid(config, grid, problems)
-                if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
-                    problems.add(f"an image becomes {config.num_tokens} tokens (--vision-image-size "
-                                 f"{config.vision_image_size}, --vision-patch-size {config.vision_patch_size}, "
-                                 f"--vision-pixel-shuffle {config.vision_pixel_shuffle}), which leaves no room in "
-                                 f"--seq-length {seq_length}; it must be above {config.num_tokens}")
-        problems.report(f"--hf-config {source}" if source else "")
-
-    def token_spec(self, config: Config) -> TokenSpec:
-        """What a data set must produce."""
-        config = resolve(config)
-        if config.vision_dynamic_resolution:
-            return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
-                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
-        return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
-
-    def special_token_ids(self, config: Config) -> dict[str, int]:
-        """Placeholder of the encoder's tokens."""
-        return {VISION: resolve(config).image_token_id}
-
-    def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
-        """Language tokens that encoder `module` makes of an image of `height` by `width` pixels.
-
-        Raises:
-            ValueError: the encoder does not take this size.
-        """
-        return radio.radio_image_tokens(resolve(config), height, width)
-
-    def hidden_size(self, config: Config) -> int:
-        """Width of the language model."""
-        return resolve(config).hidden_size
-
     def num_experts(self, config: Config) -> int:
         """Routed experts of an E layer; 0 where there is none."""
-        config = resolve(config)
-        return config.num_experts if MOE in config.hybrid_layer_pattern else 0
-
-    def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
-        """Every parameter of `language`, or of `vision` with its projector."""
-        config = resolve(config)
-        if module == LANGUAGE:
-            return hybrid_shapes(config)
-        self._check_module(module)
-        return radio.radio_shapes(config, config.hidden_size)
+        return resolve(config).num_routed_experts
 
     def forward_flops(
         self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
@@ -217,7 +169,7 @@ class NemotronVlmProvider:
         """Spec of the vision module: a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.radio_build import radio_spec
 
-        self._check_module(module)
+        self.check_module(module)
         config = resolve(config)
         return radio_spec(config, ENCODER, config.hidden_size, context)
 
@@ -229,16 +181,12 @@ class NemotronVlmProvider:
         config = resolve(config)
         if module == LANGUAGE:
             return language_map(config)
-        self._check_module(module)
+        self.check_module(module)
         return radio_map(config, ENCODER)
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """The model as a `NemotronH_Nano_VL_V2` configuration. Raises ValueError where none has its parts together."""
         return vlm_config(resolve(config))
-
-    @staticmethod
-    def _check_module(module: str) -> None:
-        assert module == VISION, f"the model has the modules {VISION} and {LANGUAGE}, not {module}"
 
 
 provider_20l = NemotronVlmProvider(Config, ("NemotronH_Nano_VL_V2",))

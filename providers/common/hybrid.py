@@ -107,6 +107,11 @@ class HybridConfig:
         return len(self.layers)
 
     @property
+    def num_routed_experts(self) -> int:
+        """Routed experts of an E layer; 0 where there is none."""
+        return self.num_experts if MOE in self.hybrid_layer_pattern else 0
+
+    @property
     def counts(self) -> Counter[str]:
         """Layers of each kind, those of multi-token prediction left out."""
         return Counter(self.layers)

@@ -1,0 +1,101 @@
+"""What every vision-language model's provider has in common: one encoder, `vision`, whose tokens replace placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE, ParameterShape, TokenSpec
+from providers.common.checks import Problems
+
+VISION = "vision"
+
+
+class VisionLanguageProvider:
+    """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
+
+    A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest. The
+    configuration has the flags of an encoder (`vision_...`) and of a decoder, and `image_token_id`.
+
+    Attributes:
+        checks: each notes what is wrong with the sizes of a part on any layout.
+        check_language_grid: notes what the language grid and `--seq-length` cannot hold.
+        check_encoder_grid: notes what the encoder grid cannot hold.
+        image_tokens: language tokens of an image of (height, width) pixels; ValueError for a size it cannot take.
+        language_shapes: every parameter of `language`.
+        vision_shapes: every parameter of `vision`, with its projector.
+    """
+
+    checks: ClassVar[tuple[Callable[[Any, Problems], None], ...]]
+    check_language_grid: ClassVar[Callable[[Any, GridSpec, int, Problems], None]]
+    check_encoder_grid: ClassVar[Callable[[Any, GridSpec, Problems], None]]
+    image_tokens: ClassVar[Callable[[Any, int, int], int]]
+    language_shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
+    vision_shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
+
+    def resolved(self, config: Any) -> Any:
+        """`config` with the sizes of its `hf_config`, if it names one."""
+        raise AssertionError("a family resolves its own configuration")
+
+    def encoders(self, config: Any) -> tuple[str, ...]:
+        """The one encoder, `vision`."""
+        return (VISION,)
+
+    def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, against the grids and against the sequence.
+
+        Raises:
+            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+        """
+        source, config, problems = config.hf_config, self.resolved(config), Problems()
+        for check in self.checks:
+            check(config, problems)
+        if not 0 <= config.image_token_id < config.vocab_size:
+            problems.add(f"--image-token-id {config.image_token_id} must lie between 0 and --vocab-size "
+                         f"{config.vocab_size} less one")
+        if not problems.found:
+            self.check_language_grid(config, layout.language, seq_length, problems)
+            for grid in layout.encoders:
+                self.check_encoder_grid(config, grid, problems)
+                if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
+                    problems.add(f"an image becomes {config.num_tokens} tokens (--vision-image-size "
+                                 f"{config.vision_image_size}, --vision-patch-size {config.vision_patch_size}, "
+                                 f"--vision-pixel-shuffle {config.vision_pixel_shuffle}), which leaves no room in "
+                                 f"--seq-length {seq_length}; it must be above {config.num_tokens}")
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def token_spec(self, config: Any) -> TokenSpec:
+        """What a data set must produce."""
+        config = self.resolved(config)
+        if config.vision_dynamic_resolution:
+            return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
+                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
+        return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
+
+    def special_token_ids(self, config: Any) -> dict[str, int]:
+        """Placeholder of the encoder's tokens."""
+        return {VISION: self.resolved(config).image_token_id}
+
+    def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
+        """Language tokens that encoder `module` makes of an image of `height` by `width` pixels.
+
+        Raises:
+            ValueError: the encoder does not take this size.
+        """
+        return self.image_tokens(self.resolved(config), height, width)
+
+    def hidden_size(self, config: Any) -> int:
+        """Width of the language model."""
+        size: int = self.resolved(config).hidden_size
+        return size
+
+    def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
+        """Every parameter of `language`, or of `vision` with its projector."""
+        self.check_module(module)
+        return (self.language_shapes if module == LANGUAGE else self.vision_shapes)(self.resolved(config))
+
+    @staticmethod
+    def check_module(module: str) -> None:
+        """Only `vision` and `language` are asked for."""
+        assert module in (VISION, LANGUAGE), f"the model has the modules {VISION} and {LANGUAGE}, not {module}"
