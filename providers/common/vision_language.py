@@ -1,4 +1,4 @@
-"""What every vision-language model's provider has in common: one encoder, `vision`, whose tokens replace placeholders."""
+"""What every vision-language provider has in common: one encoder, `vision`, whose tokens replace placeholders."""
 
 from __future__ import annotations
 
