@@ -108,22 +108,29 @@ def check(config: Config, tokens: TokenSpec, split: str) -> None:
     if image != FIRST_DIGIT - 1 and not NUM_WORDS <= image < tokens.vocab_size:
         free = f"3 or {NUM_WORDS} to {tokens.vocab_size - 1}" if tokens.vocab_size > NUM_WORDS else "3"
         raise ValueError(f"--image-token-id {image}: a word of the digits data set or no token id; free: {free}")
-    side, flag = tokens.image_size, "--vision-image-size"
-    if side == 0:
-        side, flag = config.digits_image_size, "--digits-image-size"
-    if side < SCAN_SIDE or side % SCAN_SIDE:
-        raise ValueError(f"{flag} {side}: must be a multiple of {SCAN_SIDE}, the pixels a side of a digit scan")
-    if config.digits_strip and tokens.image_size and side < SCAN_SIDE * config.digits_max:
+    check_sides(config, tokens)
+
+
+def check_sides(config: Config, tokens: TokenSpec) -> None:
+    """Raise ValueError, naming flags and values, for images that scans do not fit in."""
+    height, width = tokens.image_shape
+    sides = {"--vision-image-size": height, "--vision-image-width": width}
+    if height == width:
+        sides = {"--vision-image-size": height} if height else {"--digits-image-size": config.digits_image_size}
+    for flag, side in sides.items():
+        if side < SCAN_SIDE or side % SCAN_SIDE:
+            raise ValueError(f"{flag} {side}: must be a multiple of {SCAN_SIDE}, the pixels a side of a digit scan")
+    if config.digits_strip and tokens.image_size and width < SCAN_SIDE * config.digits_max:
         raise ValueError(
-            f"--digits-strip with --digits-max {config.digits_max} needs --vision-image-size of at least "
-            f"{SCAN_SIDE * config.digits_max}, got {side}"
+            f"--digits-strip with --digits-max {config.digits_max} needs {list(sides)[-1]} of at least "
+            f"{SCAN_SIDE * config.digits_max}, got {width}"
         )
 
 
 def image_size(config: Config, tokens: TokenSpec) -> tuple[int, int]:
     """Height and width in pixels of every image. A strip for an encoder of one fixed size is drawn inside that size."""
     if tokens.image_size:
-        return tokens.image_size, tokens.image_size
+        return tokens.image_shape
     width = config.digits_max if config.digits_strip else 1
     return config.digits_image_size, config.digits_image_size * width
 

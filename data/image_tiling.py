@@ -2,8 +2,8 @@
 
 Three ways, `--image-tiling`:
 
-- resize: one square of the encoder's size, whatever the aspect ratio.
-- fixed: a grid of such squares, its aspect ratio the nearest to the image's (InternVL 1.5, arXiv 2404.16821, section
+- resize: one tile of the encoder's size, whatever the image's aspect ratio.
+- fixed: a grid of such tiles, its aspect ratio the nearest to the image's (InternVL 1.5, arXiv 2404.16821, section
   3.2), with the whole image as a last tile on request.
 - dynamic: one tile of about the image's own size and aspect ratio, as encoders that pack patches take it. Never a
   thumbnail: there are as many tiles as images.
@@ -47,7 +47,7 @@ class Tiling:
 
     Attributes:
         kind: resize, fixed or dynamic; see the module's text.
-        image_size: pixels a side of a tile; 0 with dynamic.
+        tile_size: height and width of a tile in pixels; (0, 0) with dynamic.
         patch_size: pixels a side of a patch; 0 unless dynamic.
         size_multiple: height and width of a dynamic tile are multiples of it, and it is a multiple of `patch_size`.
         min_patches: fewest patches of a dynamic tile.
@@ -60,7 +60,7 @@ class Tiling:
     """
 
     kind: Literal["resize", "fixed", "dynamic"]
-    image_size: int
+    tile_size: Size
     patch_size: int
     size_multiple: int
     min_patches: int
@@ -83,7 +83,9 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
     flag = f"--image-tiling {config.image_tiling}"
     dynamic = config.image_tiling == "dynamic"
     if dynamic and not tokens.packs_patches:
-        takes = f"images of {tokens.image_size} pixels a side" if tokens.image_size else "whole images, not patches"
+        height, width = tokens.image_shape
+        fixed = f"images of {height} pixels a side" if height == width else f"images of {height} x {width} pixels"
+        takes = fixed if tokens.image_size else "whole images, not patches"
         raise ValueError(f"{flag}: the encoder takes {takes}; use --image-tiling resize or fixed")
     if not dynamic and tokens.image_size < 1:
         advice = "use --image-tiling dynamic" if tokens.packs_patches else "give the model an image size"
@@ -96,7 +98,7 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
         raise ValueError(f"{flag}: images are grey (1 channel) or RGB (3), the encoder takes {tokens.num_channels}")
     tiling = Tiling(
         kind=config.image_tiling,
-        image_size=tokens.image_size,
+        tile_size=tokens.image_shape,
         patch_size=tokens.patch_size if dynamic else 0,
         size_multiple=tokens.size_multiple if dynamic else 1,
         min_patches=config.min_patches,
@@ -196,15 +198,16 @@ def tile_grids(max_tiles: int) -> tuple[Size, ...]:
 
 
 def fixed_grid(height: int, width: int, tiling: Tiling) -> Size:
-    """Rows and columns of square tiles, the nearest to the image in width over height.
+    """Rows and columns of tiles whose grid is the nearest to the image in width over height.
 
     Of equally near grids, such as 1 x 1 and 2 x 2, the largest of whose area the image fills more than half
     (`find_closest_aspect_ratio` of InternVL 1.5).
     """
     best, best_error = (1, 1), math.inf
+    tile_height, tile_width = tiling.tile_size
     for rows, cols in tile_grids(tiling.max_tiles):
-        error = abs(width / height - cols / rows)
-        fills = height * width > 0.5 * tiling.image_size**2 * rows * cols
+        error = abs(width / height - cols * tile_width / (rows * tile_height))
+        fills = height * width > 0.5 * tile_height * tile_width * rows * cols
         if error < best_error or (error == best_error and fills):
             best, best_error = (rows, cols), error
     return best
@@ -230,7 +233,7 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
         return [dynamic_size(height, width, tiling)]
     rows, cols = fixed_grid(height, width, tiling) if tiling.kind == "fixed" else (1, 1)
     thumbnail = tiling.use_thumbnail and rows * cols > 1
-    return [(tiling.image_size, tiling.image_size)] * (rows * cols + thumbnail)
+    return [tiling.tile_size] * (rows * cols + thumbnail)
 
 
 def orientation(image: Image.Image) -> int:
@@ -314,14 +317,14 @@ def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     if tiling.kind != "fixed":
         return [normalised(resized(upright, tile), tiling) for tile in tile_sizes(*size, tiling)]
     rows, cols = fixed_grid(*size, tiling)
-    side = tiling.image_size
-    whole = normalised(resized(upright, (rows * side, cols * side)), tiling)
+    height, width = tiling.tile_size
+    whole = normalised(resized(upright, (rows * height, cols * width)), tiling)
     # Copies: a view would keep the whole grid alive in every tile.
     tiles = [
-        whole[:, row * side : (row + 1) * side, col * side : (col + 1) * side].copy()
+        whole[:, row * height : (row + 1) * height, col * width : (col + 1) * width].copy()
         for row in range(rows)
         for col in range(cols)
     ]
     if tiling.use_thumbnail and len(tiles) > 1:
-        tiles.append(normalised(resized(upright, (side, side)), tiling))
+        tiles.append(normalised(resized(upright, tiling.tile_size), tiling))
     return tiles

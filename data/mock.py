@@ -60,7 +60,7 @@ def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> S
     text += (tokens.image_token_id > 0) & (text >= tokens.image_token_id)
     answer = int(rng.integers(1, length))
     places = rng.integers(0, length - answer + 1, size=num_images)
-    size = (tokens.image_size or config.mock_image_size,) * 2
+    size = tokens.image_shape if tokens.image_size else (config.mock_image_size, config.mock_image_size)
     sample = Sample(
         key=f"mock/{lane.split}/{index:06d}",
         tokens=np.insert(text, places, tokens.image_token_id),

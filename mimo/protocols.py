@@ -79,11 +79,12 @@ class TokenSpec:
     Attributes:
         vocab_size: ids are below it.
         image_token_id: placeholder id of an image; -1: a text model, which takes no images.
-        image_size: pixels a side that the encoder takes; 0 where it takes any.
+        image_size: pixels a side that the encoder takes, the height where images are not square; 0 where it takes any.
         num_channels: channels of an image.
         patch_size: pixels a side of a patch, where the encoder takes images of any size as one packed sequence of
             patches; 0 where it takes whole images.
         size_multiple: height and width of an image are multiples of it (patch size times pixel shuffle factor).
+        image_width: pixels of an image's width; 0: as `image_size`.
     """
 
     vocab_size: int
@@ -92,6 +93,12 @@ class TokenSpec:
     num_channels: int
     patch_size: int = 0
     size_multiple: int = 1
+    image_width: int = 0
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width in pixels that the encoder takes; (0, 0) where it takes any."""
+        return self.image_size, self.image_width or self.image_size
 
     @property
     def packs_patches(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import Problems, divisors
+from providers.common.checks import Problems, divisors, flag, image_flags
 
 NUM_CHANNELS = 3
 
@@ -17,7 +17,9 @@ class RadioConfig:
     """RADIO vision transformer, pixel shuffle and projector; the defaults are those of ViT-H/16."""
 
     vision_image_size: int = 512
-    """Pixels a side of an image; images are square. No effect with dynamic resolution."""
+    """Pixels a side of an image; of images that are not square, their height. No effect with dynamic resolution."""
+    vision_image_width: int = 0
+    """Pixels of an image's width where images are not square; 0: as their height. Not with dynamic resolution."""
     vision_patch_size: int = 16
     """Pixels a side of a patch."""
     vision_dynamic_resolution: bool = False
@@ -66,9 +68,15 @@ class RadioConfig:
         return self.vision_hidden_size * self.vision_pixel_shuffle**2
 
     @property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width in pixels of every image, without dynamic resolution."""
+        return self.vision_image_size, self.vision_image_width or self.vision_image_size
+
+    @property
     def num_tokens(self) -> int:
-        """Language tokens of an image of `vision_image_size`."""
-        return (self.vision_image_size // self.size_multiple) ** 2
+        """Language tokens of an image of `image_shape`."""
+        height, width = self.image_shape
+        return (height // self.size_multiple) * (width // self.size_multiple)
 
     @property
     def num_positions(self) -> int:
@@ -78,11 +86,11 @@ class RadioConfig:
 
 def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
     """Language tokens of an image of `height` by `width` pixels. Raises ValueError for a size that does not fit."""
-    side, multiple, most = config.vision_image_size, config.size_multiple, config.vision_max_image_size
+    fixed, multiple, most = config.image_shape, config.size_multiple, config.vision_max_image_size
     image = f"an image of {height} x {width} pixels (height x width)"
     if not config.vision_dynamic_resolution:
-        if (height, width) != (side, side):
-            raise ValueError(f"{image} does not fit --vision-image-size {side}, which takes {side} x {side}")
+        if (height, width) != fixed:
+            raise ValueError(f"{image} does not fit {image_flags(*fixed)}, which takes {fixed[0]} x {fixed[1]}")
         return config.num_tokens
     if height < 1 or width < 1 or height % multiple or width % multiple:
         raise ValueError(f"{image}: both must be multiples of {multiple} (--vision-patch-size "
@@ -103,6 +111,8 @@ def check_radio(config: RadioConfig, problems: Problems) -> None:
         problems.add(f"--vision-num-channels {config.vision_num_channels}: RADIO takes {NUM_CHANNELS} channels")
     if config.vision_class_token_len < 0:
         problems.add(f"--vision-class-token-len {config.vision_class_token_len} must not be negative")
+    if config.vision_image_width < 0:
+        problems.add(f"--vision-image-width {config.vision_image_width} must not be negative; 0: as its height")
     if problems.found:
         return
     problems.divides("vision_max_image_size", config.vision_max_image_size, "vision_patch_size",
@@ -110,21 +120,26 @@ def check_radio(config: RadioConfig, problems: Problems) -> None:
     problems.divides("vision_hidden_size", config.vision_hidden_size, "vision_num_attention_heads",
                      config.vision_num_attention_heads)
     if not config.vision_dynamic_resolution:
-        _check_image_size(config, problems)
+        for name in ("vision_image_size", *(("vision_image_width",) if config.vision_image_width else ())):
+            _check_side(config, name, getattr(config, name), problems)
+    elif config.vision_image_width:
+        problems.add(f"--vision-image-width {config.vision_image_width} is for images of one size, and with "
+                     "--vision-dynamic-resolution they keep their own: leave it out, or use "
+                     "--no-vision-dynamic-resolution")
 
 
-def _check_image_size(config: RadioConfig, problems: Problems) -> None:
-    size, patch, factor = config.vision_image_size, config.vision_patch_size, config.vision_pixel_shuffle
-    problems.divides("vision_image_size", size, "vision_patch_size", patch)
-    side = size // patch
-    if size % patch == 0 and side % factor:
+def _check_side(config: RadioConfig, name: str, pixels: int, problems: Problems) -> None:
+    """Note what is wrong with height or width of the images, the field `name`."""
+    patch, factor = config.vision_patch_size, config.vision_pixel_shuffle
+    problems.divides(name, pixels, "vision_patch_size", patch)
+    side = pixels // patch
+    if pixels % patch == 0 and side % factor:
         fits = ", ".join(str(divisor) for divisor in divisors(side))
         problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
-                     f"--vision-image-size {size} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: "
-                     f"{fits}")
-    if size > config.vision_max_image_size:
-        problems.add(f"--vision-image-size {size} is larger than --vision-max-image-size "
-                     f"{config.vision_max_image_size}, the side of the position grid")
+                     f"{flag(name)} {pixels} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: {fits}")
+    if pixels > config.vision_max_image_size:
+        problems.add(f"{flag(name)} {pixels} is larger than --vision-max-image-size {config.vision_max_image_size}, "
+                     "the side of the position grid")
 
 
 def check_radio_grid(config: RadioConfig, grid: GridSpec, problems: Problems) -> None:

@@ -149,14 +149,16 @@ def request_of(config: Config, sizes: ModelSizes) -> tuple[DataRequest, Tiling]:
     Raises:
         ValueError: naming flags and values, for what cannot work.
     """
-    for name in ("seq_length", "image_size", "patch_size", "pixel_shuffle"):
-        if vars(sizes)[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {vars(sizes)[name]}: must be at least 1")
+    for name, least in (("seq_length", 1), ("image_size", 1), ("image_width", 0), ("patch_size", 1),
+                        ("pixel_shuffle", 1)):
+        if vars(sizes)[name] < least:
+            raise ValueError(f"--{name.replace('_', '-')} {vars(sizes)[name]}: must be at least {least}")
     multiple = sizes.patch_size * sizes.pixel_shuffle
     dynamic = config.image_tiling == "dynamic"
-    if not dynamic and sizes.image_size % multiple:
-        raise ValueError(f"--image-size {sizes.image_size}: must be a multiple of {multiple} (--patch-size "
-                         f"{sizes.patch_size} times --pixel-shuffle {sizes.pixel_shuffle})")
+    for name in ("image_size", "image_width"):
+        if not dynamic and vars(sizes)[name] % multiple:
+            raise ValueError(f"--{name.replace('_', '-')} {vars(sizes)[name]}: must be a multiple of {multiple} "
+                             f"(--patch-size {sizes.patch_size} times --pixel-shuffle {sizes.pixel_shuffle})")
     tokenizer = load_tokenizer(config.tokenizer)
     last_id = max(tokenizer.get_vocab().values())
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
@@ -170,6 +172,7 @@ def request_of(config: Config, sizes: ModelSizes) -> tuple[DataRequest, Tiling]:
         num_channels=sizes.num_channels,
         patch_size=sizes.patch_size if dynamic else 0,
         size_multiple=multiple if dynamic else 1,
+        image_width=0 if dynamic else sizes.image_width,
     )
     request = DataRequest(
         tokens=tokens,

@@ -158,7 +158,8 @@ def images_html(report: Report) -> str:
     ]
     if report.tiling.kind == "fixed":
         tiles = integer_bars([len(image.tiles) for image in images])
-        shown.append(("Tiles", tiles, f"tiles of {report.tiling.image_size} pixels, of an image"))
+        height, width = report.tiling.tile_size
+        shown.append(("Tiles", tiles, f"tiles of {width} x {height} pixels, of an image"))
     else:
         patches = integer_bars([image.patches(report.sizes.patch_size) for image in images])
         shown.append(("Patches", patches, f"patches of {report.sizes.patch_size} pixels, of an image"))

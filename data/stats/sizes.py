@@ -13,6 +13,8 @@ class ModelSizes:
     """Tokens of a row, image tokens included. Longer samples are bad samples."""
     image_size: int = 336
     """Pixels a side that the encoder takes (the model's --vision-image-size). Not used with --image-tiling dynamic."""
+    image_width: int = 0
+    """Width of such an image where it is not square (--vision-image-width); 0: as its height."""
     patch_size: int = 14
     """Pixels a side of a patch (--vision-patch-size)."""
     pixel_shuffle: int = 1

@@ -73,6 +73,8 @@ def parse(argv: list[str] | None = None) -> RunConfig:
 def with_training_stage(config: RunConfig) -> RunConfig:
     """The configuration with the parts frozen that the provider's training stage freezes.
 
+    A stage that freezes nothing leaves --freeze as it is: stage 2 with a frozen encoder, for one.
+
     Raises:
         ValueError: --freeze names other parts than the stage.
     """
@@ -80,10 +82,13 @@ def with_training_stage(config: RunConfig) -> RunConfig:
     if not isinstance(provider, StagedProvider) or not config.model_family.training_stage:
         return config
     stage = config.model_family.training_stage
-    frozen = ",".join(sorted(provider.frozen_parts(config.model_family)))
-    if config.model.freeze and config.model.frozen != frozenset(frozen.split(",")):
-        raise ValueError(f"--freeze {config.model.freeze} with --training-stage {stage}, which freezes "
-                         f"{frozen or 'nothing'}: give one of them")
+    parts = provider.frozen_parts(config.model_family)
+    if not parts:
+        return config
+    frozen = ",".join(sorted(parts))
+    if config.model.freeze and config.model.frozen != parts:
+        raise ValueError(f"--freeze {config.model.freeze} with --training-stage {stage}, which freezes {frozen}: give "
+                         "one of them")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=frozen))
 
 

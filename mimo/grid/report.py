@@ -102,15 +102,16 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     if not layout.encoders:
         return lines
     spec = provider.token_spec(config.model_family)
-    side = spec.image_size or max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
+    side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
+    height, width = spec.image_shape if spec.image_size else (side, side)
     hidden, dtype, dtype_bytes = _element(config, provider)
     for encoder in layout.encoders:
-        tokens = provider.num_image_tokens(config.model_family, encoder.name, side, side)
+        tokens = provider.num_image_tokens(config.model_family, encoder.name, height, width)
         lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
         whose = "bridge" if len(layout.encoders) == 1 else f"bridge of {encoder.name}"
         lines.append(f"{whose}: {format_bytes(lane)} per lane and microbatch, "
                      f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
-        lines.append(f"  (one {side}x{side} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
+        lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
     return lines
 
 

@@ -54,7 +54,7 @@ class RadioEncoder(RADIOViTModel):
             builds the layers as if a stage followed them.
         layer_spec: the layers.
         patch_size: pixels a side of a patch.
-        image_size: pixels a side of the (square) images; no effect with dynamic resolution.
+        image_size: height and width of the images in pixels; no effect with dynamic resolution.
         max_image_size: pixels a side of the image that has one position embedding for each of its patches.
         class_token_len: learned tokens before the patches of each image, dropped from the output.
         pg_collection: the module's process groups; one pipeline stage.
@@ -65,20 +65,22 @@ class RadioEncoder(RADIOViTModel):
     """
 
     def __init__(self, config: TransformerConfig, layer_spec: TransformerBlockSubmodules, *, patch_size: int,
-                 image_size: int, max_image_size: int, class_token_len: int, pg_collection: ProcessGroupCollection,
-                 dynamic_resolution: bool = False, pixel_shuffle: int = 1, cpe_augmentation: bool = False) -> None:
-        size = max_image_size if dynamic_resolution else image_size
-        side = size // patch_size
+                 image_size: tuple[int, int], max_image_size: int, class_token_len: int,
+                 pg_collection: ProcessGroupCollection, dynamic_resolution: bool = False, pixel_shuffle: int = 1,
+                 cpe_augmentation: bool = False) -> None:
+        height, width = (max_image_size, max_image_size) if dynamic_resolution else image_size
+        rows, columns = height // patch_size, width // patch_size
         assert max_image_size % patch_size == 0, f"positions for {max_image_size} pixels, patch size {patch_size}"
-        assert size % patch_size == 0, f"image size {size}, patch size {patch_size}"
-        assert dynamic_resolution or side % pixel_shuffle == 0, f"{side} patches a side, pixel shuffle {pixel_shuffle}"
+        assert (rows * patch_size, columns * patch_size) == (height, width), f"{image_size}, patch size {patch_size}"
+        assert dynamic_resolution or not (rows % pixel_shuffle or columns % pixel_shuffle), (
+            f"{rows} x {columns} patches, pixel shuffle {pixel_shuffle}")
         assert pg_collection.pp.size() == 1, "the wheel's RADIO has one pipeline stage"
         super().__init__(
             config, layer_spec, add_class_token=class_token_len > 0, class_token_len=class_token_len,
-            patch_dim=patch_size, img_h=size, img_w=size, max_img_h=max_image_size, max_img_w=max_image_size,
+            patch_dim=patch_size, img_h=height, img_w=width, max_img_h=max_image_size, max_img_w=max_image_size,
             has_cpe=True, embedder_bias=False, dynamic_resolution=dynamic_resolution,
             force_cpe_eval_mode=not cpe_augmentation, interpolate_align_corners=False, pg_collection=pg_collection)
-        self.grid, self.image_shape = (side, side), (NUM_CHANNELS, size, size)
+        self.grid, self.image_shape = (rows, columns), (NUM_CHANNELS, height, width)
         self.pixel_shuffle = pixel_shuffle
         if dynamic_resolution:
             # Tokens an image has inside the encoder; that depends on the image.
@@ -92,8 +94,8 @@ class RadioEncoder(RADIOViTModel):
         """Encode images.
 
         Args:
-            pixel_values: normalized pixels `[images, 3, image_size, image_size]`, any float dtype; with dynamic
-                resolution patches `[1, patches, 3 * patch_size ** 2]`, image after image and row by row.
+            pixel_values: normalized pixels `[images, 3, height, width]`, any float dtype; with dynamic resolution
+                patches `[1, patches, 3 * patch_size ** 2]`, image after image and row by row.
             imgs_sizes: with dynamic resolution int64 `[images, 2]`, height and width in pixels, on the host.
             packed_seq_params: with dynamic resolution one sequence of patches an image; left as it is.
 

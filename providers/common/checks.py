@@ -8,6 +8,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def image_flags(height: int, width: int) -> str:
+    """The flags of an encoder that takes images of `height` by `width` pixels."""
+    return f"--vision-image-size {height}" + (f" --vision-image-width {width}" if width != height else "")
+
+
 def divisors(value: int) -> list[int]:
     """Positive divisors of `value` (at least 1), ascending."""
     return [candidate for candidate in range(1, value + 1) if value % candidate == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from providers.common.checks import image_flags
 from providers.common.hf_text import allow
 from providers.radio import NUM_CHANNELS, RadioConfig
 
@@ -43,14 +44,15 @@ def radio_sizes(values: dict[str, Any]) -> dict[str, Any]:
     patch_size = vision.get("patch_size") or values.get("patch_size") or PATCH_SIZE
     allow("", "patch_size", values.get("patch_size", patch_size), (patch_size,))
     sizes = _transformer_sizes(vision, args)
+    dynamic = bool(args.get("min_num_patches") or vision.get("min_num_patches"))
     allow("", "vit_hidden_size", values.get("vit_hidden_size", sizes["vision_hidden_size"]),
           (sizes["vision_hidden_size"],))
     return {
         **sizes,
-        "vision_image_size": values.get("force_image_size") or IMAGE_SIZE,
+        **_image_size(values, vision, dynamic),
         "vision_patch_size": patch_size,
         "vision_num_channels": NUM_CHANNELS,
-        "vision_dynamic_resolution": bool(args.get("min_num_patches") or vision.get("min_num_patches")),
+        "vision_dynamic_resolution": dynamic,
         "vision_pixel_shuffle": _pixel_shuffle(values.get("downsample_ratio", 0.5)),
         "vision_class_token_len": _class_tokens(args),
         "vision_max_image_size": args.get("cpe_max_size") or vision.get("max_resolution") or MAX_IMAGE_SIZE,
@@ -67,6 +69,14 @@ def _transformer_sizes(vision: dict[str, Any], args: dict[str, Any]) -> dict[str
         return dict(zip(SIZE_FIELDS, (vision[key] for key in SIZE_KEYS), strict=True))
     allow("vision_config.args.", "model", args.get("model"), tuple(TIMM_SIZES))
     return dict(zip(SIZE_FIELDS, TIMM_SIZES[args["model"]], strict=True))
+
+
+def _image_size(values: dict[str, Any], vision: dict[str, Any], dynamic: bool) -> dict[str, int]:
+    """The one side of a model's images, or else height and width that its encoder prefers."""
+    forced = values.get("force_image_size")
+    height, width = (forced, forced) if forced else vision.get("preferred_resolution") or (IMAGE_SIZE, IMAGE_SIZE)
+    sizes = {"vision_image_size": height}
+    return sizes if dynamic or width == height else sizes | {"vision_image_width": width}
 
 
 def _pixel_shuffle(ratio: float) -> int:
@@ -101,6 +111,11 @@ def radio_config(config: RadioConfig) -> dict[str, Any]:
         if getattr(config, name) != value:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: NemotronH_Nano_VL_V2 has {value} "
                              "built in")
+    height, width = config.image_shape
+    if height != width:
+        raise ValueError(f"{image_flags(height, width)}: NemotronH_Nano_VL_V2 has images of one size as squares alone "
+                         "(force_image_size); with --vision-dynamic-resolution --vision-image-width 0 it takes images "
+                         "of this shape too, with the same weights and features")
     tokens = config.vision_class_token_len
     if tokens < 1:
         raise ValueError(f"--vision-class-token-len {tokens}: NemotronH_Nano_VL_V2 has at least one class token")
@@ -110,10 +125,9 @@ def radio_config(config: RadioConfig) -> dict[str, Any]:
     args: dict[str, Any] = {"model": model, "cpe_max_size": config.vision_max_image_size, "teachers": [],
                             "cls_token_per_teacher": False, "register_multiple": tokens if tokens > 1 else None,
                             "model_norm": config.vision_final_layernorm}
-    size = config.vision_image_size
     vision: dict[str, Any] = {
         "architectures": ["RADIOModel"], "args": args, "patch_size": config.vision_patch_size,
-        "max_resolution": config.vision_max_image_size, "preferred_resolution": [size, size],
+        "max_resolution": config.vision_max_image_size, "preferred_resolution": [height, width],
         "vitdet_window_size": None, "feature_normalizer_config": None, "inter_feature_normalizer_config": None,
     }
     if config.vision_dynamic_resolution:
@@ -124,7 +138,7 @@ def radio_config(config: RadioConfig) -> dict[str, Any]:
         vision.update(zip(SIZE_KEYS, sizes, strict=True))
     return {
         "vision_config": vision,
-        "force_image_size": size,
+        "force_image_size": height,
         "patch_size": config.vision_patch_size,
         "downsample_ratio": 1 / config.vision_pixel_shuffle,
         "ps_version": "v2",

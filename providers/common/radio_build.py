@@ -39,7 +39,7 @@ def radio_spec(config: RadioConfig, name: str, language_size: int, context: Buil
         normalization="RMSNorm", layernorm_epsilon=config.projector_norm_epsilon)
     encoder = ModuleSpec(module=RadioEncoder, params={
         "config": encoder_config, "layer_spec": vit_layer_spec(encoder_config, impl),
-        "patch_size": config.vision_patch_size, "image_size": config.vision_image_size,
+        "patch_size": config.vision_patch_size, "image_size": config.image_shape,
         "max_image_size": config.vision_max_image_size, "class_token_len": config.vision_class_token_len,
         "pg_collection": context.groups, "dynamic_resolution": config.vision_dynamic_resolution,
         "pixel_shuffle": config.vision_pixel_shuffle, "cpe_augmentation": config.vision_cpe_augmentation})

@@ -51,6 +51,11 @@ class VisionConfig:
     """Inner width of the projector; 0: the language model's width."""
 
     @property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width in pixels of every image, without dynamic resolution."""
+        return self.vision_image_size, self.vision_image_size
+
+    @property
     def num_patches(self) -> int:
         """Patches of an image of the size that the encoder was made for."""
         return (self.vision_image_size // self.vision_patch_size) ** 2

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, ParameterShape, TokenSpec
-from providers.common.checks import Problems
+from providers.common.checks import Problems, image_flags
 
 VISION = "vision"
 
@@ -16,7 +16,8 @@ class VisionLanguageProvider:
     """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
     A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest. The
-    configuration has the flags of an encoder (`vision_...`) and of a decoder, and `image_token_id`.
+    configuration has the flags of an encoder (`vision_...`) with its `image_shape` and `num_tokens`, those of a
+    decoder, and `image_token_id`.
 
     Attributes:
         checks: each notes what is wrong with the sizes of a part on any layout.
@@ -59,8 +60,8 @@ class VisionLanguageProvider:
             for grid in layout.encoders:
                 self.check_encoder_grid(config, grid, problems)
                 if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
-                    problems.add(f"an image becomes {config.num_tokens} tokens (--vision-image-size "
-                                 f"{config.vision_image_size}, --vision-patch-size {config.vision_patch_size}, "
+                    problems.add(f"an image becomes {config.num_tokens} tokens ({image_flags(*config.image_shape)}, "
+                                 f"--vision-patch-size {config.vision_patch_size}, "
                                  f"--vision-pixel-shuffle {config.vision_pixel_shuffle}), which leaves no room in "
                                  f"--seq-length {seq_length}; it must be above {config.num_tokens}")
         problems.report(f"--hf-config {source}" if source else "")
@@ -71,7 +72,9 @@ class VisionLanguageProvider:
         if config.vision_dynamic_resolution:
             return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
                              patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
-        return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
+        height, width = config.image_shape
+        return TokenSpec(config.vocab_size, config.image_token_id, height, config.vision_num_channels,
+                         image_width=width)
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
         """Placeholder of the encoder's tokens."""

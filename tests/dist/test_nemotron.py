@@ -20,6 +20,7 @@ MODELS = {
     "tiny": "--moe-aux-loss-coeff 0.01",
     "latent": "--moe-latent-size 32 --moe-aux-loss-coeff 0.01",
     "tied": "--no-untie-embeddings-and-output-weights",
+    "wide": "--no-vision-dynamic-resolution --vision-image-size 16 --vision-image-width 48",
 }
 # name -> (model, ranks, flags)
 LAYOUTS = {
@@ -38,6 +39,7 @@ LAYOUTS = {
                                     "--sequence-parallel --micro-batch-size 2"),
     "latent-pp2": ("latent", 3, "--llm-pp 2"),
     "tied-pp2": ("tied", 3, "--llm-pp 2"),
+    "wide-encoder-tp2": ("wide", 3, "--encoder-tp 2"),
 }
 PACKED = """--model-provider nemotron-moe-vlm-tiny --hybrid-layer-pattern ME*-M --image-token-id 95
 --vision-num-layers 1 --moe-router-bias-update-rate 0"""

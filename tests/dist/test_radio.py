@@ -18,12 +18,18 @@ from tests.support.spawn import WorkerPool
 
 TOLERANCE = 1e-5
 SMALL = Config()
+WIDE = dataclasses.replace(SMALL, vision_image_size=32, vision_image_width=96)
 DYNAMIC = dataclasses.replace(SMALL, vision_dynamic_resolution=True)
 # Wide, square, high, of one token, as large as the position grid; one size twice.
 SIZES = ((32, 96), (64, 64), (96, 32), (16, 16), (128, 128), (32, 96))
 MODELS: dict[str, tuple[Config, tuple[radio.Size, ...]]] = {
     "fixed": (SMALL, ((64, 64),) * 3),
     "fixed-at-the-position-grid": (dataclasses.replace(SMALL, vision_image_size=128), ((128, 128),)),
+    "fixed-wide": (WIDE, ((32, 96),) * 3),
+    "fixed-high": (dataclasses.replace(SMALL, vision_image_size=96, vision_image_width=16), ((96, 16),) * 2),
+    "fixed-as-wide-as-the-position-grid": (
+        dataclasses.replace(SMALL, vision_image_width=128, vision_class_token_len=0, vision_pixel_shuffle=4),
+        ((64, 128),) * 2),
     "dynamic": (DYNAMIC, SIZES),
     "dynamic-without-class-token-and-last-norm": (
         dataclasses.replace(DYNAMIC, vision_class_token_len=0, vision_final_layernorm=False, vision_pixel_shuffle=1),
@@ -114,7 +120,7 @@ def compare_tensor_parallel(rank: int, config: Config, sizes: tuple[radio.Size, 
     return errors
 
 
-@pytest.mark.parametrize("name", ["fixed", "dynamic"])
+@pytest.mark.parametrize("name", ["fixed", "fixed-wide", "dynamic"])
 def test_two_tensor_parallel_ranks_equal_one(pool: WorkerPool, name: str) -> None:
     for errors in pool.run(compare_tensor_parallel, *MODELS[name], world_size=2):
         assert {key: error for key, error in errors.items() if not error < TOLERANCE} == {}
@@ -192,8 +198,7 @@ def repeat(rank: int, config: Config, frozen: bool) -> dict[str, Any]:
         module = radio.build(grids, config)
     if frozen:
         module.encoders.requires_grad_(False)
-    size = (config.vision_image_size,) * 2
-    _, inputs = radio.inputs_of(config, [size, size])
+    _, inputs = radio.inputs_of(config, [config.image_shape] * 2)
     passes = []
     for _ in range(3):
         module.train()
@@ -207,7 +212,7 @@ def repeat(rank: int, config: Config, frozen: bool) -> dict[str, Any]:
             "positions": 0.0 if gradient is None else float(gradient.abs().max())}
 
 
-@pytest.mark.parametrize("base", [SMALL, DYNAMIC], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("base", [SMALL, WIDE, DYNAMIC], ids=["fixed", "fixed-wide", "dynamic"])
 @pytest.mark.parametrize(("augmentation", "frozen"), [(False, False), (True, True), (True, False)])
 def test_training_draws_crops_of_the_positions_on_request_only(
     pool: WorkerPool, base: Config, augmentation: bool, frozen: bool
@@ -224,26 +229,27 @@ def call_wrongly(rank: int) -> dict[str, str]:
 
     said = {}
     with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:
-        for config in (SMALL, DYNAMIC):
+        for name, config in (("fixed", SMALL), ("wide", WIDE), ("dynamic", DYNAMIC)):
             module = radio.build(grids, config)
             assert module({}).shape == (0, config.hidden_size) and module(None).requires_grad
-            _, inputs = radio.inputs_of(config, [(64, 64)])
-            changes = {"whole": {"pixel_values": torch.zeros(2, 3, 32, 64)}}
+            _, inputs = radio.inputs_of(config, [config.image_shape])
+            changes = {"whole": {"pixel_values": torch.zeros(2, 3, 96, 32)}}
             if config is DYNAMIC:
                 changes |= {"patches": {"pixel_values": inputs["pixel_values"][:, 1:]},
                             "sizes": {"imgs_sizes": inputs["imgs_sizes"] * 2}}
-            for name, change in changes.items():
+            for what, change in changes.items():
                 with pytest.raises(ValueError, match="pixel_values has shape") as caught:
                     module(inputs | change)
-                said[f"{name} {config.vision_dynamic_resolution}"] = str(caught.value)
+                said[f"{what} {name}"] = str(caught.value)
     return said
 
 
 def test_images_of_another_size_are_refused(pool: WorkerPool) -> None:
     (said,) = pool.run(call_wrongly, world_size=1)
-    assert "[2, 3, 32, 64]" in said["whole False"] and "3, 64, 64" in said["whole False"]
-    assert "[1, 63, 192]" in said["patches True"] and "[64] patches" in said["patches True"]
-    assert "[256] patches" in said["sizes True"] and "[2, 3, 32, 64]" in said["whole True"]
+    assert "[2, 3, 96, 32]" in said["whole fixed"] and "3, 64, 64" in said["whole fixed"]
+    assert "[2, 3, 96, 32]" in said["whole wide"] and "3, 32, 96" in said["whole wide"]
+    assert "[1, 63, 192]" in said["patches dynamic"] and "[64] patches" in said["patches dynamic"]
+    assert "[256] patches" in said["sizes dynamic"] and "[2, 3, 96, 32]" in said["whole dynamic"]
 
 
 # Hugging Face folders

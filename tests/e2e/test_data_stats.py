@@ -196,6 +196,7 @@ def test_packing_counts_full_buffers():
     ("blend.yaml", ("--tokenizer", ""), "--tokenizer"),
     ("blend.yaml", ("--tokenizer", "nowhere"), "--tokenizer nowhere"),
     ("blend.yaml", ("--image-size", "18"), "--image-size 18"),
+    ("blend.yaml", ("--image-width", "18"), "--image-width 18: must be a multiple of 8"),
     ("blend.yaml", ("--packing-balance",), "--packing-balance"),
     ("blend.yaml", ("--samples", "0"), "--samples 0"),
     ("blend.yaml", ("--out", "nowhere/page.html"), "--out nowhere/page.html"),

@@ -35,7 +35,7 @@ def build(config, tokens, lane, index):  # a function of (seed, index): every la
     question, answer = ([FIRST_BYTE + byte for byte in record[name].encode()] for name in ("question", "answer"))
     words = [tokens.image_token_id, *question, *answer, END]  # one placeholder an image
     targets = np.arange(len(words)) > len(question)  # the loss is on the answer
-    sample = Sample(f"{lane.split}/{place}", np.array(words), targets, image_sizes=[(tokens.image_size,) * 2])
+    sample = Sample(f"{lane.split}/{place}", np.array(words), targets, image_sizes=[tokens.image_shape])
     if lane.module != LANGUAGE:  # language ranks read no pixels
         sample.images = [np.load(Path(config.qa_folder) / record["image"])]
     return sample

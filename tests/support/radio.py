@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, ParameterShape, TokenSpec
+from mimo.protocols import LANGUAGE, ParameterShape
 from providers import llava
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder_grid, decoder_shapes
@@ -57,12 +57,6 @@ class RadioProvider(llava.LlavaProvider):
             for grid in layout.encoders:
                 check_radio_grid(config, grid, problems)
         problems.report()
-
-    def token_spec(self, config: Config) -> TokenSpec:
-        if config.vision_dynamic_resolution:
-            return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
-                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
-        return TokenSpec(config.vocab_size, config.image_token_id, config.vision_image_size, config.vision_num_channels)
 
     def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
         return radio_image_tokens(config, height, width)

@@ -185,6 +185,17 @@ def test_a_strip_fits_an_encoder_of_one_fixed_size():
     assert sample.images[0].shape == (3, 32, 32)
 
 
+def test_images_of_one_fixed_size_need_not_be_square():
+    any_size, wide = replace(TOKENS, image_size=0), replace(TOKENS, image_size=16, image_width=64)
+    config = Config(digits_strip=True, digits_text_only_fraction=0, digits_image_size=16)
+    for free, fixed in zip(read(config, 5, tokens=any_size), read(config, 5, tokens=wide), strict=True):
+        assert fixed.image_sizes == [(16, 64)] and np.array_equal(fixed.images[0], free.images[0])
+    single = replace(config, digits_strip=False)
+    for free, fixed in zip(read(single, 5, tokens=any_size), read(single, 5, tokens=wide), strict=True):
+        for apart, padded in zip(free.images, fixed.images, strict=True):
+            assert padded.shape == (3, 16, 64) and np.array_equal(padded[:, :, :16], apart)
+
+
 def test_decode():
     (sample,) = read(Config(digits_text_only_fraction=0, digits_min=2, digits_max=2), 1)
     number = "".join(str(token - FIRST_DIGIT) for token in answer(sample)[:-1])
@@ -208,6 +219,12 @@ def test_decode():
         (Config(), replace(TOKENS, image_size=20), "--vision-image-size 20: must be a multiple of 8"),
         (Config(digits_image_size=12), replace(TOKENS, image_size=0), "--digits-image-size 12: must be"),
         (Config(digits_strip=True), TOKENS, "--digits-strip with --digits-max 4 .* at least 32, got 16"),
+        (Config(), replace(TOKENS, image_width=20), "--vision-image-width 20: must be a multiple of 8"),
+        (
+            Config(digits_strip=True),
+            replace(TOKENS, image_size=32, image_width=24),
+            "needs --vision-image-width of at least 32, got 24",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_flag(config, tokens, message):

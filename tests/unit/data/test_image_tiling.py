@@ -16,10 +16,13 @@ from data.energon import Config
 from data.image_tiling import Tiling, oriented_size, tile_image, tile_sizes, tiling_of
 from mimo.protocols import TokenSpec
 
-RESIZE = Tiling("resize", 32, 0, 1, 4, 1024, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
+RESIZE = Tiling("resize", (32, 32), 0, 1, 4, 1024, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
 FIXED = replace(RESIZE, kind="fixed")
+WIDE = replace(FIXED, tile_size=(32, 64), use_thumbnail=True)
 # Cells of 32 pixels a side, 2 x 2 patches each: 1 to 16 of them.
-DYNAMIC = replace(RESIZE, kind="dynamic", image_size=0, patch_size=16, size_multiple=32, min_patches=4, max_patches=64)
+DYNAMIC = replace(
+    RESIZE, kind="dynamic", tile_size=(0, 0), patch_size=16, size_multiple=32, min_patches=4, max_patches=64
+)
 RAW = {"mean": (0.0,), "std": (1.0,), "num_channels": 1}
 PATCHES = TokenSpec(vocab_size=9, image_token_id=8, image_size=0, num_channels=3, patch_size=16, size_multiple=32)
 SQUARES = replace(PATCHES, image_size=32, patch_size=0, size_multiple=1)
@@ -168,10 +171,34 @@ def test_the_thumbnail_is_the_whole_image_and_comes_last():
     assert all(tile.base is None and tile.flags.c_contiguous for tile in tiles)
 
 
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "cols"),
+    [
+        (32, 64, 1, 1),  # one tile of that shape
+        (320, 640, 2, 2),  # of equally near grids the one that it fills
+        (64, 64, 2, 1),
+        (32, 256, 1, 4),
+        (300, 100, 6, 1),
+    ],
+)
+def test_tiles_need_not_be_square(height, width, rows, cols):
+    tiling = replace(WIDE, **RAW)
+    image = gradient(height, width)
+    whole = np.asarray(image.resize((cols * 64, rows * 32), Image.Resampling.BICUBIC))
+    tiles = [bytes_of(tile[0]) for tile in tile_image(image, tiling)]
+    assert tile_sizes(height, width, tiling) == [tile.shape for tile in tiles] == [(32, 64)] * len(tiles)
+    assert len(tiles) == rows * cols + (rows * cols > 1)
+    for place, tile in enumerate(tiles[: rows * cols]):
+        row, col = divmod(place, cols)
+        assert np.array_equal(tile, whole[row * 32 : row * 32 + 32, col * 64 : col * 64 + 64])
+    assert np.array_equal(tiles[-1], np.asarray(image.resize((64, 32), Image.Resampling.BICUBIC)))
+
+
 @pytest.mark.parametrize("height", [1, 32, 900])
 @pytest.mark.parametrize("width", [7, 32, 5000])
-def test_resized_images_are_one_square(height, width):
+def test_resized_images_are_one_tile(height, width):
     assert tile_sizes(height, width, replace(RESIZE, use_thumbnail=True)) == [(32, 32)]
+    assert tile_sizes(height, width, replace(WIDE, kind="resize")) == [(32, 64)]
 
 
 @pytest.mark.parametrize("tiling", [RESIZE, FIXED, DYNAMIC])
@@ -180,7 +207,7 @@ def test_an_image_without_pixels_is_refused(tiling):
         tile_sizes(0, 5, tiling)
 
 
-@pytest.mark.parametrize("tiling", [RESIZE, replace(FIXED, use_thumbnail=True), DYNAMIC])
+@pytest.mark.parametrize("tiling", [RESIZE, replace(FIXED, use_thumbnail=True), WIDE, DYNAMIC])
 @pytest.mark.parametrize("size", [(1, 1), (32, 32), (100, 41), (3, 700)])
 @pytest.mark.parametrize("num_channels", [1, 3])
 def test_tiles_have_the_sizes_that_were_foretold(tiling, size, num_channels):
@@ -333,9 +360,10 @@ def test_pixels_without_a_known_range_are_refused(image, message):
 def test_tiling_of_takes_what_each_kind_needs():
     config = Config(image_tiling="dynamic", min_patches=5, max_patches=50, image_mean=(0.5,), image_std=(1, 2, 3))
     tiling = tiling_of(config, PATCHES)
-    assert tiling == Tiling("dynamic", 0, 16, 32, 5, 50, 6, False, (0.5, 0.5, 0.5), (1, 2, 3), 3)
+    assert tiling == Tiling("dynamic", (0, 0), 16, 32, 5, 50, 6, False, (0.5, 0.5, 0.5), (1, 2, 3), 3)
     tiling = tiling_of(Config(image_tiling="fixed", max_tiles=4, use_thumbnail=True), SQUARES)
-    assert (tiling.kind, tiling.image_size, tiling.max_tiles, tiling.use_thumbnail) == ("fixed", 32, 4, True)
+    assert (tiling.kind, tiling.tile_size, tiling.max_tiles, tiling.use_thumbnail) == ("fixed", (32, 32), 4, True)
+    assert tiling_of(Config(), replace(SQUARES, image_width=48)).tile_size == (32, 48)
     grey = tiling_of(Config(image_mean=(0.5,), image_std=(0.5,)), replace(SQUARES, num_channels=1))
     assert (grey.kind, grey.mean, grey.num_channels) == ("resize", (0.5,), 1)
     # What only other kinds use does not matter.
@@ -350,6 +378,11 @@ def test_tiling_of_takes_what_each_kind_needs():
             {"image_tiling": "dynamic"},
             {"image_size": 32},
             "takes images of 32 pixels a side; use --image-tiling resize",
+        ),
+        (
+            {"image_tiling": "dynamic"},
+            {"image_size": 32, "image_width": 48},
+            "takes images of 32 x 48 pixels; use --image-tiling resize",
         ),
         ({"image_tiling": "dynamic"}, {"patch_size": 0}, "takes whole images, not patches"),
         ({}, {}, "--image-tiling resize: .* any size, .*; use --image-tiling dynamic"),

@@ -52,6 +52,8 @@ def test_the_language_side_has_the_same_tokens_and_no_pixels():
 def test_sizes_and_ends():
     (sample,) = read(Config(mock_text_only_fraction=0, mock_image_size=24), 1, tokens=replace(TOKENS, image_size=0))
     assert set(sample.image_sizes) == {(24, 24)}
+    (wide,) = read(Config(mock_text_only_fraction=0), 1, tokens=replace(TOKENS, image_width=20))
+    assert set(wide.image_sizes) == {(8, 20)} and {image.shape for image in wide.images} == {(2, 8, 20)}
     assert not any(sample.image_sizes for sample in read(Config(mock_images_max=0), 20))
     assert provider.num_samples(Config(), "train") is provider.num_samples(Config(), "valid") is None
     assert provider.decode(Config(), [4, 9]) == "4 9"

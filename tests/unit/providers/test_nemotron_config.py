@@ -167,6 +167,30 @@ def test_a_published_vlm() -> None:
     assert provider_of("NemotronHForCausalLM") == "nemotron_h"
 
 
+def test_the_size_of_images() -> None:
+    def sizes(**change: Any) -> tuple[int | None, int | None]:
+        values = {key: value for key, value in PUBLISHED_VLM.items() if key != "force_image_size"} | change
+        found = vlm_sizes(values | {"vision_config": PUBLISHED_VLM["vision_config"] | preferred})
+        return found["vision_image_size"], found.get("vision_image_width")
+
+    preferred = {"preferred_resolution": [256, 768]}
+    assert sizes() == (256, 768) and sizes(force_image_size=512) == (512, None)
+    # Images that keep their own sizes have no width.
+    preferred |= {"min_num_patches": 4}
+    assert sizes() == (256, None)
+    preferred = {"preferred_resolution": [768, 768]}
+    assert sizes() == (768, None)
+    preferred = {"preferred_resolution": None}
+    assert sizes() == (512, None)
+    config = dataclasses.replace(VLM.Config(), vision_dynamic_resolution=False)
+    assert VLM.hf_config(config)["vision_config"]["preferred_resolution"] == [32, 32]
+    wide = dataclasses.replace(config, vision_image_width=64)
+    with pytest.raises(ValueError, match="--vision-image-size 32 --vision-image-width 64: .* squares alone .force_"):
+        VLM.hf_config(wide)
+    # What the message advises.
+    VLM.hf_config(dataclasses.replace(wide, vision_dynamic_resolution=True, vision_image_width=0))
+
+
 @pytest.mark.parametrize(("args", "count"), [
     ({}, 4), ({"register_multiple": 8}, 8), ({"register_multiple": 4}, 8), ({"cpe_num_registers": 3}, 7),
     ({"cls_token_per_teacher": False, "register_multiple": 8}, 8), ({"cls_token_per_teacher": False}, 1),

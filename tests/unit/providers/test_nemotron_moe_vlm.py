@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from mimo.config.cli import parse
+from mimo.config.validate import validate
 from mimo.grid.plan import total_parameters
+from mimo.grid.report import dry_run_report
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import MODEL_PROVIDERS, model_provider
@@ -94,13 +96,36 @@ def test_an_image_above_the_patch_budget_is_refused() -> None:
         TINY.num_image_tokens(ConfigTiny(), "vision", 512, 64)
 
 
+def test_images_of_one_size_need_not_be_square() -> None:
+    config = ConfigTiny(vision_dynamic_resolution=False, vision_image_size=16, vision_image_width=48)
+    spec = TINY.token_spec(config)
+    assert spec.image_shape == (16, 48) and not spec.packs_patches
+    assert TINY.num_image_tokens(config, "vision", *spec.image_shape) == 3
+    TINY.validate(config, layout(), 64)
+    wide = dataclasses.replace(config, vision_image_width=256, vision_image_size=64)
+    assert ("an image becomes 64 tokens (--vision-image-size 64 --vision-image-width 256, --vision-patch-size 8, "
+            "--vision-pixel-shuffle 2), which leaves no room in --seq-length 64") in problems_of(wide, layout())
+    assert TINY.token_spec(ConfigTiny()).image_shape == (0, 0)
+    plan = dry_run_report(run := parse([
+        "--model-provider", "nemotron-moe-vlm-tiny", "--dataset-provider", "mock", "--no-vision-dynamic-resolution",
+        "--vision-image-size", "16", "--vision-image-width", "48", "--world-size", "2", "--dry-run"]),
+        validate(run, 2), TINY)
+    assert "(one 16x48 image per sample = 3 tokens, hidden size 64, bf16)" in plan
+
+
 def test_stages_freeze_their_parts() -> None:
     flags = ["--model-provider", "nemotron-moe-vlm-tiny", "--dataset-provider", "mock"]
     assert parse([*flags, "--training-stage", "stage1"]).model.frozen == {"vision", "language"}
     assert not parse([*flags, "--training-stage", "stage2"]).model.frozen
     assert parse([*flags, "--freeze", "vision"]).model.frozen == {"vision"}
-    with pytest.raises(ValueError, match="--freeze projector with --training-stage stage1, which freezes language,vis"):
-        parse([*flags, "--training-stage", "stage1", "--freeze", "projector"])
+    for own in ("vision", "vision,language"):
+        assert parse([*flags, "--training-stage", "stage2", "--freeze", own]).model.frozen == set(own.split(","))
+    same = parse([*flags, "--training-stage", "stage1", "--freeze", "vision,language"])
+    assert same.model.frozen == {"vision", "language"}
+    for other in ("projector", "vision"):
+        said = f"--freeze {other} with --training-stage stage1, which freezes language,vision: give one of them"
+        with pytest.raises(ValueError, match=said):
+            parse([*flags, "--training-stage", "stage1", "--freeze", other])
 
 
 def test_patterns_are_cut_into_equal_stages() -> None:

@@ -18,6 +18,7 @@ from providers.common.radio_weights import RADIO, HeadMajor, radio_map
 from providers.radio import RadioConfig, check_radio, check_radio_grid, radio_image_tokens
 
 DYNAMIC = RadioConfig(vision_dynamic_resolution=True)
+WIDE = RadioConfig(vision_image_width=1024)
 SMALL = RadioConfig(vision_num_layers=1)
 
 
@@ -37,15 +38,19 @@ def test_importing_the_encoder_imports_no_torch() -> None:
 
 
 def test_the_defaults_fit() -> None:
-    assert problems_of(RadioConfig(), GridSpec("vision", tp=8)) == problems_of(DYNAMIC) == []
+    assert problems_of(RadioConfig(), GridSpec("vision", tp=8)) == problems_of(DYNAMIC) == problems_of(WIDE) == []
 
 
 def test_tokens_of_an_image() -> None:
     assert radio_image_tokens(RadioConfig(), 512, 512) == 256
+    assert radio_image_tokens(WIDE, 512, 1024) == WIDE.num_tokens == 512
     assert radio_image_tokens(DYNAMIC, 32, 2048) == 64
     assert radio_image_tokens(DYNAMIC, 96, 64) == 6
     with pytest.raises(ValueError, match="--vision-image-size 512, which takes 512 x 512"):
         radio_image_tokens(RadioConfig(), 512, 480)
+    for size in ((1024, 512), (512, 512), (1024, 1024)):
+        with pytest.raises(ValueError, match="--vision-image-size 512 --vision-image-width 1024, which takes 512 x "):
+            radio_image_tokens(WIDE, *size)
     for size in ((48, 64), (64, 40), (0, 32)):
         with pytest.raises(ValueError, match="multiples of 32 "):
             radio_image_tokens(DYNAMIC, *size)
@@ -64,6 +69,13 @@ def test_an_image_beyond_the_position_grid_is_refused(size: tuple[int, int]) -> 
     ({"vision_image_size": 500}, "--vision-image-size 500 is not divisible by --vision-patch-size 16"),
     ({"vision_image_size": 528}, "--vision-pixel-shuffle 2 does not divide the 33 patches"),
     ({"vision_image_size": 4096}, "--vision-image-size 4096 is larger than --vision-max-image-size 2048"),
+    ({"vision_image_width": 500}, "--vision-image-width 500 is not divisible by --vision-patch-size 16"),
+    ({"vision_image_width": 528}, "does not divide the 33 patches a side of --vision-image-width 528 with"),
+    ({"vision_image_width": 4096}, "--vision-image-width 4096 is larger than --vision-max-image-size 2048"),
+    ({"vision_image_width": -512}, "--vision-image-width -512 must not be negative"),
+    ({"vision_image_width": 1024, "vision_image_size": 528}, "33 patches a side of --vision-image-size 528 with"),
+    ({"vision_image_width": 1024, "vision_dynamic_resolution": True},
+     "--vision-image-width 1024 is for images of one size, and with --vision-dynamic-resolution"),
     ({"vision_max_image_size": 1000, "vision_image_size": 512}, "--vision-max-image-size 1000 is not divisible"),
     ({"vision_num_attention_heads": 12}, "--vision-hidden-size 1280 is not divisible by --vision-num-attention-heads"),
 ])
