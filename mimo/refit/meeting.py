@@ -1,0 +1,132 @@
+"""Where trainer ranks and the engine's workers meet: tables of the set-up and flags of each sync, in one TCPStore.
+
+Every wait here is a poll with a deadline that also watches for a failure of anybody else, so that an error of one
+reaches all within a fraction of a second and a silent one is named when time is up. Bytes of weights never come here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+POLL_S = 0.002
+MAX_POLL_S = 0.05
+
+
+class RefitError(RuntimeError):
+    """A refit that did not happen; the engine then serves nothing until a whole one has succeeded."""
+
+
+class Meeting:
+    """One participant's view of the store.
+
+    Args:
+        store: connected to all participants.
+        who: this participant in messages: `trainer rank 3`, `worker 0`.
+        timeout_s: seconds to wait for others.
+    """
+
+    def __init__(self, store: Store, who: str, timeout_s: float) -> None:
+        self.store = store
+        self.who = who
+        self.timeout_s = timeout_s
+
+    @classmethod
+    def open(cls, address: str, port: int, who: str, timeout_s: float, is_host: bool = False) -> Meeting:
+        """Connect; the host serves the store, on a free port if `port` is 0 (see `port`).
+
+        Raises:
+            RefitError: nobody answers there.
+        """
+        try:
+            store = TCPStore(address, port, None, is_host, timedelta(seconds=timeout_s), wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            raise RefitError(f"{who} cannot reach the refit store at {address}:{port}: {error}") from error
+        return cls(store, who, timeout_s)
+
+    @property
+    def port(self) -> int:
+        """Port of the store."""
+        assert isinstance(self.store, TCPStore)
+        return int(self.store.port)
+
+    def publish(self, key: str, value: Any) -> None:
+        """Make plain data known under a key."""
+        self.store.set(key, zlib.compress(json.dumps(value).encode(), 1))
+
+    def read(self, key: str, scope: str, what: str) -> Any:
+        """Plain data that someone publishes.
+
+        Args:
+            key: where.
+            scope: whose failures end the wait (`set-up`, `sync 3`).
+            what: what is waited for, for messages.
+
+        Raises:
+            RefitError: someone failed, or nothing came in time.
+        """
+        for _ in self._polls(scope, lambda: f"{self.who} waits for {what}"):
+            if self.store.check([key]):
+                break
+        return json.loads(zlib.decompress(self.store.get(key)))
+
+    def arrive(self, scope: str, stage: str, note: str = "") -> None:
+        """Say that this participant has come to a stage."""
+        self.store.set(f"{scope}/{stage}/{self.who}", note or "here")
+
+    def wait_for(self, scope: str, stage: str, everybody: Sequence[str]) -> None:
+        """Wait until all have come to a stage.
+
+        Raises:
+            RefitError: someone failed, or did not come in time; it names them.
+        """
+        missing = [f"{scope}/{stage}/{who}" for who in everybody]
+
+        def absent() -> str:
+            late = [who for who, key in zip(everybody, missing, strict=True) if not self.store.check([key])]
+            return f"{scope}, stage {stage!r}: {self.who} waits for {', '.join(late)}"
+
+        for _ in self._polls(scope, absent):
+            if self.store.check(missing):
+                return
+
+    def fail(self, scope: str, reason: str) -> None:
+        """Tell everybody that a scope has failed; the first reason stays. Never raises: it is called on the way out."""
+        try:
+            self.store.compare_set(f"{scope}/failed", "", f"{self.who}: {reason}")
+        except RuntimeError:
+            return  # the store is gone, and with it everybody who could read it
+
+    def failure(self, scope: str) -> str | None:
+        """Why a scope failed, if it did.
+
+        Raises:
+            RefitError: the store is gone: the process that serves it, the trainer's first rank, has ended.
+        """
+        try:
+            return self.store.get(f"{scope}/failed").decode() if self.store.check([f"{scope}/failed"]) else None
+        except RuntimeError as error:
+            raise RefitError(f"{self.who} has lost the refit store, which the trainer's first rank serves: {error}"
+                             ) from error
+
+    def check(self, scope: str) -> None:
+        """Raise RefitError if a scope has failed."""
+        reason = self.failure(scope)
+        if reason is not None:
+            raise RefitError(f"{scope} failed: {reason}")
+
+    def _polls(self, scope: str, waiting: Any) -> Iterator[None]:
+        deadline, pause = time.monotonic() + self.timeout_s, POLL_S
+        while True:
+            self.check(scope)
+            yield
+            if time.monotonic() > deadline:
+                raise RefitError(f"{waiting()}; nothing came within {self.timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(MAX_POLL_S, pause * 1.5)

@@ -1,0 +1,126 @@
+"""Moving packed messages between the trainer's ranks and the engine's workers, point to point.
+
+The process group is one of its own: neither side's default group is touched, and the trainer's ranks come first in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from mimo.refit.meeting import MAX_POLL_S, POLL_S, RefitError
+
+BACKENDS = ("gloo", "nccl")
+
+
+class Wire:
+    """A process group of all trainer ranks and workers.
+
+    Args:
+        store: connected to all of them.
+        name: unique among the groups of a store.
+        rank: of this process among all.
+        world_size: trainer ranks and workers together.
+        backend: `gloo` or `nccl`.
+        timeout_s: of one transfer.
+
+    Raises:
+        ValueError: an unknown backend, or NCCL without CUDA devices.
+        RefitError: the others did not come.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"refit backend {backend!r}: known are {', '.join(BACKENDS)}")
+        self.backend = backend
+        self.timeout_s = timeout_s
+        own = PrefixStore(f"wire/{name}", store)
+        try:
+            self._group = _open(own, rank, world_size, backend, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RefitError(f"the {backend} group of {world_size} trainer ranks and workers did not form within "
+                             f"{timeout_s:g} s: {error}") from error
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+                 ) -> list[tuple[str, Any]]:
+        """Start sending and receiving contiguous messages; the works to `wait` for, each with its name.
+
+        Args:
+            sends: rank and message, uint8.
+            receives: rank and where its message goes, uint8.
+        """
+        if self.backend == "gloo":
+            return [(f"send of {message.numel()} bytes to {rank}", self._group.send([message], rank, 0))
+                    for rank, message in sends] + [
+                        (f"{message.numel()} bytes from {rank}", self._group.recv([message], rank, 0))
+                        for rank, message in receives]
+        if not sends and not receives:
+            return []
+        # NCCL needs all of an exchange in one group, or sends and receives wait for each other.
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._group._start_coalescing(device)
+        for rank, message in sends:
+            self._group.send([message], rank, 0)
+        for rank, message in receives:
+            self._group.recv([message], rank, 0)
+        return [(f"{len(sends)} messages to and {len(receives)} from others", self._group._end_coalescing(device))]
+
+    def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None]) -> None:
+        """Wait for works.
+
+        Args:
+            works: of `exchange`.
+            check: raises where somebody has failed meanwhile; asked again and again.
+
+        Raises:
+            RefitError: a transfer failed or took longer than the limit.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        for what, work in works:
+            try:
+                if self.backend == "gloo":
+                    work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                else:
+                    _poll(work, what, deadline, check, self.timeout_s)
+            except RuntimeError as error:
+                if isinstance(error, RefitError):
+                    raise
+                check()
+                raise RefitError(f"{what}: {error}") from error
+
+    def close(self) -> None:
+        """End the group; a transfer in progress fails on the other side."""
+        group, self._group = self._group, None
+        if group is not None and self.backend == "nccl":
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+
+def _open(store: Store, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
+    if backend == "gloo":
+        return ProcessGroupGloo(store, rank, world_size, timeout)
+    if not torch.cuda.is_available():
+        raise ValueError("refit backend 'nccl' needs CUDA devices; use 'gloo'")
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def _poll(work: Any, what: str, deadline: float, check: Callable[[], None], timeout_s: float) -> None:
+    pause = POLL_S / 10
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RefitError(f"{what} did not come within {timeout_s:g} s")
+        if pause >= MAX_POLL_S:
+            check()
+        time.sleep(pause)
+        pause = min(MAX_POLL_S, pause * 1.5)
+    work.wait()
