@@ -224,6 +224,25 @@ def test_training_draws_crops_of_the_positions_on_request_only(
     assert found["trains"] and found["projector"] and (found["positions"] > 0) == (not frozen)
 
 
+def fixed_and_packed(rank: int, config: Config) -> list[torch.Tensor]:
+    """Tokens of one image in training mode from equal random numbers, of a model of its size and of one of any size."""
+    from tests.support import provider_cases as cases
+
+    tokens = []
+    for dynamic in (False, True):
+        as_taken = dataclasses.replace(config, vision_dynamic_resolution=dynamic, vision_cpe_augmentation=True)
+        with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:
+            module = radio.build(grids, as_taken).train()
+        torch.manual_seed(3)
+        tokens.append(module(radio.inputs_of(as_taken, [config.image_shape])[1]).detach())
+    return tokens
+
+
+def test_a_fixed_image_that_is_not_square_draws_its_crop_as_a_packed_one(pool: WorkerPool) -> None:
+    ((fixed, packed),) = pool.run(fixed_and_packed, WIDE, world_size=1)
+    torch.testing.assert_close(fixed, packed, rtol=0, atol=float(TOLERANCE * packed.abs().max()))
+
+
 def call_wrongly(rank: int) -> dict[str, str]:
     from tests.support import provider_cases as cases
 

@@ -176,6 +176,7 @@ def test_the_thumbnail_is_the_whole_image_and_comes_last():
     [
         (32, 64, 1, 1),  # one tile of that shape
         (320, 640, 2, 2),  # of equally near grids the one that it fills
+        (40, 80, 1, 1),  # four of them it would fill less than half
         (64, 64, 2, 1),
         (32, 256, 1, 4),
         (300, 100, 6, 1),
