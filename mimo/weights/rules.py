@@ -10,11 +10,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from mimo.weights.keys import StoredTensor, stored_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive rows (of axis 0) of a Megatron tensor that are consecutive rows of one of its parts.
+
+    Attributes:
+        first: number of the first row in the Megatron tensor.
+        count: how many.
+        part: number of the part.
+        part_first: number of the first row in the part.
+    """
+
+    first: int
+    count: int
+    part: int
+    part_first: int
 
 
 class Conversion(Protocol):
@@ -26,6 +44,14 @@ class Conversion(Protocol):
 
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The parts, in the rule's order; views or copies. Raises ValueError for another shape."""
+        ...
+
+    def segments(self, rows: int) -> list[Segment] | None:
+        """What `to_hf` does with the rows of a Megatron tensor that has so many of them, in their order.
+
+        Rows in no segment belong to no part. None where a row of the Megatron tensor is not a row of a part: then there
+        is one part, the whole tensor in another shape.
+        """
         ...
 
 
@@ -49,6 +75,12 @@ class Direct:
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensor, reshaped."""
         return [_reshaped(tensor, self.megatron_shape, self.hf_shape)]
+
+    def segments(self, rows: int) -> list[Segment] | None:
+        """All rows, unless a reshape mixes them with other axes."""
+        if self.hf_shape is not None and self.hf_shape[:1] != (rows,):
+            return None
+        return [Segment(0, rows, 0, 0)]
 
 
 @dataclass(frozen=True)
@@ -84,6 +116,12 @@ class Fused:
         grouped = tensor.reshape(self.groups, sum(self.rows), *tensor.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split(list(self.rows), dim=1)]
 
+    def segments(self, rows: int) -> list[Segment]:
+        """Of each group, each part's rows."""
+        starts = [0, *accumulate(self.rows)]
+        return [Segment(group * starts[-1] + starts[part], count, part, group * count)
+                for group in range(self.groups) for part, count in enumerate(self.rows)]
+
 
 @dataclass(frozen=True)
 class PaddedRows:
@@ -109,6 +147,10 @@ class PaddedRows:
         if tensor.shape[0] != self.padded_rows:
             raise ValueError(f"shape {list(tensor.shape)} does not have {self.padded_rows} rows")
         return [tensor[: self.rows]]
+
+    def segments(self, rows: int) -> list[Segment]:
+        """The rows that stand for tokens."""
+        return [Segment(0, self.rows, 0, 0)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mimo.weights.rules import Rule, Style, WeightMap
+from mimo.weights.rules import Rule, Segment, Style, WeightMap
 from providers.radio import RadioConfig
 
 RADIO = "vision_model.radio_model."
@@ -54,6 +54,11 @@ class HeadMajor:
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The rows in the order query, key, value."""
         return [self._swapped(tensor, self.heads, 3)]
+
+    def segments(self, rows: int) -> list[Segment]:
+        """Query, key and value of each head."""
+        return [Segment((head * 3 + kind) * self.channels, self.channels, 0, (kind * self.heads + head) * self.channels)
+                for head in range(self.heads) for kind in range(3)]
 
     def _swapped(self, tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
         rows = outer * inner * self.channels

