@@ -1,0 +1,328 @@
+"""Who sends what to whom in a refit: the trainer's boxes intersected with the workers', computed by each end alone.
+
+Both ends know the chunk plan's entries and which rank of the trainer holds which box. A worker plans what it receives,
+a rank of the trainer what it sends, at a cost of its own share: no rank ever plans for all. The two agree to the last
+box and on the order, entry by entry; they compare `digest`s before a byte moves, and `first_difference` says in words
+where they disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mimo.refit.slots import Address, Box, Entry, Holders, Slot, Wants, contiguous_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A box that one rank of the trainer sends to one worker.
+
+    Attributes:
+        entry: number of its tensor in the chunk plan.
+        name: of the whole tensor.
+        box: in the whole tensor.
+        sender: rank of the trainer.
+        receiver: index of the worker.
+        target: where the worker puts it: in its live tensor or, for a name that goes through the engine's loader, in a
+            row-major tensor of the whole that is called by that name.
+    """
+
+    entry: int
+    name: str
+    box: Box
+    sender: int
+    receiver: int
+    target: Address
+
+
+@dataclass(frozen=True, slots=True)
+class SendOp(Op):
+    """The same as its sender plans it.
+
+    Attributes:
+        source: where the sender has it.
+    """
+
+    source: Address
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where processes run, by any name that is equal for those of one host.
+
+    Attributes:
+        ranks: host of each rank of the trainer.
+        workers: host of each worker.
+    """
+
+    ranks: Sequence[str]
+    workers: Sequence[str]
+
+
+def chunks(entries: Sequence[Entry], max_bytes: int) -> list[range]:
+    """Numbers of consecutive entries that travel together.
+
+    Args:
+        entries: the chunk plan's.
+        max_bytes: of whole tensors in a chunk, at most; a tensor larger than that has a chunk for itself.
+    """
+    found: list[range] = []
+    first = size = 0
+    for number, entry in enumerate(entries):
+        if number > first and size + entry.num_bytes > max_bytes:
+            found.append(range(first, number))
+            first, size = number, 0
+        size += entry.num_bytes
+    return [*found, range(first, len(entries))] if entries else []
+
+
+def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, receiver: int,
+                 hosts: Hosts | None = None) -> list[Op]:
+    """What a worker receives, entry by entry.
+
+    Args:
+        entries: the chunk plan's.
+        holders: what the ranks of the trainer hold.
+        wants: what the worker takes in.
+        receiver: index of the worker.
+        hosts: where processes run; given, a sender on the worker's own host comes first. The same on both ends.
+
+    Raises:
+        ValueError: the worker wants a tensor that is not in the chunk plan or that no rank holds.
+    """
+    known = {entry.name: entry for entry in entries}
+    missing = [name for name in (*(slot.name for slot in wants.direct), *wants.loader)
+               if name not in known or name not in holders]
+    if missing:
+        raise ValueError(f"worker {receiver} wants tensors that the trainer does not have: "
+                         f"{', '.join(dict.fromkeys(missing))}")
+    wanted = wanted_slots(wants, known)
+    turns: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+    operations = []
+    for number, entry in enumerate(entries):
+        for slot, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
+            piece = held.box.intersection(slot.box)
+            if piece is None:
+                continue
+            if held.ranks not in turns:
+                near = _near(held.ranks, receiver, hosts)
+                turns[held.ranks] = near, _turn(receiver, len(near))
+            near, turn = turns[held.ranks]
+            operations.append(Op(number, entry.name, piece, near[(turn + number) % len(near)], receiver,
+                                 slot.address.inside(slot.box, piece)))
+    return operations
+
+
+def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot], wants: Mapping[int, Wants], rank: int,
+              hosts: Hosts | None = None) -> list[SendOp]:
+    """What a rank of the trainer sends, entry by entry.
+
+    Args:
+        entries: the chunk plan's.
+        holders: what the ranks of the trainer hold.
+        slots: what this rank holds.
+        wants: what each worker takes in, by index; workers that share one object are planned together. Names that this
+            rank does not hold may be left out.
+        rank: this rank.
+        hosts: where processes run. The same on both ends.
+
+    Raises:
+        ValueError: this rank does not hold what the holders say, or has a tensor that is not in the chunk plan.
+    """
+    own = _own_boxes(holders, slots, rank)
+    numbers = {entry.name: number for number, entry in enumerate(entries) if entry.name in own}
+    if len(numbers) < len(own):
+        raise ValueError(f"trainer rank {rank} holds tensors that are not in the chunk plan: "
+                         f"{', '.join(sorted(own.keys() - numbers.keys()))}")
+    alike: dict[int, list[int]] = {}
+    for receiver in sorted(wants):
+        alike.setdefault(id(wants[receiver]), []).append(receiver)
+    held_entries = {name: entries[number] for name, number in numbers.items()}
+    groups = [(wanted_slots(wants[receivers[0]], held_entries), _Takers(receivers, rank, hosts))
+              for receivers in alike.values()]
+    operations = []
+    for name, number in numbers.items():
+        for wanted, takers in groups:
+            for slot, held in itertools.product(wanted.get(name, ()), own[name]):
+                piece = held.box.intersection(slot.box)
+                if piece is None:
+                    continue
+                target, source = slot.address.inside(slot.box, piece), held.address.inside(held.box, piece)
+                operations += [SendOp(number, name, piece, rank, receiver, target, source)
+                               for receiver in takers.of(held.ranks, number)]
+    return operations
+
+
+def wanted_slots(wants: Wants, entries: Mapping[str, Entry]) -> dict[str, list[Slot]]:
+    """What a worker wants of some entries, by name: its own slots, or one of the whole for its loader."""
+    found: dict[str, list[Slot]] = {}
+    for slot in wants.direct:
+        if slot.name in entries:
+            found.setdefault(slot.name, []).append(slot)
+    for name in wants.loader:
+        if name in entries:
+            shape = entries[name].shape
+            found.setdefault(name, []).append(
+                Slot(name, Box.whole(shape), Address(name, 0, contiguous_strides(shape))))
+    return found
+
+
+def by_sender(operations: Iterable[Op]) -> dict[int, list[Op]]:
+    """A worker's operations, by the rank that they come from."""
+    found: dict[int, list[Op]] = {}
+    for operation in operations:
+        found.setdefault(operation.sender, []).append(operation)
+    return found
+
+
+def by_receiver(operations: Iterable[SendOp]) -> dict[int, list[SendOp]]:
+    """A rank's operations, by the worker that they go to."""
+    found: dict[int, list[SendOp]] = {}
+    for operation in operations:
+        found.setdefault(operation.receiver, []).append(operation)
+    return found
+
+
+def within[Planned: Op](operations: Sequence[Planned], chunk: range) -> Sequence[Planned]:
+    """Those of a chunk's entries; operations are in the order of entries, as planned."""
+    return operations[bisect_left(operations, chunk.start, key=_entry):bisect_left(operations, chunk.stop, key=_entry)]
+
+
+class Running:
+    """A checksum over a sequence of operations: entries, names, dtypes, boxes and senders, in order.
+
+    Args:
+        entries: the chunk plan's.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries
+        self._hash = hashlib.sha256()
+
+    def add(self, operations: Iterable[Op]) -> None:
+        """Go on with these."""
+        self._hash.update("".join(f"{_line(self._entries, each)}\n" for each in operations).encode())
+
+    def hexdigest(self) -> str:
+        """So far."""
+        return self._hash.hexdigest()
+
+
+def digest(entries: Sequence[Entry], operations: Iterable[Op]) -> str:
+    """Equal where both ends of a pair plan the same operations in the same order, of the same names and dtypes."""
+    running = Running(entries)
+    running.add(operations)
+    return running.hexdigest()
+
+
+def described(entries: Sequence[Entry], operations: Iterable[Op]) -> list[str]:
+    """Each operation in words: name, dtype, box, number of the entry, sender."""
+    return [_line(entries, operation) for operation in operations]
+
+
+def described_entries(entries: Iterable[Entry]) -> list[str]:
+    """Each entry in words: name, dtype, shape, and whether it must stay float32."""
+    return [f"{entry.name} {entry.dtype} {list(entry.shape)}{' kept float32' * entry.keep_fp32}" for entry in entries]
+
+
+def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: str) -> str:
+    """Where two ends first disagree, in words; empty where they do not.
+
+    Args:
+        mine: one end's operations or entries, as `described` or `described_entries` has them.
+        theirs: the other's.
+        me: who the one is, such as `trainer rank 3`.
+        them: who the other is.
+    """
+    for number, (here, there) in enumerate(itertools.zip_longest(mine, theirs)):
+        if here != there:
+            return f"item {number}: {me} has {here or 'nothing more'}, {them} has {there or 'nothing more'}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _OwnBox:
+    """A holder's box on one of its ranks."""
+
+    box: Box
+    ranks: tuple[int, ...]
+    address: Address
+
+
+class _Takers:
+    """Which of several workers that want the same take a box from one rank."""
+
+    def __init__(self, receivers: Sequence[int], rank: int, hosts: Hosts | None) -> None:
+        self._receivers, self._rank, self._hosts = receivers, rank, hosts
+        # For the ranks of a holder: (replicas, number of this rank among them, workers by their turn), of each host.
+        self._turns: dict[tuple[int, ...], list[tuple[int, int, list[list[int]]]]] = {}
+
+    def of(self, ranks: tuple[int, ...], number: int) -> list[int]:
+        """Those that take an entry's box from this rank, which is one of the `ranks` that hold it."""
+        if ranks not in self._turns:
+            near_by: dict[tuple[int, ...], list[list[int]]] = {}
+            for receiver in self._receivers:
+                near = _near(ranks, receiver, self._hosts)
+                turns = near_by.setdefault(near, [[] for _ in near])
+                turns[_turn(receiver, len(near))].append(receiver)
+            self._turns[ranks] = [(len(near), near.index(self._rank), turns) for near, turns in near_by.items()
+                                  if self._rank in near]
+        return [receiver for count, place, turns in self._turns[ranks] for receiver in turns[(place - number) % count]]
+
+
+def _near(ranks: tuple[int, ...], receiver: int, hosts: Hosts | None) -> tuple[int, ...]:
+    """The ranks among which a worker chooses: those on its host, or all where there are none."""
+    if hosts is None:
+        return ranks
+    return tuple(rank for rank in ranks if hosts.ranks[rank] == hosts.workers[receiver]) or ranks
+
+
+def _turn(receiver: int, count: int) -> int:
+    """A worker's place among `count` replicas: the digits of its index in base `count`, added up.
+
+    Workers that want the same are a fixed distance apart, such as the tensor-parallel size. The index modulo `count`
+    would give them all the same replica where that distance is a multiple of `count`.
+    """
+    total = 0
+    while receiver and count > 1:
+        receiver, digit = divmod(receiver, count)
+        total += digit
+    return total % count
+
+
+def _own_boxes(holders: Holders, slots: Iterable[Slot], rank: int) -> dict[str, list[_OwnBox]]:
+    """A rank's slots in the order of the holders, by name. Raises ValueError where the two disagree."""
+    addresses = {(slot.name, slot.box): slot.address for slot in slots}
+    own: dict[str, list[_OwnBox]] = {}
+    problems = []
+    for name, boxes in holders.items():
+        for held in boxes:
+            if rank in held.ranks:
+                address = addresses.pop((name, held.box), None)
+                if address is None:
+                    problems.append(f"{name} {described_box(held.box)} should be there and is not")
+                else:
+                    own.setdefault(name, []).append(_OwnBox(held.box, held.ranks, address))
+    problems += [f"{name} {described_box(box)} is there and should not be" for name, box in addresses]
+    if problems:
+        raise ValueError(f"trainer rank {rank} does not hold what was agreed on; its layout has changed, or ranks were "
+                         f"mixed up: {'; '.join(problems)}")
+    return own
+
+
+def described_box(box: Box) -> str:
+    """A box as one would index with it."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(box.starts, box.stops, strict=True))}]"
+
+
+def _line(entries: Sequence[Entry], operation: Op) -> str:
+    return (f"{operation.name} {entries[operation.entry].dtype} {described_box(operation.box)} of entry "
+            f"{operation.entry} from trainer rank {operation.sender}")
+
+
+def _entry(operation: Op) -> int:
+    return operation.entry

@@ -1,0 +1,292 @@
+"""How Megatron shards a small mixture of experts over its ranks, and vLLM over its workers, by slicing numpy arrays.
+
+Independent of what it tests: every element of every Hugging Face tensor has a number (`SmallModel.whole`). The
+functions cut, fuse, pad and stack arrays of these numbers as Megatron-core 0.19 and vLLM 0.32 do; `slots_of`
+reads off the result which boxes of which tensors came to lie where. A transfer is right when each worker's tensors hold
+the numbers that its own slicing puts there.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from mimo.refit.plan import Op, SendOp
+from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, Wants
+
+Array = np.ndarray
+Tensors = dict[str, Array]
+Found = tuple[str, Box, int, tuple[int, ...]]
+# Of padding: no element of any tensor.
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """Sizes of a mixture of experts; `prefix` is that of its Hugging Face names."""
+
+    layers: int = 2
+    hidden: int = 8
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 2
+    inner: int = 16
+    experts: int = 4
+    vocabulary: int = 21
+    gated: bool = True
+    shared_expert: bool = True
+    tied: bool = False
+    prefix: str = "model"
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, in the order of the chunk plan."""
+        hidden, halves = self.hidden, ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        shapes: dict[str, tuple[int, ...]] = {f"{self.prefix}.embed_tokens.weight": (self.vocabulary, hidden)}
+        for layer in range(self.layers):
+            at = f"{self.prefix}.layers.{layer}"
+            shapes[f"{at}.input_layernorm.weight"] = (hidden,)
+            for part, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+                shapes[f"{at}.self_attn.{part}_proj.weight"] = (heads * self.head_dim, hidden)
+                shapes[f"{at}.self_attn.{part}_proj.bias"] = (heads * self.head_dim,)
+            shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, self.heads * self.head_dim)
+            shapes[f"{at}.mlp.gate.weight"] = (self.experts, hidden)
+            shapes[f"{at}.mlp.gate.e_score_correction_bias"] = (self.experts,)
+            mlps = [f"{at}.mlp.experts.{expert}" for expert in range(self.experts)]
+            mlps += [f"{at}.mlp.shared_expert"] if self.shared_expert else []
+            for mlp in mlps:
+                shapes |= {f"{mlp}.{half}.weight": (self.inner, hidden) for half in halves}
+                shapes[f"{mlp}.down_proj.weight"] = (hidden, self.inner)
+        shapes[f"{self.prefix}.norm.weight"] = (hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocabulary, hidden)
+        return shapes
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The chunk plan; routing stays float32, all else is bfloat16."""
+        return [Entry(name, "float32" if ".mlp.gate." in name else "bfloat16", shape, ".mlp.gate." in name)
+                for name, shape in self.shapes.items()]
+
+    @cached_property
+    def firsts(self) -> dict[str, int]:
+        """The number of each tensor's first element; the others follow, row by row."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        return {name: sum(sizes[:number]) for number, name in enumerate(self.shapes)}
+
+    @cached_property
+    def whole(self) -> Tensors:
+        """Every tensor as the numbers of its elements, which no two share."""
+        return {name: np.arange(self.firsts[name], self.firsts[name] + math.prod(shape)).reshape(shape)
+                for name, shape in self.shapes.items()}
+
+    def mlp_halves(self, mlp: str) -> list[Array]:
+        """Gate and up, or up alone."""
+        halves = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        return [self.whole[f"{mlp}.{half}.weight"] for half in halves]
+
+    def stage_layers(self, stages: int, stage: int) -> range:
+        """Layers of a pipeline stage, uneven where they must be."""
+        return range(self.layers * stage // stages, self.layers * (stage + 1) // stages)
+
+
+@dataclass(frozen=True)
+class TrainerLayout:
+    """A Megatron grid: `tp * dp * pp` ranks, which experts divide as `etp * ep * expert_dp * pp`."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def shards(self, model: SmallModel, rank: int) -> Tensors:
+        """A rank's parameters. Orders are Megatron's `tp-cp-ep-dp-pp`, with `etp` for `tp` where experts are."""
+        stage, dense = divmod(rank, self.tp * self.dp)
+        tp, etp, ep = dense % self.tp, dense % self.etp, dense // self.etp % self.ep
+        whole, prefix = model.whole, model.prefix
+        found = {}
+        if stage == 0 or (model.tied and stage == self.pp - 1):
+            found["embedding"] = part(padded(whole[f"{prefix}.embed_tokens.weight"], 4 * self.tp), self.tp, tp)
+        for layer in model.stage_layers(self.pp, stage):
+            at, local = f"{prefix}.layers.{layer}", layer - model.stage_layers(self.pp, stage).start
+            name = f"decoder.layers.{local}"
+            found[f"{name}.norm"] = whole[f"{at}.input_layernorm.weight"]
+            for kind in ("weight", "bias"):
+                found[f"{name}.linear_qkv.{kind}"] = part(interleaved(
+                    [whole[f"{at}.self_attn.{which}_proj.{kind}"] for which in "qkv"], model.kv_heads), self.tp, tp)
+            found[f"{name}.linear_proj"] = part(whole[f"{at}.self_attn.o_proj.weight"], self.tp, tp, 1)
+            found[f"{name}.router"] = whole[f"{at}.mlp.gate.weight"]
+            found[f"{name}.expert_bias"] = whole[f"{at}.mlp.gate.e_score_correction_bias"]
+            for number, expert in enumerate(share(model.experts, self.ep, ep)):
+                found |= self._mlp(model, f"{at}.mlp.experts.{expert}", f"{name}.experts.{number}", self.etp, etp)
+            if model.shared_expert:
+                found |= self._mlp(model, f"{at}.mlp.shared_expert", f"{name}.shared_expert", self.tp, tp)
+        if stage == self.pp - 1:
+            found["final_norm"] = whole[f"{prefix}.norm.weight"]
+            if not model.tied:
+                found["output_layer"] = part(padded(whole["lm_head.weight"], 4 * self.tp), self.tp, tp)
+        return found
+
+    @staticmethod
+    def _mlp(model: SmallModel, mlp: str, name: str, ways: int, place: int) -> Tensors:
+        halves = [part(half, ways, place) for half in model.mlp_halves(mlp)]
+        return {f"{name}.linear_fc1": np.concatenate(halves),
+                f"{name}.linear_fc2": part(model.whole[f"{mlp}.down_proj.weight"], ways, place, 1)}
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """vLLM: `replicas` independent engines of `dp * pp * tp` workers; `ep`: whole experts a worker, not slices."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: bool = False
+    replicas: int = 1
+
+    @property
+    def workers(self) -> int:
+        return self.replicas * self.dp * self.pp * self.tp
+
+    def shards(self, model: SmallModel, worker: int) -> Tensors:
+        """A worker's parameters as vLLM's loaders fill them; padding rows of the vocabulary are `PADDING`."""
+        rest, tp = divmod(worker, self.tp)
+        rest, stage = divmod(rest, self.pp)
+        moe = (rest % self.dp) * self.tp + tp  # experts are divided over data parallel workers, too
+        whole, prefix = model.whole, model.prefix
+        found = {}
+        if stage == 0 or (model.tied and stage == self.pp - 1):
+            found["embed_tokens"] = part(padded(whole[f"{prefix}.embed_tokens.weight"], 8 * self.tp), self.tp, tp)
+        for layer in model.stage_layers(self.pp, stage):
+            name = f"{prefix}.layers.{layer}"
+            found[f"{name}.input_layernorm"] = whole[f"{name}.input_layernorm.weight"]
+            kv_ways = min(self.tp, model.kv_heads)  # a head has several workers where there are fewer heads than those
+            for kind in ("weight", "bias"):
+                query, key, value = (whole[f"{name}.self_attn.{which}_proj.{kind}"] for which in "qkv")
+                found[f"{name}.qkv_proj.{kind}"] = np.concatenate([
+                    part(query, self.tp, tp), *(part(each, kv_ways, tp * kv_ways // self.tp) for each in (key, value))])
+            found[f"{name}.o_proj"] = part(whole[f"{name}.self_attn.o_proj.weight"], self.tp, tp, 1)
+            found[f"{name}.gate"] = whole[f"{name}.mlp.gate.weight"]
+            found[f"{name}.e_score_correction_bias"] = whole[f"{name}.mlp.gate.e_score_correction_bias"]
+            ways, place = (1, 0) if self.ep else (self.dp * self.tp, moe)
+            experts = share(model.experts, self.dp * self.tp, moe) if self.ep else range(model.experts)
+            mlps = [self._mlp(model, f"{name}.mlp.experts.{expert}", ways, place) for expert in experts]
+            if mlps:
+                found[f"{name}.w13_weight"] = np.stack([first for first, _ in mlps])
+                found[f"{name}.w2_weight"] = np.stack([second for _, second in mlps])
+            if model.shared_expert:
+                found[f"{name}.gate_up_proj"], found[f"{name}.down_proj"] = self._mlp(
+                    model, f"{name}.mlp.shared_expert", self.tp, tp)
+        if stage == self.pp - 1:
+            found["norm"] = whole[f"{prefix}.norm.weight"]
+            if not model.tied:
+                found["lm_head"] = part(padded(whole["lm_head.weight"], 8 * self.tp), self.tp, tp)
+        return found
+
+    @staticmethod
+    def _mlp(model: SmallModel, mlp: str, ways: int, place: int) -> tuple[Array, Array]:
+        return (np.concatenate([part(half, ways, place) for half in model.mlp_halves(mlp)]),
+                part(model.whole[f"{mlp}.down_proj.weight"], ways, place, 1))
+
+
+def part(tensor: Array, ways: int, place: int, axis: int = 0) -> Array:
+    """One of several equal parts of a tensor."""
+    return np.ascontiguousarray(np.split(tensor, ways, axis)[place])
+
+
+def padded(tensor: Array, multiple: int) -> Array:
+    """A vocabulary with rows of padding after its own."""
+    rows = -len(tensor) % multiple
+    return np.pad(tensor, ((0, rows), (0, 0)), constant_values=PADDING)
+
+
+def interleaved(parts: Sequence[Array], groups: int) -> Array:
+    """Megatron's linear_qkv: queries, key and value of the first group, those of the second, and so on."""
+    return np.concatenate([part(each, groups, group) for group in range(groups) for each in parts])
+
+
+def share(count: int, ways: int, place: int) -> range:
+    """Experts of one of several ranks: consecutive, the first ranks have one more where it does not come out even."""
+    each, more = divmod(count, ways)
+    first = place * each + min(place, more)
+    return range(first, first + each + (place < more))
+
+
+def slots_of(model: SmallModel, tensors: Tensors) -> list[Slot]:
+    """Which boxes of which Hugging Face tensors lie where, read off the numbers of their elements."""
+    return [Slot(source, box, Address(name, offset, strides)) for name, tensor in tensors.items()
+            for source, box, offset, strides in _found_in(model, tensor.shape, tensor.tobytes())]
+
+
+@cache
+def _found_in(model: SmallModel, shape: tuple[int, ...], numbers: bytes) -> list[Found]:
+    """Names, boxes, offsets and strides: rows of the last axis that follow each other in one tensor are one box."""
+    width = shape[-1] if len(shape) > 1 else 1
+    names, firsts = list(model.firsts), list(model.firsts.values())
+    found: list[Found] = []
+    above = ("", (), -1)  # what one more row of the box above would be: name, columns, number of the row
+    for number, row in enumerate(np.frombuffer(numbers, np.int64).reshape(-1, width)):
+        if row[0] == PADDING:
+            above = ("", (), -1)
+            continue
+        assert (np.diff(row) == 1).all(), f"row {number} of {shape} is not consecutive"
+        source = names[bisect_right(firsts, row[0]) - 1]
+        index, *first = (int(each) for each in np.unravel_index(row[0] - model.firsts[source], model.shapes[source]))
+        columns = tuple((each, each + width) for each in first)
+        if above == (source, columns, index):
+            _, box, offset, strides = found.pop()
+            found.append((source, Box(box.starts, (index + 1, *box.stops[1:])), offset, strides))
+        else:
+            found.append((source, Box((index, *(start for start, _ in columns)),
+                                      (index + 1, *(stop for _, stop in columns))),
+                          number * width, (width, 1)[-1 - len(columns):]))
+        above = (source, columns, index + 1)
+    return found
+
+
+def holders_of(slots: Sequence[Iterable[Slot]]) -> Holders:
+    """Every box with the ranks that hold it, from each rank's slots."""
+    found: dict[str, dict[Box, list[int]]] = {}
+    for rank, own in enumerate(slots):
+        for name, box in dict.fromkeys((slot.name, slot.box) for slot in own):
+            found.setdefault(name, {}).setdefault(box, []).append(rank)
+    return {name: [Holder(box, tuple(ranks)) for box, ranks in boxes.items()] for name, boxes in found.items()}
+
+
+def wants_of(model: SmallModel, slots: Sequence[Slot], through_loader: Callable[[str], bool]) -> Wants:
+    """What a worker wants, where names that say so go whole through its loader."""
+    order = {name: number for number, name in enumerate(model.shapes)}
+    direct = [slot for slot in slots if not through_loader(slot.name)]
+    loader = {slot.name for slot in slots if through_loader(slot.name)}
+    return Wants(tuple(sorted(direct, key=lambda slot: order[slot.name])), tuple(sorted(loader, key=order.__getitem__)))
+
+
+def taken(tensors: Tensors, address: Address, box: Box) -> Array:
+    """A box's elements in a rank's or worker's own tensor, as a view."""
+    tensor = tensors[address.tensor]
+    return np.ndarray(box.sizes, tensor.dtype, tensor, address.offset * tensor.itemsize,
+                      [stride * tensor.itemsize for stride in address.strides])
+
+
+def packed(operations: Iterable[SendOp], tensors: Tensors) -> Array:
+    """One message: the boxes in order."""
+    return np.concatenate([taken(tensors, each.source, each.box).reshape(-1) for each in operations])
+
+
+def unpacked(operations: Iterable[Op], message: Array, tensors: Tensors) -> int:
+    """Write a message's boxes to where they belong; the number of elements written."""
+    first = 0
+    for each in operations:
+        taken(tensors, each.target, each.box)[...] = message[first:first + each.box.numel].reshape(each.box.sizes)
+        first += each.box.numel
+    return first
