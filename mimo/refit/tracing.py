@@ -1,0 +1,251 @@
+"""Watches a loader write: every in-place operation is noted, by the tensors it reads and writes, and none is done.
+
+A storage tells which tensor a view belongs to. The storages of the checkpoint's tensors and of the model's are known
+from the start; the results of copies (`clone`, `contiguous`, `to`) stay the tensor they copy, the results of anything
+else are computed from the names they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mimo.refit.slots import Address, Slot
+from mimo.refit.strided import View, box_of
+
+ATEN = torch.ops.aten
+COPIES = (ATEN.clone.default, ATEN._to_copy.default)
+FILLS = (ATEN.fill_.Scalar, ATEN.zero_.default)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of the model.
+
+    Attributes:
+        path: first name of it.
+        whole: its layout in its storage.
+        dtype: of its elements.
+    """
+
+    path: str
+    whole: View
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Write:
+    """What an operation wrote into a tensor of the model.
+
+    Attributes:
+        names: checkpoint tensors whose values it read, none for a constant.
+        path: the tensor.
+        region: where, counted from its first element; None for an unknown part.
+        slot: the box it copied, if that is all it did.
+        value: of a constant, where it is known.
+    """
+
+    names: frozenset[str]
+    path: str
+    region: View | None
+    slot: Slot | None = None
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A whole tensor: a checkpoint's, or a copy of a view of another."""
+
+    whole: View
+    dtype: torch.dtype
+    name: str
+    parent: int | None = None
+    view: View | None = None
+
+
+class Tracer(TorchDispatchMode):
+    """A mode under which a loader runs without effect on the model.
+
+    Args:
+        targets: path and tensor of everything that the loader may write.
+
+    Attributes:
+        writes: what it would have written, in the order of the operations.
+    """
+
+    def __init__(self, targets: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.writes: list[Write] = []
+        self._kept: dict[int, torch.UntypedStorage] = {}  # the address of a freed storage would be given out again
+        self._targets: dict[int, list[Target]] = {}
+        self._sources: dict[int, _Source] = {}
+        self._computed: dict[int, frozenset[str]] = {}
+        self._pending: list[torch.Tensor] = []
+        for path, tensor in targets:
+            self._targets.setdefault(self._keep(tensor), []).append(Target(path, view_of(tensor), tensor.dtype))
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """Checkpoint tensors that the last operation read, if it raised."""
+        return self._names(self._pending)
+
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Makes a tensor known as the checkpoint's of that name."""
+        self._sources[self._keep(tensor)] = _Source(view_of(tensor), tensor.dtype, name)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops what was noted of names, before they are tried again."""
+        gone = frozenset(names)
+        self.writes = [write for write in self.writes if not write.names & gone]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = list(_written(func, args, kwargs))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._pending = tensors
+        if written:
+            result = self._write(func, args, kwargs, tensors, written)
+        elif func in COPIES and _key(args[0]) in self._sources:
+            result = self._copy(func, args[0], kwargs)
+        else:
+            result = func(*args, **kwargs)
+            self._follow(result, tensors)
+        self._pending = []
+        return result
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._kept[_key(tensor)] = tensor.untyped_storage()
+        return _key(tensor)
+
+    def _names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        """Checkpoint tensors that the values of tensors come from."""
+        names: set[str] = set()
+        for tensor in tensors:
+            key = _key(tensor)
+            if key in self._sources:
+                names.add(self._sources[key].name)
+            elif key in self._targets:
+                paths = {target.path for target in self._targets[key]}
+                names.update(*(write.names for write in self.writes if write.path in paths))
+            else:
+                names |= self._computed.get(key, frozenset())
+        return frozenset(names)
+
+    def _copy(self, func: Callable[..., torch.Tensor], tensor: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        if tensor.is_meta:  # stays so, whatever device the loader wants it on
+            kwargs = {name: tensor.device if name == "device" else value for name, value in kwargs.items()
+                      if name not in ("pin_memory", "non_blocking")}
+        result = func(tensor, **kwargs)
+        parent = self._sources[_key(tensor)]
+        if tensor.dtype != parent.dtype or not _dense(result):
+            self._computed[self._keep(result)] = frozenset([parent.name])
+        else:
+            self._sources[self._keep(result)] = _Source(
+                view_of(result), result.dtype, parent.name, _key(tensor), view_of(tensor))
+        return result
+
+    def _follow(self, result: Any, read: list[torch.Tensor]) -> None:
+        """Notes what the results of an operation come from; a view has the storage of what it shows."""
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            key = _key(tensor)
+            if key not in self._sources and key not in self._targets and key not in self._computed:
+                self._computed[self._keep(tensor)] = self._names(read)
+
+    def _write(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
+        for tensor in written:
+            key = _key(tensor)
+            if key in self._targets:
+                self._note(func, tensor, args, read)
+            elif key in self._sources or key in self._computed:
+                self._computed[key] = self._names(read)
+                self._sources.pop(key, None)
+        if all(_key(tensor) in self._computed and not tensor.is_meta for tensor in written):
+            return func(*args, **kwargs)  # the loader's own work space
+        return written[0] if func._schema.returns else None
+
+    def _note(self, func: Any, tensor: torch.Tensor, args: Any, read: list[torch.Tensor]) -> None:
+        if tensor.numel() == 0:
+            return
+        target, region = self._region(tensor)
+        if func in FILLS and region is not None:
+            value = 0.0 if func is ATEN.zero_.default else float(args[1])
+            self.writes.append(Write(frozenset(), target.path, region, value=value))
+            return
+        slot = None
+        if func is ATEN.copy_.default:
+            source = args[1].expand(tensor.shape)
+            slot = None if region is None else self._slot(source, target, region)
+            read = [source]
+        names = frozenset([slot.name]) if slot else self._names(read)
+        self.writes.append(Write(names, target.path, region, slot))
+
+    def _region(self, tensor: torch.Tensor) -> tuple[Target, View | None]:
+        """The model's tensor that a view belongs to, and where in it."""
+        view, known = view_of(tensor), self._targets[_key(tensor)]
+        target = next((one for one in known if one.whole.offset <= view.offset <= _last(one.whole)), known[0])
+        if tensor.dtype != target.dtype:
+            return target, None
+        return target, View(view.offset - target.whole.offset, view.sizes, view.strides)
+
+    def _slot(self, source: torch.Tensor, target: Target, region: View) -> Slot | None:
+        """The box that a copy copies; None if it does anything else."""
+        origin = self._sources.get(_key(source))
+        view, dtypes = view_of(source), []
+        if origin is None or origin.dtype != source.dtype:
+            return None
+        while True:
+            found = box_of(origin.whole, view, region)
+            if found is None:
+                return None
+            dtypes.append(origin.dtype)
+            box, region = found
+            if origin.parent is None or origin.view is None:
+                break
+            offset = origin.view.offset + sum(map(int.__mul__, box.starts, origin.view.strides))
+            view = View(offset, box.sizes, origin.view.strides)
+            if origin.parent not in self._sources:
+                return None
+            origin = self._sources[origin.parent]
+        if not _exact(dtypes, dtypes[-1], target.dtype):
+            return None
+        return Slot(origin.name, box, Address(target.path, region.offset, region.strides))
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """What tells storages apart."""
+    return tensor.untyped_storage()._cdata
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """A tensor's layout in its storage."""
+    return View(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype) -> bool:
+    """Whether casts in between keep all that the first or the last dtype can hold."""
+    return all(dtype in (torch.promote_types(dtype, first), torch.promote_types(dtype, last)) for dtype in dtypes)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or _last(view_of(tensor)) - tensor.storage_offset() + 1 == tensor.numel()
+
+
+def _last(view: View) -> int:
+    """Offset of the last element."""
+    return view.offset + sum((size - 1) * stride for size, stride in zip(view.sizes, view.strides, strict=True))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Tensors that an operation changes, by its schema."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,124 @@
+"""Tiny checkpoints, and vLLM's models for them: any rank of any tensor, pipeline or expert parallel size in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import safetensors.torch
+import torch
+import transformers
+from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from mimo.refit.slots import Entry
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": False}
+MOE = TEXT | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": TEXT | {"model_type": "qwen3"},
+    "qwen3-tied": TEXT | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3-moe": MOE | {"model_type": "qwen3_moe"},
+    "nemotron-h": {
+        "model_type": "nemotron_h", "vocab_size": 99, "hidden_size": 32, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 48, "ssm_state_size": 8, "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "n_groups": 8, "max_position_embeddings": 64, "hybrid_override_pattern": "M*-",
+        "num_hidden_layers": 3, "tie_word_embeddings": False},
+    "deepseek-v3": TEXT | {
+        "model_type": "deepseek_v3", "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 8},
+    "llava": {
+        "model_type": "llava", "vision_config": CLIP, "text_config": TEXT | {"model_type": "qwen3"},
+        "image_token_index": 98, "vision_feature_layer": -1},
+}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A worker's place.
+
+    Attributes:
+        tp: tensor parallel rank and size.
+        pp: pipeline rank and size.
+        experts_over_tp: whether the tensor parallel ranks hold whole experts each.
+    """
+
+    tp: tuple[int, int] = (0, 1)
+    pp: tuple[int, int] = (0, 1)
+    experts_over_tp: bool = False
+
+
+def checkpoint(name: str, directory: Path) -> dict[str, torch.Tensor]:
+    """Saves a random model of `MODELS` as transformers does and gives what it saved."""
+    fields = dict(MODELS[name])
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kind = transformers.AutoModelForImageTextToText if name == "llava" else transformers.AutoModelForCausalLM
+    model = kind.from_config(config)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.uniform_(-1, 1)
+    model.save_pretrained(directory)
+    return {key: tensor for file in sorted(directory.glob("*.safetensors"))
+            for key, tensor in safetensors.torch.load_file(file).items()}
+
+
+def entries_of(tensors: dict[str, torch.Tensor]) -> list[Entry]:
+    """The chunk plan of a checkpoint."""
+    return [Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors.items()]
+
+
+@contextmanager
+def as_rank(directory: Path, rank: Rank, dtype: str = "float32") -> Iterator[VllmConfig]:
+    """vLLM's groups and configuration are those of one worker; nothing is ever communicated."""
+    world = rank.tp[1] * rank.pp[1]
+    groups = {"_TP": rank.tp, "_PP": rank.pp, "_EP": rank.tp, "_DP": (0, 1), "_DCP": (0, 1), "_PCP": (0, 1),
+              "_WORLD": (rank.pp[0] * rank.tp[1] + rank.tp[0], world)}
+    before = {name: vars(parallel_state)[name] for name in groups}
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(directory), dtype=dtype, skip_tokenizer_init=True, max_model_len=64,
+                                 enforce_eager=True),
+        cache_config=CacheConfig(block_size=16), load_config=LoadConfig(load_format="dummy"),
+        parallel_config=ParallelConfig(enable_expert_parallel=rank.experts_over_tp))
+    config.parallel_config.tensor_parallel_size = rank.tp[1]
+    config.parallel_config.pipeline_parallel_size = rank.pp[1]
+    try:
+        for name, place in groups.items():
+            setattr(parallel_state, name, _group(name, *place))
+        with set_current_vllm_config(config):
+            yield config
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+def build(config: VllmConfig) -> torch.nn.Module:
+    """A worker's model with parameters of NaN, not processed; inside `as_rank`."""
+    with set_default_torch_dtype(config.model_config.dtype):
+        model = initialize_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    return model
+
+
+def _group(name: str, rank: int, size: int) -> parallel_state.GroupCoordinator:
+    group = object.__new__(parallel_state.GroupCoordinator)
+    vars(group).update(
+        unique_name=name, rank=rank, local_rank=rank, rank_in_group=rank, world_size=size, ranks=list(range(size)),
+        device=torch.device("cpu"), cpu_group=None, device_group=None, device_communicator=None)
+    return group
