@@ -165,6 +165,17 @@ def slot_from_json(value: Sequence[Any]) -> Slot:
     return Slot(name, Box(tuple(starts), tuple(stops)), Address(tensor, offset, tuple(strides)))
 
 
+def entry_as_json(entry: Entry) -> list[Any]:
+    """An entry as plain lists."""
+    return [entry.name, entry.dtype, list(entry.shape), entry.keep_fp32]
+
+
+def entry_from_json(value: Sequence[Any]) -> Entry:
+    """The other way."""
+    name, dtype, shape, keep_fp32 = value
+    return Entry(name, dtype, tuple(shape), keep_fp32)
+
+
 def holders_as_json(holders: Holders) -> dict[str, Any]:
     """Holders as plain lists."""
     return {name: [[list(held.box.starts), list(held.box.stops), list(held.ranks)] for held in boxes]

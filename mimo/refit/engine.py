@@ -1,0 +1,219 @@
+"""A vLLM engine that takes its weights from a trainer: one thin adapter for the versions in use (0.26 on GPUs, 0.32).
+
+It answers the four calls of vLLM's weight-transfer protocol itself, so it can be handed to `WeightSender` as it is, and
+adds what that protocol leaves to its caller: caches that hold results of old weights are emptied, the policy version
+goes with every answer, and nothing is generated while weights are missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mimo.refit.meeting import RefitError
+
+# Read by vLLM when it is imported or when its engine starts.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a rollout engine is.
+
+    Attributes:
+        model: folder with config.json, and tokenizer and processor where prompts are text or images; the weights in it
+            are read only with another `load_format`.
+        dtype: of weights and activations.
+        tensor_parallel_size, pipeline_parallel_size: workers of one replica.
+        enable_expert_parallel: experts are spread whole over the workers, not cut.
+        max_model_len: tokens of prompt and answer, at most.
+        max_num_seqs: sequences at a time.
+        load_format: vLLM's; `dummy`: made-up weights, which are never served.
+        seed: of vLLM's own generators.
+        extra: further arguments of `vllm.LLM`.
+        environment: further environment variables of the engine's process.
+    """
+
+    model: str
+    dtype: str
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    load_format: str = "dummy"
+    seed: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take in weights."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One generated answer.
+
+    Attributes:
+        token_ids: of the answer.
+        logprobs: natural logarithm of each token's probability under the weights that generated it.
+        version: policy version of those weights.
+        finish_reason: `stop`, or `length` where the limit cut it.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn.
+
+    Attributes:
+        max_tokens: of an answer.
+        temperature: 0: the likeliest token.
+        n: answers to each prompt.
+        seed: of the draws; None: the engine's own generator.
+        stop_token_ids: tokens that end an answer.
+        ignore_eos: go on after the model's own end token.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    n: int = 1
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class RolloutEngine:
+    """A vLLM engine in this process; its workers may be others.
+
+    Args:
+        options: what it is.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        for name, value in {**ENVIRONMENT, **options.environment}.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        from mimo.refit.plugin import BACKEND, register
+
+        register()
+        self.options = options
+        self.version: str | None = None if options.load_format == "dummy" else "initial"
+        self._llm: Any = LLM(
+            model=options.model, dtype=options.dtype, tensor_parallel_size=options.tensor_parallel_size,
+            pipeline_parallel_size=options.pipeline_parallel_size,
+            enable_expert_parallel=options.enable_expert_parallel, max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs, load_format=options.load_format, seed=options.seed,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND), **options.extra)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take in weights."""
+        return self.options.num_workers
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer. Raises RefitError where the two do not fit."""
+        self._rpc("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        """Serve nothing from now on; an update that was broken off is forgotten."""
+        self.version = None
+        # Blocks of old weights' keys and values must not answer for the new ones, even if the update fails.
+        self._reset_caches()
+        self._rpc("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take in weights. Raises RefitError; the engine then refuses to generate."""
+        self._rpc("update_weights", update_info=update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serve the new weights under a version."""
+        self._rpc("finish_weight_update")
+        self._reset_caches()
+        self.version = weight_version or "unnamed"
+
+    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling) -> list[list[Rollout]]:
+        """Answers to each prompt.
+
+        Args:
+            prompts: vLLM's: `{"prompt_token_ids": [...]}` or `{"prompt": text}`, with `multi_modal_data` for images.
+            sampling: how.
+
+        Raises:
+            RefitError: the engine has no complete weights.
+        """
+        version = self._require_version()
+        from vllm import SamplingParams
+
+        drawn = SamplingParams(
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids) or None, ignore_eos=sampling.ignore_eos, logprobs=0,
+            detokenize=False)
+        outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
+        return [[_rollout(answer, version) for answer in output.outputs] for output in outputs]
+
+    def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
+        """Natural logarithm of the probability of each prompt's tokens from the second on, given those before.
+
+        Raises:
+            RefitError: the engine has no complete weights.
+        """
+        self._require_version()
+        from vllm import SamplingParams
+
+        asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._llm.generate(list(prompts), asked, use_tqdm=False)
+        return [[float(each[token].logprob)
+                 for token, each in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]]
+                for output in outputs]
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back (CUDA, with `enable_sleep_mode`): 1 keeps weights on the host, 2 nothing."""
+        if level > 1:
+            self.version = None
+        self._llm.sleep(level=level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again: `weights`, `kv_cache`, or all."""
+        self._llm.wake_up(tags=list(tags) if tags else None)
+
+    def close(self) -> None:
+        """Leave the trainer and end the engine's processes."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _require_version(self) -> str:
+        if self.version is None:
+            raise RefitError("this engine has no complete weights: no refit has succeeded since it started, or the "
+                             "last one failed; it generates again after one that does")
+        return self.version
+
+    def _rpc(self, method: str, **arguments: Any) -> None:
+        try:
+            self._llm.llm_engine.collective_rpc(method, kwargs=arguments)
+        except RefitError:
+            raise
+        except Exception as error:  # whatever a worker raises, in its own process or this one
+            raise RefitError(f"{method}: {error}") from error
+
+    def _reset_caches(self) -> None:
+        """Empty what was computed with old weights: keys and values, inputs of images, outputs of encoders."""
+        self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+
+
+def _rollout(answer: Any, version: str) -> Rollout:
+    tokens = tuple(answer.token_ids)
+    logprobs = tuple(float(each[token].logprob) for token, each in zip(tokens, answer.logprobs, strict=True))
+    return Rollout(tokens, logprobs, version, str(answer.finish_reason))

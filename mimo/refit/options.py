@@ -1,0 +1,67 @@
+"""How a refit runs, as plain data; and what it did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mimo.refit.slots import DTYPE_BYTES
+
+# Routes that may be asked for: each tensor as fast as it can go, or all through the engine's own loading.
+ROUTES = ("auto", "loader")
+
+
+@dataclass(frozen=True)
+class RefitOptions:
+    """How weights travel.
+
+    Attributes:
+        backend: of the wire, `nccl` or `gloo`.
+        dtype: of weights on the wire, the engine's: `bfloat16`, `float16` or `float32`; what must stay float32 does.
+        route: `auto`, or `loader` for every tensor.
+        chunk_bytes: of whole tensors in one chunk, at most; two chunks are under way at a time.
+        timeout_s: seconds that one wait may take.
+        verify: compare checksums of every message on both sides, after it was written to where it belongs.
+    """
+
+    backend: str
+    dtype: str
+    route: str = "auto"
+    chunk_bytes: int = 512 << 20
+    timeout_s: float = 300.0
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("gloo", "nccl"):
+            raise ValueError(f"refit backend {self.backend!r}: known are gloo, nccl")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"refit dtype {self.dtype!r}: known are {', '.join(DTYPE_BYTES)}")
+        if self.route not in ROUTES:
+            raise ValueError(f"refit route {self.route!r}: known are {', '.join(ROUTES)}")
+        if self.chunk_bytes < 1 or self.timeout_s <= 0:
+            raise ValueError(f"refit chunks of {self.chunk_bytes} bytes, time-out {self.timeout_s} s: both must be "
+                             "positive")
+
+    def as_json(self) -> dict[str, Any]:
+        """As a dictionary that `RefitOptions` takes."""
+        return asdict(self)
+
+
+@dataclass
+class RefitReport:
+    """What one sync did on this rank; seconds of its own clock.
+
+    Attributes:
+        version: policy version that the engine serves now.
+        sent_bytes: that this rank sent.
+        wire_bytes: that all workers received (on the first rank).
+        direct_bytes: of those, written straight into live parameters.
+        seconds: by part: `pause` (engine stopped taking requests), `pack`, `wire` (waiting for transfers), `install`
+            (the slowest worker's unpacking and loading), `total`.
+    """
+
+    version: str
+    sent_bytes: int = 0
+    wire_bytes: int = 0
+    direct_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)

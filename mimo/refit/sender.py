@@ -1,0 +1,320 @@
+"""The trainer's end of a refit: every rank of the trainer sends the workers what they want of its own tensors.
+
+The engine is driven through the four calls of vLLM's weight-transfer protocol (`VLLMWeightSyncClient`), by the first
+rank; this module imports no vLLM. Every rank plans its own share by itself, from tables that are exchanged once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from mimo.refit import plan as planning
+from mimo.refit.meeting import Meeting, RefitError
+from mimo.refit.messages import pack
+from mimo.refit.options import RefitOptions, RefitReport
+from mimo.refit.slots import Address, Entry, Holders, Slot, Wants, entry_as_json, holders_as_json
+from mimo.refit.wire import Wire
+
+SETUP = "set-up"
+# Chunks whose messages may be under way while the next is packed.
+WINDOW = 2
+
+
+class EngineClient(Protocol):
+    """vLLM's weight-transfer calls; all block until every worker has done its part."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer and agree on the plan."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Serve nothing from now on."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take in the weights that the trainer's ranks send meanwhile."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serve the new weights."""
+        ...
+
+
+class TrainerWeights(Protocol):
+    """What the trainer's ranks hold, see `mimo.refit.holdings`."""
+
+    entries: Sequence[Entry]
+    spellings: Sequence[dict[str, Any]]
+    holders: Holders
+    slots: Sequence[Slot]
+
+    def prepare(self) -> None:
+        """Before a sync: finish what an overlapped step has left open. Collective."""
+        ...
+
+    def view(self, address: Address, sizes: Sequence[int]) -> torch.Tensor:
+        """The live tensor's box, looked up anew at every call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """This rank among the trainer's.
+
+    Attributes:
+        rank: of the trainer's world.
+        world_size: ranks of the trainer.
+        broadcast: gives every rank the first rank's value; collective.
+        address: name or address under which workers reach the first rank.
+        device: where tensors of the wire lie.
+    """
+
+    rank: int
+    world_size: int
+    broadcast: Callable[[Any], Any]
+    address: str
+    device: torch.device
+
+
+class WeightSender:
+    """One rank's end. Construct, `send` and `close` on every rank of the trainer together.
+
+    Args:
+        weights: what the ranks hold.
+        trainer: this rank.
+        client: the engine; only the first rank calls it.
+        num_workers: of the engine, over all data-parallel replicas.
+        options: how.
+
+    Raises:
+        RefitError: on every rank: the engine did not answer, refused the weights (tensors that it does not know, that
+            it lacks, that would be rounded), or some rank failed.
+    """
+
+    def __init__(self, weights: TrainerWeights, trainer: Trainer, client: EngineClient, num_workers: int,
+                 options: RefitOptions) -> None:
+        self.weights, self.trainer, self.client, self.options = weights, trainer, client, options
+        self.num_workers = num_workers
+        self._dtypes = [entry.dtype for entry in weights.entries]
+        self._syncs = 0
+        self._wire: Wire | None = None
+        self._meeting = self._meet()
+        self._guarded(SETUP, self._set_up)
+
+    def send(self, version: str) -> RefitReport:
+        """Give the engine the current weights. Collective over the trainer.
+
+        Args:
+            version: policy version that the engine returns with what it generates from then on.
+
+        Raises:
+            RefitError: on every rank: the sync did not happen; the engine refuses to generate until one has.
+        """
+        self._syncs += 1
+        scope = f"sync {self._syncs}"
+        report = RefitReport(version)
+        self._guarded(scope, lambda: self._sync(scope, version, report))
+        return report
+
+    def close(self) -> None:
+        """Leave. The engine keeps what it has."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def _meet(self) -> Meeting:
+        who, limit = f"trainer rank {self.trainer.rank}", self.options.timeout_s
+        meeting = None
+        if self.trainer.rank == 0:
+            meeting = Meeting.open("0.0.0.0", 0, who, limit, is_host=True)
+        port = self.trainer.broadcast(meeting.port if meeting else None)
+        return meeting or Meeting.open(self.trainer.address, port, who, limit)
+
+    def _guarded(self, scope: str, part: Callable[[], None]) -> None:
+        """Run a part of the protocol; whatever it raises, all others learn of it."""
+        try:
+            part()
+        except BaseException as error:
+            self._meeting.fail(scope, str(error) or type(error).__name__)
+            self.close()
+            difference = self._difference(scope)
+            if difference:
+                raise RefitError(f"{error}\n{difference}") from error
+            raise
+
+    def _everybody(self) -> list[str]:
+        return [*(f"trainer rank {rank}" for rank in range(self.trainer.world_size)), *self._workers()]
+
+    def _workers(self) -> list[str]:
+        return [f"worker {worker}" for worker in range(self.num_workers)]
+
+    def _set_up(self) -> None:
+        weights, trainer, meeting = self.weights, self.trainer, self._meeting
+        call = None
+        if trainer.rank == 0:
+            meeting.publish("model", {
+                "entries": [entry_as_json(entry) for entry in weights.entries], "spellings": list(weights.spellings),
+                "holders": holders_as_json(weights.holders), "options": self.options.as_json(),
+                "num_trainers": trainer.world_size, "num_workers": self.num_workers})
+            call = self._call(SETUP, self.client.init_weight_transfer_engine, {
+                "address": trainer.address, "port": meeting.port, "timeout_s": self.options.timeout_s})
+        wants = self._read_wants()
+        self._operations = planning.send_plan(weights.entries, weights.holders, weights.slots, wants, trainer.rank)
+        self._chunks = planning.chunks(weights.entries, self.options.chunk_bytes)
+        self._by_worker = planning.by_receiver(self._operations)
+        digests = {worker: planning.digest(weights.entries, operations)
+                   for worker, operations in self._by_worker.items()}
+        meeting.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
+        self._wire = Wire(meeting.store, "weights", trainer.rank, trainer.world_size + self.num_workers,
+                          self.options.backend, self.options.timeout_s)
+        meeting.arrive(SETUP, "wired")
+        meeting.wait_for(SETUP, "wired", self._everybody())
+        if trainer.rank == 0:
+            self._metadata = self._all_digests()
+        _result(call)
+
+    def _read_wants(self) -> dict[int, Wants]:
+        """What each worker wants; equal workers share one object. Raises ValueError for tensors that none takes."""
+        tables: dict[str, Wants] = {}
+        wants = {}
+        for worker in range(self.num_workers):
+            digest = self._meeting.read(f"worker/{worker}", SETUP, f"what worker {worker} wants")["wants"]
+            if digest not in tables:
+                tables[digest] = Wants.from_json(self._meeting.read(f"wants/{digest}", SETUP, "a table of wants"))
+            wants[worker] = tables[digest]
+        taken = {name for table in tables.values() for name in (*table.loader, *(slot.name for slot in table.direct))}
+        left = [entry.name for entry in self.weights.entries if entry.name not in taken]
+        if left:
+            raise RefitError(f"{len(left)} tensors of the trainer are taken by no worker of the engine, which serves "
+                             f"another model: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")
+        return wants
+
+    def _all_digests(self) -> list[dict[str, str]]:
+        """Of each worker, the digests of what each trainer rank sends it."""
+        plans = [self._meeting.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
+                 for rank in range(self.trainer.world_size)]
+        return [{str(rank): plan[str(worker)] for rank, plan in enumerate(plans) if str(worker) in plan}
+                for worker in range(self.num_workers)]
+
+    def _sync(self, scope: str, version: str, report: RefitReport) -> None:
+        started = time.monotonic()
+        if self._wire is None:
+            raise RefitError(f"{scope}: this sender is closed: an earlier refit failed or it was ended; make a new one")
+        self.weights.prepare()
+        call = None
+        if self.trainer.rank == 0:
+            call = self._call(scope, self._update, {"sync": self._syncs, "version": version,
+                                                    "workers": self._metadata})
+        self._meeting.arrive(scope, "ready")
+        self._meeting.wait_for(scope, "ready", self._everybody())
+        report.seconds["pause"] = time.monotonic() - started
+        running = self._transfer(scope, report)
+        self._meeting.arrive(scope, "sent")
+        self._meeting.publish(f"{scope}/running/{self.trainer.rank}", running)
+        _result(call)
+        if self.trainer.rank == 0:
+            self._read_reports(scope, report)
+            self.client.finish_weight_update(version)
+            self._meeting.arrive(scope, "finished")
+            self._forget(self._syncs - 2)
+        self._meeting.wait_for(scope, "finished", ["trainer rank 0"])
+        report.seconds["total"] = time.monotonic() - started
+
+    def _update(self, update_info: dict[str, Any]) -> None:
+        self.client.start_weight_update()
+        self.client.update_weights(update_info)
+
+    def _transfer(self, scope: str, report: RefitReport) -> dict[str, str]:
+        """Send every chunk; returns the running digest of each worker's messages."""
+        assert self._wire is not None
+        running = {worker: planning.Running(self.weights.entries) for worker in self._by_worker}
+        flying: list[tuple[Any, Any]] = []
+        report.seconds["pack"] = report.seconds["wire"] = 0.0
+        for chunk in self._chunks:
+            began = time.monotonic()
+            messages = []
+            for worker, operations in self._by_worker.items():
+                part = planning.within(operations, chunk)
+                if part:
+                    messages.append((self.trainer.world_size + worker, self._pack(part)))
+                    running[worker].add(part)
+            report.sent_bytes += sum(message.numel() for _, message in messages)
+            flying.append((self._wire.exchange(messages, []), messages))
+            packed = time.monotonic()
+            report.seconds["pack"] += packed - began
+            if len(flying) > WINDOW:
+                self._wait(scope, flying.pop(0))
+            report.seconds["wire"] += time.monotonic() - packed
+        began = time.monotonic()
+        for works in flying:
+            self._wait(scope, works)
+        report.seconds["wire"] += time.monotonic() - began
+        return {str(worker): digest.hexdigest() for worker, digest in running.items()}
+
+    def _pack(self, operations: Sequence[planning.Op]) -> torch.Tensor:
+        sources = [self.weights.view(operation.source, operation.box.sizes) for operation in operations]
+        return pack(operations, self._dtypes, sources, self.trainer.device)
+
+    def _wait(self, scope: str, flying: tuple[Any, Any]) -> None:
+        assert self._wire is not None
+        self._wire.wait(flying[0], lambda: self._meeting.check(scope))
+
+    def _read_reports(self, scope: str, report: RefitReport) -> None:
+        reports = [self._meeting.read(f"{scope}/report/{worker}", scope, f"the report of worker {worker}")
+                   for worker in range(self.num_workers)]
+        report.wire_bytes = sum(each["wire_bytes"] for each in reports)
+        report.direct_bytes = sum(each["direct_bytes"] for each in reports)
+        report.seconds["install"] = max(each["install_s"] for each in reports)
+
+    def _forget(self, sync: int) -> None:
+        """Delete the flags of an earlier sync."""
+        scope = f"sync {sync}"
+        keys = [f"{scope}/{stage}/{who}" for stage in ("ready", "sent") for who in self._everybody()]
+        keys += [f"{scope}/running/{rank}" for rank in range(self.trainer.world_size)]
+        keys += [f"{scope}/report/{worker}" for worker in range(self.num_workers)]
+        for key in keys if sync > 0 else ():
+            self._meeting.store.delete_key(key)
+
+    def _difference(self, scope: str) -> str:
+        """Where a worker refused this rank's plan: the first thing that they see differently."""
+        try:
+            key = f"{scope}/difference/{self.trainer.rank}"
+            if not self._meeting.store.check([key]):
+                return ""
+            theirs = self._meeting.read(key, "nothing", "a worker's plan")
+        except RuntimeError:
+            return ""
+        mine = planning.described(self.weights.entries, self._by_worker.get(theirs["worker"], []))
+        return planning.first_difference(mine, theirs["operations"],
+                                         f"trainer rank {self.trainer.rank}", f"worker {theirs['worker']}")
+
+    def _call(self, scope: str, function: Callable[..., None], *args: Any) -> Future[None]:
+        """Call the engine from another thread, while this one does its part; all learn of its failure."""
+        result: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                function(*args)
+            except BaseException as error:  # whatever it is, it is raised where the result is asked for
+                self._meeting.fail(scope, f"the engine: {error}")
+                refused = RefitError(f"{scope}: the engine refused: {error}")
+                refused.__cause__ = error
+                result.set_exception(refused)
+            else:
+                result.set_result(None)
+
+        # A daemon: a call that an engine never answers must not keep this process from ending.
+        threading.Thread(target=run, name="refit-client", daemon=True).start()
+        return result
+
+
+def _result(call: Future[None] | None) -> None:
+    if call is not None:
+        call.result()

@@ -1,0 +1,90 @@
+"""A trainer's weights in a live vLLM engine: log-probs of both sides and of Hugging Face's model after every sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mimo.refit.engine import EngineOptions
+from mimo.refit.host import EngineProcess
+from mimo.refit.options import RefitOptions
+from tests.support import hf_families, refit
+from tests.support.marks import slow_unless
+from tests.support.spawn import WorkerPool
+
+MAX_ERROR = 1e-5
+DENSE_LAYOUTS = {"one-process": (1, ""), "tp2": (2, "--llm-tp 2 --sequence-parallel"), "pp2": (2, "--llm-pp 2"),
+                 "dp2": (2, "--llm-dp 2")}
+MOE_LAYOUTS = {"one-process": (1, ""), "tp2": (2, "--llm-tp 2 --sequence-parallel"), "pp2": (2, "--llm-pp 2"),
+               "ep2": (2, "--llm-dp 2 --llm-ep 2"), "tp2-ep2": (4, "--llm-tp 2 --sequence-parallel --llm-dp 2 --llm-ep 2"),
+               "tp2-expert-tp2": (2, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2")}
+LAYOUTS = {"refit-qwen3": DENSE_LAYOUTS, "refit-qwen3-tied": {"tp2": DENSE_LAYOUTS["tp2"]},
+           "refit-qwen3-moe": MOE_LAYOUTS, "refit-nemotron-h": DENSE_LAYOUTS}
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+QUICK = {"refit-qwen3-moe": ("tp2-ep2",)}
+OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000)
+
+Engine = Callable[[str], tuple[Path, EngineProcess, dict[str, torch.Tensor]]]
+
+
+def engine_options(folder: Path, **extra: Any) -> EngineOptions:
+    """A small engine on the CPU."""
+    return EngineOptions(
+        str(folder), "float32", max_model_len=64, max_num_seqs=8,
+        extra={"enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, **extra},
+        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"})
+
+
+@pytest.fixture(scope="module")
+def engine(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """name -> (saved folder, an engine with made-up weights of it, Hugging Face's logits); one engine at a time."""
+    running: dict[str, tuple[Path, EngineProcess, dict[str, torch.Tensor]]] = {}
+
+    def get(name: str) -> tuple[Path, EngineProcess, dict[str, torch.Tensor]]:
+        if name not in running:
+            for _, process, _ in running.values():
+                process.close()
+            running.clear()
+            folder = tmp_path_factory.mktemp(name)
+            logits = pool.run(refit.save, name, str(folder), world_size=1)[0]
+            running[name] = folder, EngineProcess(engine_options(folder)), logits
+        return running[name]
+
+    yield get
+    for _, process, _ in running.values():
+        process.close()
+
+
+def logprobs(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Of each token but the first."""
+    wanted = torch.tensor(tokens[1:]).unsqueeze(-1)
+    return logits[:-1, :hf_families.VOCAB_SIZE].double().log_softmax(-1).gather(-1, wanted).squeeze(-1).float()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "layout"), slow_unless(
+    lambda name, layout: layout in QUICK.get(name, ()), CASES, name=lambda *case: "-".join(case)))
+def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, engine: Engine, name: str,
+                                                        layout: str) -> None:
+    world_size, flags = LAYOUTS[name][layout]
+    folder, process, expected = engine(name)
+    prompts = pool.run(refit.prompts_of, name, str(folder), world_size=1)[0]
+    by_rank = pool.run(refit.sync, name, str(folder), tuple(flags.split()), world_size, process.handle, OPTIONS,
+                       prompts, 3, world_size=world_size, timeout_s=300)
+    for step in range(3):
+        ours = {key: each for rank in by_rank for key, each in rank[step]["ours"].items()}
+        theirs = by_rank[0][step]["theirs"]
+        assert ours.keys() == theirs.keys() == expected.keys()
+        for key, mine in ours.items():
+            assert float((mine - torch.tensor(theirs[key])).abs().max()) <= MAX_ERROR, (step, key)
+            if step == 0:
+                hugging_face = logprobs(expected[key], prompts[key])
+                assert float((mine - hugging_face).abs().max()) <= MAX_ERROR, key
+        if step:
+            changed = [float((mine - by_rank[0][step - 1]["ours"].get(key, mine + 1)).abs().max()) for key, mine
+                       in ours.items()]
+            assert min(changed) > 1e-2
