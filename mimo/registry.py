@@ -1,9 +1,13 @@
-"""Names to providers: a built-in name, or `pkg.module:attr` for anything outside the tree."""
+"""Names to providers and rewards: a built-in name, or `pkg.module:attr` for anything outside the tree."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mimo.rl.rewards.protocol import Reward
 
 MODEL_PROVIDERS = {
     "causal_lm": "providers.causal_lm:provider",
@@ -20,6 +24,14 @@ DATASET_PROVIDERS = {
     "energon": "data.energon:provider",
     "mock": "data.mock:provider",
 }
+REWARDS = {
+    "exact-match": "mimo.rl.rewards.exact_match:reward",
+    "gsm8k": "mimo.rl.rewards.gsm8k:reward",
+    "math-verify": "mimo.rl.rewards.math_verify:reward",
+    "multiple-choice": "mimo.rl.rewards.multiple_choice:reward",
+}
+# Rewards that work with a package that is not among the dependencies: distribution and module.
+REWARD_PACKAGES = {"math-verify": ("math-verify", "math_verify")}
 
 
 def resolve(name: str, flag: str, known: dict[str, str]) -> Any:
@@ -58,6 +70,19 @@ def model_provider(name: str) -> Any:
 def dataset_provider(name: str) -> Any:
     """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
     return resolve(name, "--dataset-provider", DATASET_PROVIDERS)
+
+
+def reward(name: str) -> Reward:
+    """The reward that `--reward` names. Raises ValueError for an unknown one or where its package is missing."""
+    if name in REWARD_PACKAGES:
+        package, module = REWARD_PACKAGES[name]
+        if find_spec(module) is None:
+            raise ValueError(f"--reward {name} needs the package {package}, which is not installed: "
+                             f"pip install {package}")
+    found: Reward = resolve(name, "--reward", REWARDS)
+    if not callable(found):
+        raise ValueError(f"--reward {name}: {found!r} cannot be called")
+    return found
 
 
 def provider_of(architecture: str) -> str | None:

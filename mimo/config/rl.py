@@ -1,0 +1,158 @@
+"""Flags of reinforcement learning: samples, advantages, losses, corrections, rewards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mimo import registry
+
+
+@dataclass(frozen=True)
+class RlConfig:
+    """Reinforcement learning: samples, advantages, policy loss, KL, importance correction, reward."""
+
+    reward: str = "gsm8k"
+    """Reward: a name (exact-match, gsm8k, math-verify, multiple-choice) or pkg.module:fn."""
+    completions_per_prompt: int = 8
+    """Completions sampled for each prompt; they are each other's baseline."""
+    temperature: float = 1.0
+    """Divides the logits, of the rollouts and of the trainer alike."""
+    top_p: float = 1.0
+    """Rollouts sample from the likeliest tokens with this much probability; 1: from all."""
+    top_k: int = 0
+    """Rollouts sample from this many of the likeliest tokens; 0: from all."""
+    advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
+    """Advantage of a completion over the others of its prompt: grpo (over the standard deviation), dr-grpo (not
+    divided), rloo (against the mean of the others)."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: clipped ratio of each token; gspo: of the whole sequence; cispo: clipped ratio as a constant weight."""
+    clip_ratio_low: float = 0.2
+    """Ratios count as no less than 1 minus this; 1 with cispo: no lower bound."""
+    clip_ratio_high: float = 0.2
+    """Ratios count as no more than 1 plus this."""
+    dual_clip_ratio: float | None = None
+    """Bound of the ratio where the advantage is negative, such as 3; left out: none."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """Mean over the global batch: of tokens, of each sequence's mean, or of each sequence's sum over
+    --loss-norm-length."""
+    loss_norm_length: int | None = None
+    """Tokens that divide a sequence's sum with --loss-aggregation seq-mean-token-sum-norm, such as the longest
+    completion."""
+    entropy_coeff: float = 0.0
+    """Times the entropy, taken off the loss; 0: entropy is only reported."""
+    kl_coeff: float = 0.0
+    """Times the KL divergence from the reference policy; 0: no reference."""
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator: log ratio, half its square, or exp(-log ratio) - 1 + log ratio."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL divergence goes: a term of the loss, or taken off the reward."""
+    importance_correction: Literal["none", "token", "icepop", "sequence"] = "token"
+    """Weights for the difference of rollout engine and trainer: token (truncated at --importance-cap), icepop (0 for
+    tokens outside of --importance-low to --importance-high), sequence (0 for sequences whose geometric mean is)."""
+    importance_cap: float = 2.0
+    """Largest weight with --importance-correction token."""
+    importance_low: float | None = None
+    """Least weight that is kept; left out: 0.5 with icepop, 0.999 with sequence."""
+    importance_high: float | None = None
+    """Largest weight that is kept; left out: 5 with icepop, 1.002 with sequence."""
+    max_tokens_per_microbatch: int = 8192
+    """Tokens of the whole sequences, prompts included, that share a microbatch."""
+
+    @property
+    def importance_band(self) -> tuple[float, float]:
+        """Least and largest weight that is kept, with icepop and sequence."""
+        low, high = (0.5, 5.0) if self.importance_correction == "icepop" else (0.999, 1.002)
+        return (low if self.importance_low is None else self.importance_low,
+                high if self.importance_high is None else self.importance_high)
+
+    @property
+    def truncates_sampling(self) -> bool:
+        """Whether some tokens cannot be sampled: rollouts then come from another distribution than the trainer's."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+def validate(config: RlConfig, *, llm_tp: int = 1, sequence_parallel: bool = False) -> None:
+    """Check the flags, and that the reward exists. Needs no process group.
+
+    Args:
+        config: the flags.
+        llm_tp: `--llm-tp`.
+        sequence_parallel: `--sequence-parallel`.
+
+    Raises:
+        ValueError: the first thing found wrong, naming flags, values and what would fit.
+    """
+    check_sampling(config)
+    _check_loss(config)
+    _check_importance(config)
+    _refuse(config.completions_per_prompt < 1, f"--completions-per-prompt {config.completions_per_prompt} is below 1")
+    _refuse(config.advantage == "rloo" and config.completions_per_prompt < 2,
+            f"--advantage rloo with --completions-per-prompt {config.completions_per_prompt}: there are no others to "
+            "compare with; use at least 2")
+    budget = config.max_tokens_per_microbatch
+    _refuse(budget < 1, f"--max-tokens-per-microbatch {budget} is below 1")
+    _refuse(sequence_parallel and budget % llm_tp != 0,
+            f"--max-tokens-per-microbatch {budget} is not divisible by --llm-tp {llm_tp}, which --sequence-parallel "
+            f"needs; nearest are {budget // llm_tp * llm_tp or llm_tp} and {-(-budget // llm_tp) * llm_tp}")
+    registry.reward(config.reward)
+
+
+def check_sampling(config: RlConfig) -> None:
+    """Refuse rollouts whose log-probs cannot be compared with the trainer's. Raises ValueError, naming flags."""
+    _refuse(not _is_above(config.temperature, 0), f"--temperature {config.temperature} is not a number above 0: greedy "
+            "rollouts of a prompt are all the same and have no log-probabilities")
+    _refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p} is not in (0, 1]")
+    _refuse(config.top_k < 0, f"--top-k {config.top_k} is below 0 (0: all tokens)")
+    if config.truncates_sampling and config.importance_correction == "none":
+        given = " and ".join(([f"--top-p {config.top_p}"] if config.top_p < 1 else [])
+                             + ([f"--top-k {config.top_k}"] if config.top_k > 0 else []))
+        raise ValueError(
+            f"{given} with --importance-correction none: rollouts then come from a truncated distribution, and the "
+            "loss takes them for samples of the whole one. Use --top-p 1 --top-k 0, or --importance-correction token, "
+            "icepop or sequence")
+
+
+def _check_loss(config: RlConfig) -> None:
+    low, high, dual = config.clip_ratio_low, config.clip_ratio_high, config.dual_clip_ratio
+    if config.policy_loss == "cispo":
+        _refuse(not 0 <= low <= 1, f"--clip-ratio-low {low} is not in [0, 1]")
+        _refuse(dual is not None, f"--dual-clip-ratio {dual} is for --policy-loss ppo and gspo, not for cispo")
+    else:
+        _refuse(not 0 <= low < 1, f"--clip-ratio-low {low} is not in [0, 1)")
+    _refuse(not _is_least(high, 0), f"--clip-ratio-high {high} is not a number from 0 on")
+    _refuse(dual is not None and not _is_above(dual, 1), f"--dual-clip-ratio {dual} is not a number above 1")
+    for flag, value in (("--entropy-coeff", config.entropy_coeff), ("--kl-coeff", config.kl_coeff)):
+        _refuse(not _is_least(value, 0), f"{flag} {value} is not a number from 0 on")
+    length, normed = config.loss_norm_length, config.loss_aggregation == "seq-mean-token-sum-norm"
+    _refuse(normed and length is None, "--loss-aggregation seq-mean-token-sum-norm needs --loss-norm-length")
+    _refuse(not normed and length is not None, f"--loss-norm-length {length} is for --loss-aggregation "
+            f"seq-mean-token-sum-norm, not for {config.loss_aggregation}")
+    _refuse(length is not None and length < 1, f"--loss-norm-length {length} is below 1")
+
+
+def _check_importance(config: RlConfig) -> None:
+    kind = config.importance_correction
+    # A weight of 1 says that engine and trainer agree: it must never be cut.
+    _refuse(not _is_least(config.importance_cap, 1),
+            f"--importance-cap {config.importance_cap} is not a number from 1 on")
+    for flag, value in (("--importance-low", config.importance_low), ("--importance-high", config.importance_high)):
+        _refuse(value is not None and kind not in ("icepop", "sequence"),
+                f"{flag} {value} is for --importance-correction icepop and sequence, not for {kind}")
+    low, high = config.importance_band
+    _refuse(not 0 <= low <= 1, f"--importance-low {low} is not in [0, 1]")
+    _refuse(not _is_least(high, 1), f"--importance-high {high} is not a number from 1 on")
+
+
+def _is_above(value: float, bound: float) -> bool:
+    return math.isfinite(value) and value > bound
+
+
+def _is_least(value: float, bound: float) -> bool:
+    return math.isfinite(value) and value >= bound
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ValueError(message)

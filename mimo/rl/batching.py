@@ -1,0 +1,98 @@
+"""Dynamic microbatches: whole sequences packed up to a budget of tokens, as many on every data-parallel rank.
+
+Pure and deterministic: every rank computes the same plan from the lengths of all sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[list[int]]]:
+    """Which sequences each data-parallel rank takes, microbatch by microbatch.
+
+    Ranks meet in collectives, so all have equally many microbatches, and none is empty. There are about as few as
+    fit, and no more than packing the longest first would need; those with the same place on different ranks hold about
+    as many tokens, so that ranks wait for each other as little as can be.
+
+    Args:
+        lengths: tokens of each sequence, prompt and padding of its own included.
+        dp: data-parallel ranks.
+        max_tokens: `--max-tokens-per-microbatch`.
+
+    Returns:
+        For each rank, for each of its microbatches, positions in `lengths` in ascending order.
+
+    Raises:
+        ValueError: a sequence is longer than a microbatch, or the sequences do not divide over the ranks.
+    """
+    for index, length in enumerate(lengths):
+        assert length > 0, f"sequence {index} has {length} tokens"
+    too_long = [index for index, length in enumerate(lengths) if length > max_tokens]
+    if too_long:
+        longest = max(too_long, key=lambda index: lengths[index])
+        raise ValueError(
+            f"--max-tokens-per-microbatch {max_tokens}: {len(too_long)} of {len(lengths)} sequences are longer, the "
+            f"longest (number {longest}) has {lengths[longest]} tokens; it must be at least {lengths[longest]}, or "
+            "prompts and completions shorter")
+    if not lengths or len(lengths) % dp:
+        raise ValueError(
+            f"{len(lengths)} sequences do not divide over --llm-dp {dp}: every rank needs as many microbatches")
+    bins = _fewest_bins(lengths, dp, max_tokens)
+    # Fullest first: the k-th microbatches of all ranks are neighbours. Every other row backwards, or the first rank
+    # would have the most of each.
+    bins.sort(key=lambda members: (-_size(members, lengths), members))
+    rows = [bins[start : start + dp] for start in range(0, len(bins), dp)]
+    return [[row[rank if number % 2 == 0 else dp - 1 - rank] for number, row in enumerate(rows)] for rank in range(dp)]
+
+
+def _fewest_bins(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[int]]:
+    """Bins, a multiple of `dp` of them: as few as balanced packing needs, and no more than first fit does."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    packed = _first_fit(order, lengths, max_tokens)
+    most = _round_up(len(packed), dp)
+    for count in range(_round_up(-(-sum(lengths) // max_tokens), dp), most + 1, dp):
+        bins = _balanced(order, lengths, count)
+        if all(_size(members, lengths) <= max_tokens for members in bins):
+            return [sorted(members) for members in bins]
+    while len(packed) < most:
+        # There are as many sequences as bins at least, so some bin has two.
+        packed.sort(key=lambda members: (-len(members), members))
+        fullest = packed.pop(0)
+        packed += [fullest[0::2], fullest[1::2]]
+    return [sorted(members) for members in packed]
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First fit decreasing: each sequence into the first bin that has room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        place = next((place for place, left in enumerate(room) if left >= lengths[index]), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(max_tokens)
+        bins[place].append(index)
+        room[place] -= lengths[index]
+    return bins
+
+
+def _balanced(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Longest processing time: each sequence into the emptiest of `count` bins."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, place) for place in range(count)]
+    for index in order:
+        size, place = heapq.heappop(heap)
+        bins[place].append(index)
+        heapq.heappush(heap, (size + lengths[index], place))
+    return bins
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _size(members: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in members)

@@ -1,0 +1,191 @@
+"""Rewards: what counts as an answer, case by case."""
+
+import importlib.util
+from decimal import Decimal
+
+import pytest
+
+from mimo import registry
+from mimo.rl.rewards.exact_match import reward as exact_match
+from mimo.rl.rewards.gsm8k import answer
+from mimo.rl.rewards.gsm8k import reward as gsm8k
+from mimo.rl.rewards.multiple_choice import choice
+from mimo.rl.rewards.multiple_choice import reward as multiple_choice
+from mimo.rl.rewards.reasoning import visible_text
+
+
+@pytest.mark.parametrize(("completion", "truth", "expected"), [
+    ("#### 72", "72", 1),
+    ("#### 72.0", "72", 1),
+    ("#### 72.", "72", 1),
+    ("#### 72.00.", "72", 1),
+    ("#### 72.5", "72", 0),
+    ("#### -5", "-5", 1),
+    ("#### -5", "5", 0),
+    ("#### 1,234.00", "1234", 1),
+    ("#### 1,234", "1,234", 1),
+    ("#### $5", "5", 1),
+    ("#### -$5", "-5", 1),
+    ("#### $-5", "-5", 1),
+    ("#### 0.5", ".5", 1),
+    ("####72", "72", 1),
+    ("#### **72** for 3 apples", "72", 1),
+    ("#### 72 for 3 apples", "72", 1),
+    ("#### 72", "She sells 48 + 24.\n#### 72", 1),
+    ("first #### 10, no: #### 72", "72", 1),
+    ("first #### 72, no: #### 10", "72", 0),
+    ("#### 72\nCheck: 72 / 2 = 36", "72", 1),
+    ("#### 1.2.3 or 72", "72", 0),
+    ("#### the answer is 72", "72", 1),
+    ("#### ...", "72", 0),
+    ("The answer is 72.", "72", 1),
+    ("The answer is $72.", "72", 1),
+    ("The answer is $1,234.00, as asked.", "1234", 1),
+    ("\\boxed{72}", "72", 1),
+    ("72 of 100", "72", 0),
+    ("10-5", "5", 1),
+    ("so x=-5", "-5", 1),
+    ("pages 3\u20135", "5", 1),
+    ("x = \u22125", "-5", 1),
+    ("it costs 72 ... . ,", "72", 1),
+    ("no number", "72", 0),
+    ("", "72", 0),
+    ("$", "72", 0),
+    ("<think>#### 10</think>#### 72", "72", 1),
+    ("#### 72<think>#### 10</think>", "72", 1),
+    ("<think>#### 72</think>I do not know", "72", 0),
+    ("<think>72</think>10", "72", 0),
+    ("<think>so 72", "72", 0),
+    ("#### 72 <think>or not", "72", 0),
+    ("<think>a</think>#### 72<think>b", "72", 0),
+    ("it is 72, I think </think>10", "72", 0),
+    ("7<think></think>2", "72", 0),
+    ("<think>a<think>b</think>3</think>#### 72", "72", 1),
+])
+def test_gsm8k(completion, truth, expected):
+    assert gsm8k("", completion, truth, {}) == expected
+
+
+def test_gsm8k_where_the_prompt_begins_the_thinking():
+    prompt = "<|im_start|>assistant\n<think>\n"
+    assert gsm8k(prompt, "48 + 24</think>\n#### 72", "72", {}) == 1.0
+    assert gsm8k(prompt, "48 + 24\n#### 72", "72", {}) == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", "none", "#### "])
+def test_gsm8k_needs_a_number_to_compare_with(truth):
+    with pytest.raises(ValueError, match="has no number"):
+        gsm8k("", "72", truth, {})
+
+
+@pytest.mark.parametrize("text", ["." * 20000, "#### " + "," * 20000, "-" * 20000, "#" * 20000, "$" * 20000,
+                                  "<think>" * 3000, "9" * 20000, "1-" * 10000])
+def test_long_nonsense_is_read_in_one_pass(text):
+    # Patterns that go back would not come to an end here.
+    assert gsm8k("", text, "72", {}) == 0.0
+    assert multiple_choice("", text, "A", {}) == 0.0
+
+
+def test_numbers_are_exact():
+    assert answer("#### 0.1") == Decimal("0.1")
+    assert gsm8k("", "#### 12345678901234567890.1", "12345678901234567890.2", {}) == 0.0
+
+
+@pytest.mark.parametrize(("prompt", "completion", "expected"), [
+    ("", "plain", "plain"),
+    ("", "a<think>b\nc</think>d", "a d"),
+    ("", "<think>b", None),
+    ("<think>", "b", None),
+    ("<think>\n", "b</think>c", "c"),
+    ("", "b</think>c", "c"),
+    ("<think>x</think>", "c", "c"),
+])
+def test_visible_text(prompt, completion, expected):
+    text = visible_text(prompt, completion)
+    assert (text if text is None else text.strip()) == expected
+
+
+@pytest.mark.parametrize(("completion", "truth", "expected"), [
+    ("Paris", "Paris", 1), ("  Paris\n", "Paris", 1), ("New  York", "New York", 1), ("paris", "Paris", 0),
+    ("Paris.", "Paris", 0), ("<think>Rome?</think>Paris", "Paris", 1), ("<think>Paris", "Paris", 0), ("", "Paris", 0),
+    ("7", "7", 1), ("77", "7", 0),
+])
+def test_exact_match(completion, truth, expected):
+    assert exact_match("", completion, truth, {}) == expected
+
+
+def test_exact_match_needs_something_to_compare_with():
+    with pytest.raises(ValueError, match="ground truth is empty"):
+        exact_match("", "", " ", {})
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("B", "B"), ("(B)", "B"), ("B.", "B"), ("B) Paris", "B"), ("**B**", "B"), ("B: Paris", "B"),
+    ("The answer is B", "B"), ("The answer is (B).", "B"), ("Answer: B", "B"), ("answer: b", "B"),
+    ("ANSWER: **B**", "B"), ("option c", "C"),
+    ("The final answer is $\\boxed{B}$", "B"), ("\\boxed{\\text{B}}", "B"), ("\\boxed{B. Paris}", "B"),
+    ("I first thought the answer is A. No, the answer is B.", "B"),
+    ("Option A is wrong, option B is right.", "B"),
+    ("A dog runs. \\boxed{C}", "C"), ("A is false. So it must be (D)", "D"),
+    ("A dog is an animal", None), ("the answer is a dog", None), ("Because", None), ("", None), ("It's", None),
+    ("so it is C", "C"), ("so it is C.", "C"), ("Explanation\nC\n", "C"), ("the answer is Paris", None),
+])
+def test_choice(text, expected):
+    assert choice(text) == expected
+
+
+def test_multiple_choice():
+    assert multiple_choice("", "<think>A</think>The answer is B", "(b)", {}) == 1.0
+    assert multiple_choice("", "The answer is B <think>", "B", {}) == 0.0
+    assert multiple_choice("", "(A) or (E)?", "A", {"num_choices": 4}) == 1.0
+    assert multiple_choice("", "(A) or (E)?", "A", {}) == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", "AB", "5", "K"])
+def test_multiple_choice_needs_a_letter(truth):
+    with pytest.raises(ValueError, match="is not a letter of 'ABCDEFGHIJ'"):
+        multiple_choice("", "A", truth, {})
+    with pytest.raises(ValueError, match="'E' is not a letter of 'ABCD'"):
+        multiple_choice("", "A", "E", {"num_choices": 4})
+
+
+def own(prompt, completion, ground_truth, metadata):
+    return len(completion) / 10
+
+
+NOT_CALLABLE = 3
+
+
+def test_rewards_by_name():
+    assert registry.reward("gsm8k") is gsm8k
+    assert registry.reward("exact-match") is exact_match
+    assert registry.reward("multiple-choice") is multiple_choice
+    assert registry.reward("mimo.rl.rewards.gsm8k:reward") is gsm8k
+    assert registry.reward("tests.unit.rl.test_rewards:own")("", "abc", "", {}) == 0.3
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("gsm9k", "--reward gsm9k: unknown; built in are exact-match, gsm8k, math-verify, multiple-choice"),
+    ("nowhere.at_all:fn", "no module 'nowhere.at_all'"),
+    ("mimo.rl.rewards.gsm8k:nothing", "has no attribute 'nothing'"),
+    ("tests.unit.rl.test_rewards:NOT_CALLABLE", "3 cannot be called"),
+])
+def test_rewards_that_are_none(name, message):
+    with pytest.raises(ValueError, match=message):
+        registry.reward(name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
+def test_math_verify_without_its_package():
+    with pytest.raises(ValueError, match="--reward math-verify needs the package math-verify, .* pip install math"):
+        registry.reward("math-verify")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+@pytest.mark.parametrize(("completion", "truth", "expected"), [
+    (r"so \boxed{\frac{1}{2}}", "0.5", 1), ("the answer is $0.50$", r"\frac{1}{2}", 1), ("1/2", "1/2", 1),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1), (r"<think>\boxed{3}</think> it is 4", "4", 1), (r"<think>\boxed{4}", "4", 0),
+    ("x", "72", 0), ("", "72", 0),
+])
+def test_math_verify(completion, truth, expected):
+    assert registry.reward("math-verify")("", completion, truth, {}) == expected
