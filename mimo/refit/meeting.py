@@ -58,7 +58,7 @@ class Meeting:
 
     def publish(self, key: str, value: Any) -> None:
         """Make plain data known under a key."""
-        self.store.set(key, zlib.compress(json.dumps(value).encode(), 1))
+        self.store.set(key, zlib.compress(json.dumps(value).encode(), 1))  # type: ignore[arg-type]  # it takes bytes
 
     def read(self, key: str, scope: str, what: str) -> Any:
         """Plain data that someone publishes.

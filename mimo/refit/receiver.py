@@ -136,7 +136,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._entries = [entry_from_json(entry) for entry in model["entries"]]
         self._dtypes = [entry.dtype for entry in self._entries]
         self._num_trainers, num_workers = model["num_trainers"], model["num_workers"]
-        taken = worker_wants(self.model, self._entries, model["spellings"], self._options.route)
+        taken = worker_wants(self.model, self._entries, model["spellings"], self._options.route,
+                             lambda value: self._share("probes", value, num_workers))
         wants, self._spelled, self._loader_layers = taken.wants, taken.spelled, taken.loader_layers
         self._publish(wants)
         holders = holders_from_json(model["holders"])
@@ -150,6 +151,13 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                            *(f"worker {worker}" for worker in range(num_workers))]
         meeting.arrive(SETUP, "wired")
         meeting.wait_for(SETUP, "wired", self._everybody)
+
+    def _share(self, key: str, value: Any, num_workers: int) -> list[Any]:
+        """Every worker's plain value, for this worker's own."""
+        assert self._meeting is not None
+        self._meeting.publish(f"{key}/{self._worker}", value)
+        return [self._meeting.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
+                for worker in range(num_workers)]
 
     def _publish(self, wants: Wants) -> None:
         assert self._meeting is not None

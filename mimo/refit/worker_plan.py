@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mimo.refit.coverage import check_coverage
-from mimo.refit.record import record
+from mimo.refit.record import Recording, record
+from mimo.refit.routes import routes
 from mimo.refit.slots import Entry, Wants
+from mimo.refit.styles import Probe, choose_style, probe_styles
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,62 @@ class Taken:
     loader_layers: tuple[str, ...]
 
 
-def worker_wants(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequence[dict[str, Any]],
-                 route: str) -> Taken:
-    recording = record(model, entries)
+def worker_wants(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequence[Mapping[str, Any]], route: str,
+                 share: Callable[[Any], list[Any]]) -> Taken:
+    """Ask a model's loader what it does with the trainer's tensors.
+
+    Args:
+        model: the live one; nothing of it changes.
+        entries: every tensor of the chunk plan.
+        spellings: see `mimo.refit.trainer.module_spellings`.
+        route: see `RefitOptions`.
+        share: gives every worker's plain value for this worker's: spelling is chosen by all together.
+
+    Raises:
+        ValueError: no spelling fits, tensors of the model are filled by nothing, or one would lose its precision.
+    """
+    spelled = _spelled(model, entries, spellings, share)
+    own = {name: entry.name for entry, name in zip(entries, spelled, strict=True)}
+    renamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, spelled, strict=True)]
+    recording = record(model, renamed)
     check_coverage(model, recording)
-    paths = {write.path for write in recording.copies} | {w.path for g in recording.computed.values() for w in g}
-    layers = tuple(dict.fromkeys(path.rpartition(".")[0] for path in sorted(paths)))
-    taken = [e.name for e in entries if e.name in recording.slots or e.name in recording.computed]
-    return Taken(Wants((), tuple(taken)), {n: n for n in taken}, layers)
+    wants = routes(model, recording, renamed)
+    if route == "loader":
+        taken = recording.slots.keys() | recording.computed.keys()
+        wants = Wants((), tuple(name for name in spelled if name in taken))
+    return Taken(
+        Wants(tuple(dataclasses.replace(slot, name=own[slot.name]) for slot in wants.direct),
+              tuple(own[name] for name in wants.loader)),
+        dict(zip(own.values(), own, strict=True)), _layers(model, recording, wants.loader))
+
+
+def _spelled(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequence[Mapping[str, Any]],
+             share: Callable[[Any], list[Any]]) -> list[str]:
+    """The loader's name of every entry."""
+    candidates = {}
+    for part in spellings:
+        own = entries[part["first"]:part["first"] + part["count"]]
+        # Styles that differ only for other tensors are one.
+        distinct = {tuple(names): style for style, names in reversed(part["styles"].items())}
+        candidates[part["module"]] = {
+            style: [dataclasses.replace(entry, name=name) for entry, name in zip(own, names, strict=True)]
+            for names, style in reversed(distinct.items())}
+    open_choices = {module: styles for module, styles in candidates.items() if len(styles) > 1}
+    chosen = {module: next(iter(styles)) for module, styles in candidates.items()}
+    if open_choices:
+        probes = probe_styles(model, open_choices)
+        plain = {module: {style: probe.as_json() for style, probe in styles.items()}
+                 for module, styles in probes.items()}
+        chosen |= choose_style([
+            {module: {style: Probe.from_json(probe) for style, probe in styles.items()}
+             for module, styles in worker.items()} for worker in share(plain)])
+    return [entry.name for module, styles in candidates.items() for entry in styles[chosen[module]]]
+
+
+def _layers(model: torch.nn.Module, recording: Recording, loader: Iterable[str]) -> tuple[str, ...]:
+    """Paths of the modules that loader names are loaded into."""
+    wanted = set(loader)
+    paths = {slot.address.tensor for name, slots in recording.slots.items() if name in wanted for slot in slots}
+    paths |= {write.path for name, writes in recording.computed.items() if name in wanted for write in writes}
+    owners = {path.rpartition(".")[0] for path in paths}
+    return tuple(path for path, _ in model.named_modules() if path in owners)
