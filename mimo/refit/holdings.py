@@ -7,6 +7,7 @@ Weights change and are re-allocated between syncs; `mimo.refit.live` looks them 
 from __future__ import annotations
 
 import hashlib
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from mimo.weights.match import SHAPE_ERRORS, fitted
 from mimo.weights.pieces import ModelPiece, module_pieces
 from mimo.weights.rules import Rule, Style, WeightMap
 
+_LAYER = re.compile(r"(.*?)\.(\d+)\.")
 Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """Module -> Megatron name -> shape and dtype of the whole tensor."""
 
@@ -64,11 +66,13 @@ def holdings(built: BuiltModel, grids: Grids, provider: ModelProvider, family_co
     """
     maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
     spellings = choose_styles(maps, styles or {})
-    slots, problems = _rank_slots(built, grids, maps, spellings)
-    agree(grids, "the weight map does not fit the model", problems)
-    shapes, holders = _gather(grids, gathered_shapes(built, grids), slots)
-    found, problems = _entries(maps, spellings, shapes, wire_dtype)
-    problems += _uncovered(found, holders)
+    pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
+    slots, problems = _rank_slots(pieces, built, maps, spellings)
+    shapes, holders = _gather(grids, {module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
+                                      for module, held in pieces.items()}, slots)
+    found, misfits = plan_entries(maps, spellings, shapes, wire_dtype)
+    # Where a tensor was not understood, that others lack it says nothing more.
+    problems += misfits or ([] if problems else uncovered(found, holders))
     agree(grids, "the weight map does not fit the model", problems)
     return Holdings(found, holders, slots)
 
@@ -95,9 +99,11 @@ def choose_styles(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> di
 # The chunk plan
 
 
-def entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes: Shapes, wire_dtype: str) -> list[Entry]:
+def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes: Shapes,
+                 wire_dtype: str) -> tuple[list[Entry], list[str]]:
     """The chunk plan: every whole Hugging Face tensor once, in the order of modules and of their weight maps.
 
+    A layer's tensors follow each other: an engine that loads layer by layer keeps a layer until it has all of it.
     Shapes come from rules applied to meta tensors: no communication, and no memory.
 
     Args:
@@ -106,18 +112,9 @@ def entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes: 
         shapes: whole Megatron tensors of all ranks together.
         wire_dtype: see `holdings`.
 
-    Raises:
-        ValueError: a tensor has no rule, a rule no tensor, or the two do not fit; all of them by name.
+    Returns:
+        The entries; and a line for each tensor without a rule, rule without a tensor, and what else does not fit.
     """
-    found, problems = _entries(maps, styles, shapes, wire_dtype)
-    if problems:
-        raise ValueError("\n  ".join(["the weight map does not fit the model:", *sorted(set(problems))]))
-    return found
-
-
-def _entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes: Shapes,
-             wire_dtype: str) -> tuple[list[Entry], list[str]]:
-    """The entries, and a line for each thing that does not fit."""
     found: list[Entry] = []
     problems: list[str] = []
     options = ExportOptions(dtype=wire_dtype)
@@ -135,12 +132,26 @@ def _entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes:
                 problems.append(f"dtype: {module} {rule.rule.megatron} must be float32 in the model, which has it in "
                                 f"{dtype_name(dtype)}")
         kept = {info.name for rule in planned if rule.rule.keep_fp32 for info in rule.infos}
-        found += [Entry(info.name, dtype_name(info.dtype), info.shape, info.name in kept) for info in infos_of(planned)]
+        found += by_layer([Entry(info.name, dtype_name(info.dtype), info.shape, info.name in kept)
+                           for info in infos_of(planned)])
     problems += [f"dtype: {entry.name} is {entry.dtype}, which does not travel: only {', '.join(DTYPE_BYTES)} do"
                  for entry in found if entry.dtype not in DTYPE_BYTES]
     problems += [f"twice: {name} is made by {count} rules" for name, count in
                  Counter(entry.name for entry in found).items() if count > 1]
     return found, problems
+
+
+def by_layer(found: Sequence[Entry]) -> list[Entry]:
+    """The entries with those of a layer together, layers of a stack ascending; else in their order.
+
+    A layer is known by the first number in a name, so that a layer's experts are in it.
+    """
+    layers = [_LAYER.match(entry.name) for entry in found]
+    stacks: dict[str, int] = {}
+    places = []
+    for position, layer in enumerate(layers):
+        places.append((position, 0) if layer is None else (stacks.setdefault(layer[1], position), int(layer[2])))
+    return [found[position] for position in sorted(range(len(found)), key=places.__getitem__)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -151,61 +162,47 @@ def dtype_name(dtype: torch.dtype) -> str:
 # What this rank holds
 
 
-def rank_slots(built: BuiltModel, grids: Grids, maps: Mapping[str, WeightMap],
-               styles: Mapping[str, Style]) -> list[Slot]:
-    """Every box of a Hugging Face tensor that this rank has, replicas included, in the order of the weight maps.
-
-    Args:
-        built: its model.
-        grids: process groups.
-        maps: each module's map.
-        styles: how each module's names are spelled.
-
-    Raises:
-        ValueError: a parameter is in no rule, or is saved as a copy that is no view of it; all of them by name.
-    """
-    slots, problems = _rank_slots(built, grids, maps, styles)
-    if problems:
-        raise ValueError("\n  ".join([f"rank {grids.rank}: the weight map does not fit the model:",
-                                      *sorted(set(problems))]))
-    return slots
-
-
-def _rank_slots(built: BuiltModel, grids: Grids, maps: Mapping[str, WeightMap],
+def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
                 styles: Mapping[str, Style]) -> tuple[list[Slot], list[str]]:
-    """The slots, and a line for each piece or parameter that makes none."""
+    """Every box that this rank has, replicas included, in the order of the weight maps; and a line for each piece or
+    parameter that makes none."""
     slots: dict[tuple[str, Box], Slot] = {}
     problems = []
     for module, part in named_modules_of(built.model):
         rules = {rule.megatron: (number, rule) for number, rule in enumerate(maps[module].rules)}
         places = _Places(module, unwrap_model(part))
-        placed: list[tuple[int, ModelPiece, Address]] = []
-        for piece in module_pieces(part, grids.collections[module]):
+        made: list[tuple[int, list[Slot]]] = []
+        for piece in pieces[module]:
             address = places.find(piece.tensor)
             if address is None:
                 problems.append(f"a copy: {module} {piece.name} {list(piece.tensor.shape)} is a view of no parameter "
                                 "or buffer of the model")
-            elif piece.name not in rules:
-                problems.append(f"no rule: {module} {piece.name} {list(piece.shape)} of the model is in no rule of its "
-                                "weight map")
-            else:
-                placed.append((rules[piece.name][0], piece, address))
+            elif piece.name in rules:  # `_entries` tells of others
+                number, rule = rules[piece.name]
+                try:
+                    made.append((number, list(piece_slots(rule, styles[module], piece, address))))
+                except SHAPE_ERRORS as error:
+                    problems.append(f"shape: {module} {piece.name} {list(piece.shape)}: {error}")
         problems += places.missing()
-        placed.sort(key=lambda entry: (entry[0], [part.start for part in entry[1].slices]))
-        for _, piece, address in placed:
-            try:
-                made = _piece_slots(rules[piece.name][1], styles[module], piece, address)
-            except SHAPE_ERRORS as error:
-                problems.append(f"shape: {module} {piece.name} {list(piece.shape)}: {error}")
-                continue
-            for slot in made:
+        for _, cut in sorted(made, key=lambda entry: entry[0]):
+            for slot in cut:
                 # A rank may have a tensor twice (an embedding that is tied, or shared by stages): one will do.
                 slots.setdefault((slot.name, slot.box), slot)
     return list(slots.values()), problems
 
 
-def _piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -> Iterator[Slot]:
-    """A piece cut into boxes of Hugging Face tensors. Raises ValueError where its numbers make no box."""
+def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -> Iterator[Slot]:
+    """A piece cut into boxes of Hugging Face tensors.
+
+    Args:
+        rule: of the piece's tensor.
+        style: how names are spelled.
+        piece: a slice of a whole Megatron tensor.
+        address: of its first element, with its own strides.
+
+    Raises:
+        ValueError: its numbers make no boxes: it is cut where the whole tensor is reshaped.
+    """
     rule = fitted(rule, piece.shape)
     parts = [tuple(part.shape) for part in rule.convert.to_hf(torch.empty(piece.shape, device="meta"))]
     first_row = 0 if rule.rows is None else rule.rows.first
@@ -241,12 +238,9 @@ def _reshaped_strides(piece: ModelPiece, whole_axes: Sequence[slice], shape: tup
     """Strides of the piece in another shape. Raises ValueError where it is cut on axes that the reshape mixes."""
     sizes = piece.shape[len(piece.shape) - len(whole_axes):]
     if any(part.stop - part.start != size for part, size in zip(whole_axes, sizes, strict=True)):
-        raise ValueError(f"becomes {list(shape)}, which a rank must hold whole; this one holds {_listed(piece.slices)}")
+        held = ", ".join(f"{part.start}:{part.stop}" for part in piece.slices)
+        raise ValueError(f"becomes {list(shape)}, which a rank must hold whole; this one holds [{held}]")
     return piece.tensor.view(shape).stride()
-
-
-def _listed(slices: Iterable[slice]) -> str:
-    return "[" + ", ".join(f"{part.start}:{part.stop}" for part in slices) + "]"
 
 
 class _Places:
@@ -286,30 +280,14 @@ class _Places:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Numbers of a tensor's first element in its memory and of the one after its last."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     if not tensor.numel():
         return first, first
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return first, first + 1 + sum((size - 1) * stride for size, stride in steps)
+    return first, first + 1 + sum(int((size - 1) * stride) for size, stride in steps)
 
 
 # What all ranks hold
-
-
-def gathered_shapes(built: BuiltModel, grids: Grids) -> Shapes:
-    """Whole Megatron tensors of which this rank holds a piece."""
-    return {module: {piece.name: (piece.shape, piece.tensor.dtype)
-                     for piece in module_pieces(part, grids.collections[module])}
-            for module, part in named_modules_of(built.model)}
-
-
-def gather_holders(grids: Grids, slots: Iterable[Slot]) -> Holders:
-    """Which ranks hold which boxes. Collective over the world, through host memory.
-
-    Raises:
-        ValueError: boxes of a tensor overlap, or leave gaps between them, naming it.
-    """
-    return _gather(grids, {}, slots)[1]
 
 
 def _gather(grids: Grids, shapes: Shapes, slots: Iterable[Slot]) -> tuple[Shapes, Holders]:
@@ -319,31 +297,33 @@ def _gather(grids: Grids, shapes: Shapes, slots: Iterable[Slot]) -> tuple[Shapes
     told = gather(grids, mine if digests.index(digests[grids.rank]) == grids.rank else None)
     ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     whole: Shapes = {module: {} for module in grids.layout.grids}
-    for rank, digest in enumerate(digests):
-        held = told[digests.index(digest)]
-        for name, box in held[1]:
-            ranks_of[name][box].append(rank)
-        for module, tensors in held[0].items():
+    for digest in dict.fromkeys(digests):
+        ranks = [rank for rank, other in enumerate(digests) if other == digest]
+        tensors_of, boxes = told[ranks[0]]
+        for name, box in boxes:
+            ranks_of[name][box] += ranks
+        for module, tensors in tensors_of.items():
             whole[module] |= tensors
-    return whole, {name: [Holder(box, tuple(ranks)) for box, ranks in sorted(
-        boxes.items(), key=lambda entry: entry[0].starts)] for name, boxes in ranks_of.items()}
+    return whole, {name: [Holder(box, tuple(sorted(boxes[box]))) for box in sorted(boxes, key=lambda box: box.starts)]
+                   for name, boxes in ranks_of.items()}
 
 
-def _uncovered(found: Sequence[Entry], holders: Holders) -> Iterator[str]:
+def uncovered(found: Iterable[Entry], holders: Holders) -> list[str]:
     """A line for each tensor whose boxes overlap, leave gaps or lie outside of it."""
+    lines = []
     for entry in found:
-        whole = Box.whole(entry.shape)
-        boxes = [held.box for held in holders.get(entry.name, [])]
-        if any(box.intersection(whole) != box for box in boxes):
-            yield f"outside: boxes of {entry.name} are not in {list(entry.shape)}"
-        elif sum(box.numel for box in boxes) != whole.numel or _overlap(boxes):
-            yield f"not whole: the ranks together do not hold all of {entry.name} {list(entry.shape)} once"
+        whole, boxes = Box.whole(entry.shape), [held.box for held in holders.get(entry.name, [])]
+        if (any(box.intersection(whole) != box for box in boxes) or sum(box.numel for box in boxes) != whole.numel
+                or _overlap(boxes)):
+            lines.append(f"not whole: boxes of {entry.name} {list(entry.shape)} on all ranks are not each of its "
+                         f"elements once: {[(box.starts, box.stops) for box in boxes]}")
+    return lines
 
 
 def _overlap(boxes: Iterable[Box]) -> bool:
-    """Whether two boxes share an element; they are sorted by their first rows."""
+    """Whether two boxes share an element."""
     open_boxes: list[Box] = []
-    for box in boxes:
+    for box in sorted(boxes, key=lambda box: box.starts):
         if not box.starts:
             open_boxes.append(box)
             continue

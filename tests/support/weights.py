@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 def parse_config(*flags: str) -> Any:
     """Flags over the small mock model, or over a text model where they name its provider."""
-    if "nemotron_h" in flags:
+    if not {"nemotron_h", "causal_lm"}.isdisjoint(flags):
         return equality.parse([*hf_families.BASE, *flags])
     return deepseek.parse_config(*flags) if "deepseek_v3" in flags else equality.parse_config(*flags)
 

@@ -1,0 +1,147 @@
+"""Trainers whose holdings are read, and compared with what the export writes; inside worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import weights
+
+
+@dataclass
+class Held:
+    """What a rank holds.
+
+    Attributes:
+        entries, holders: as `mimo.refit.holdings` says.
+        values: for each point in time, name, box and values of each of its boxes.
+    """
+
+    entries: list[Any]
+    holders: dict[str, list[Any]]
+    values: dict[str, list[tuple[str, Any, torch.Tensor]]]
+
+
+@contextlib.contextmanager
+def loaded_model(flags: tuple[str, ...], world_size: int, folder: str) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """As `weights.built_model`, with the weights of a folder."""
+    from mimo.weights.load import HfPaths, load_hf
+
+    with weights.built_model(flags, world_size) as (built, grids, provider, config):
+        load_hf(built, grids, provider, config, HfPaths(model=folder))
+        yield built, grids, provider, config
+
+
+@torch.no_grad()
+def reallocate(built: Any, factor: float) -> None:
+    """Give every tensor other memory and other values."""
+    for tensor in (*built.model.parameters(), *built.model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.clone().mul_(factor)
+
+
+def held_and_exported(rank: int, flags: tuple[str, ...], world_size: int, folder: str, out: str) -> Held:
+    """A rank's boxes; all export, too. Then the weights change and are re-allocated, and both is done again."""
+    from mimo.refit.holdings import holdings
+    from mimo.refit.live import LiveTensors
+    from mimo.weights.export_model import export_model
+
+    with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
+        found = holdings(built, grids, provider, config, "float32")
+        live, values = LiveTensors(built), {}
+        for number, when in enumerate(("before", "after")):
+            if number:
+                reallocate(built, 3)
+            values[when] = [(slot.name, slot.box, live.view(slot.address, slot.box.sizes).clone())
+                            for slot in found.slots]
+            export_model(built, grids, provider, config, f"{out}/{when}")
+        return Held(found.entries, found.holders, values)
+
+
+def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wire_dtype: str, everywhere: bool,
+             biases: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+    """Whole tensors, doubled and re-allocated since an earlier iteration; routers' biases are set to `biases`."""
+    from mimo.platform import current_platform
+    from mimo.refit.holdings import holdings
+    from mimo.refit.whole import WholeTensors
+
+    with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
+        found = holdings(built, grids, provider, config, wire_dtype)
+        tensors = WholeTensors(built, found, current_platform().device, everywhere)
+        assert [entry for entry, _ in tensors] == found.entries
+        reallocate(built, 2)
+        for name, buffer in built.model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(biases)
+        return [(entry, tensor.clone()) for entry, tensor in tensors]
+
+
+def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
+    """What taking stock of a model says that has another map, or saves other tensors; change -> lines."""
+    from mimo.refit import holdings as module
+    from mimo.weights.rules import Direct, Rule
+
+    found = {}
+    with weights.built_model(weights.alone(flags), 1) as (built, grids, provider, config):
+        whole, pieces_of = provider.weight_map(config, "language"), module.module_pieces
+        norm = next(rule for rule in whole.rules if rule.megatron == "decoder.final_layernorm.weight")
+        others = tuple(rule for rule in whole.rules if rule is not norm)
+
+        def ask(rules: tuple[Any, ...], change: Callable[[list[Any]], list[Any]] = list) -> list[str]:
+            class Changed:
+                def weight_map(self, config: Any, name: str) -> Any:
+                    return replace(whole, rules=rules) if name == "language" else provider.weight_map(config, name)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "module_pieces", lambda part, groups: change(pieces_of(part, groups)))
+                return weights.error_lines(lambda: module.holdings(built, grids, Changed(), config, "float32"))
+
+        def cloned(pieces: list[Any]) -> list[Any]:
+            return [replace(piece, tensor=piece.tensor.clone()) if piece.name == norm.megatron else piece
+                    for piece in pieces]
+
+        found["nothing"] = ask(whole.rules)
+        found["unmapped"] = ask(others)
+        found["missing"] = ask((*whole.rules, Rule("decoder.another", ("another",))))
+        found["shape"] = ask((*others, replace(norm, convert=Direct((3,), (3,)))))
+        found["copy"] = ask(whole.rules, cloned)
+        found["lost"] = ask(whole.rules, lambda pieces: [piece for piece in pieces if piece.name != norm.megatron])
+    return found
+
+
+def refused_reads(rank: int, flags: tuple[str, ...]) -> dict[str, str]:
+    """What a read of a weight says that is not as it was at set-up; change -> error."""
+    from mimo.refit.live import LiveTensors
+    from mimo.refit.slots import Address
+
+    found = {}
+    path = "decoder.final_layernorm.weight"
+    with weights.built_model(weights.alone(flags), 1) as (built, grids, provider, config):
+        live = LiveTensors(built)
+        norm = built.model.language_model.module.decoder.final_layernorm
+        kept = norm.weight.data
+
+        def ask(what: str, name: str = f"language/{path}") -> None:
+            try:
+                live.view(Address(name, 0, (1,)), (4,))
+            except RuntimeError as error:
+                found[what] = str(error)
+
+        ask("nothing")
+        ask("unknown", f"language/{path}s")
+        ask("module", f"vision/{path}")
+        norm.weight.data = torch.cat([kept, kept])
+        ask("grown")
+        norm.weight.data = torch.cat([kept, kept])[::2]
+        ask("strided")
+        norm.weight.data = kept.clone()
+        norm.weight.untyped_storage().resize_(0)
+        ask("offloaded")
+        norm.weight = None
+        ask("removed")
+    return found
