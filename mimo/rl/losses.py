@@ -64,7 +64,7 @@ def policy_loss(
     log_probs = sampled.masked(log_probs)
     losses, totals = _policy_terms(config, batch, log_probs)
     if batch.importance_weights is not None:
-        losses = losses * batch.importance_weights.detach()
+        losses = losses * sampled.masked(batch.importance_weights.detach())
     if batch.reference_log_probs is not None:
         kl = kl_estimates(log_probs, sampled.masked(batch.reference_log_probs.detach()), config.kl_type)
         totals.sums["reference_kl"] = kl.detach().sum(dtype=torch.float64)
@@ -78,8 +78,7 @@ def policy_loss(
         assert entropies is not None, "--entropy-coeff needs entropies"
         losses = losses - config.entropy_coeff * entropies
     weights, count = token_weights(config, sampled)
-    # Masked again: a token that is not there may have got an infinite weight or loss above.
-    total = sampled.masked(losses * weights).sum()
+    total = (losses * weights).sum()
     totals.sums["loss"], totals.sums["loss_count"] = total.detach().double(), count.double()
     return total, count, totals
 

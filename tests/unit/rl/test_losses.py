@@ -1,0 +1,240 @@
+"""Policy losses: numbers by hand, gradients, and the same mean for every split of the batch."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from mimo.config.rl import RlConfig
+from mimo.rl.kl import kl_estimates, kl_of_sequences
+from mimo.rl.losses import PolicyBatch, policy_loss, token_weights
+from mimo.rl.sampled import SampledTokens
+from mimo.rl.totals import add_totals
+
+NO_CORRECTION = RlConfig(importance_correction="none")
+
+
+def config(**fields):
+    return dataclasses.replace(NO_CORRECTION, **fields)
+
+
+def batch_of(lengths, masks, advantages, old, **more):
+    """Sequences of whole tokens; `masks` says which were sampled."""
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    sampled = SampledTokens(torch.tensor(masks, dtype=torch.bool), ids, len(lengths))
+    return PolicyBatch(sampled, torch.tensor(advantages)[ids], torch.tensor(old), **more)
+
+
+def one_token(ratio, advantage, **fields):
+    """Loss, its gradient with respect to the log-prob, and the totals of a token with this ratio."""
+    log_prob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    batch = batch_of([1], [True], [float(advantage)], [-1.0 - math.log(ratio)])
+    total, count, totals = policy_loss(config(**fields), batch, log_prob)
+    assert count.item() == 1 and count.dtype == torch.int32
+    return total.item(), torch.autograd.grad(total, log_prob)[0].item(), {k: v.item() for k, v in totals.sums.items()}
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped"), [
+    (1.0, 2.0, -2.0, -2.0, None),
+    (1.1, 2.0, -2.2, -2.2, None),
+    (1.5, 2.0, -2.6, 0.0, "clipped_high"),  # 1.3 * 2
+    (0.5, 2.0, -1.0, -1.0, None),  # the clipped term is larger: no bound
+    (1.5, -2.0, 3.0, 3.0, None),
+    (0.5, -2.0, 1.6, 0.0, "clipped_low"),  # 0.8 * 2
+    (0.9, -2.0, 1.8, 1.8, None),
+    (5.0, -2.0, 10.0, 10.0, None),
+])
+def test_ppo_by_hand(ratio, advantage, loss, gradient, clipped):
+    fields = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+    got, slope, sums = one_token(ratio, advantage, **fields)
+    assert (got, slope) == (pytest.approx(loss, rel=1e-6), pytest.approx(gradient, rel=1e-6))
+    expected = {name: float(name == clipped) for name in ("clipped_low", "clipped_high", "clipped_dual")}
+    assert {name: sums[name] for name in expected} == expected
+    assert sums["ratio"] == pytest.approx(ratio, rel=1e-6) and sums["tokens"] == 1
+
+
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage():
+    got, slope, sums = one_token(5.0, -2.0, dual_clip_ratio=3.0)
+    assert (got, slope, sums["clipped_dual"]) == (pytest.approx(6.0), 0.0, 1)
+    got, slope, sums = one_token(2.0, -2.0, dual_clip_ratio=3.0)
+    assert (got, slope, sums["clipped_dual"]) == (pytest.approx(4.0), pytest.approx(4.0), 0)
+    got, _, sums = one_token(5.0, 2.0, dual_clip_ratio=3.0)
+    assert (got, sums["clipped_dual"]) == (pytest.approx(-2.4), 0)
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "weight"), [(1.0, 2.0, 1.0), (3.0, 2.0, 1.2), (0.5, 2.0, 0.8),
+                                                            (3.0, -2.0, 1.2), (0.5, -2.0, 0.8)])
+def test_cispo_keeps_the_gradient_of_clipped_tokens(ratio, advantage, weight):
+    got, slope, sums = one_token(ratio, advantage, policy_loss="cispo")
+    assert slope == pytest.approx(-weight * advantage, rel=1e-6)
+    assert got == pytest.approx(weight * advantage, rel=1e-6)  # -w A log p, log p = -1
+    assert (sums["clipped_high"], sums["clipped_low"]) == (float(weight == 1.2), float(weight == 0.8))
+
+
+def test_gspo_takes_the_geometric_mean_of_a_sequence():
+    # Ratios 2, 1/2 of the first sequence: 1. The second's are 1.1 and 1.21: 1.1^1.5. A prompt token is in neither.
+    ratios = torch.tensor([7.0, 2.0, 0.5, 1.1, 1.21], dtype=torch.float64)
+    log_probs = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    batch = batch_of([3, 2], [False, True, True, True, True], [1.0, 2.0], [0.0] * 5)
+    batch.old_log_probs = -ratios.log()
+    total, count, totals = policy_loss(config(policy_loss="gspo", clip_ratio_high=1.0), batch, log_probs)
+    second = 1.1 ** 1.5
+    assert total.item() == pytest.approx(-(2 * 1 * 1 + 2 * second * 2)) and count.item() == 4
+    # Each token has 1 / |y| of the sequence's gradient, which counts |y| times in the mean over tokens.
+    gradient = torch.autograd.grad(total, log_probs)[0]
+    torch.testing.assert_close(gradient, -torch.tensor([0, 1, 1, 2 * second, 2 * second], dtype=torch.float64))
+    assert totals.mean("ratio") == pytest.approx((1 + second) / 2)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("log_prob", [1e4, -1e4, 60.0])
+def test_ratios_that_overflow_are_clamped(kind, log_prob):
+    log_probs = torch.tensor([log_prob, 0.0], requires_grad=True)
+    batch = batch_of([1, 1], [True, True], [-1.0, 1.0], [0.0, 0.0])
+    total, _, totals = policy_loss(config(policy_loss=kind), batch, log_probs)
+    assert total.isfinite() and torch.autograd.grad(total, log_probs)[0].isfinite().all()
+    assert totals.sums["ratio"].item() == pytest.approx(1 + math.exp(20 if log_prob > 0 else -20), rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "aggregation"), [("ppo", "token-mean"), ("gspo", "seq-mean-token-mean"),
+                                                   ("cispo", "seq-mean-token-mean")])
+def test_what_stands_at_padding_has_no_effect(kind, aggregation):
+    nan = math.nan
+    flags = config(policy_loss=kind, loss_aggregation=aggregation, kl_coeff=0.1, entropy_coeff=0.1)
+
+    def run(filler, advantage):
+        leaf = torch.tensor([filler, -1.0, -2.0, filler], requires_grad=True)
+        batch = batch_of([3, 1], [False, True, True, False], [1.0, advantage], [filler, -1.5, -2.0, filler],
+                         reference_log_probs=torch.tensor([filler, -1.2, -2.2, filler]),
+                         importance_weights=torch.tensor([filler, 1.0, 2.0, filler]))
+        total, count, totals = policy_loss(flags, batch, leaf, torch.tensor([filler, 1.0, 0.5, filler]))
+        return total, count, torch.autograd.grad(total, leaf)[0], totals
+
+    clean, dirty = run(0.0, 0.0), run(nan, nan)
+    for expected, found in zip(clean[:3], dirty[:3], strict=True):
+        assert torch.equal(expected, found)
+    assert clean[3].sums == dirty[3].sums and clean[0] != 0
+    assert clean[2][0] == 0 and clean[2][3] == 0
+    assert run(math.inf, 0.0)[0] == clean[0]
+
+
+def test_weights_kl_and_entropy_by_hand():
+    log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    batch = batch_of([2], [True, True], [2.0], [-1.0, -2.0], reference_log_probs=torch.tensor([-1.5, -2.0]),
+                     importance_weights=torch.tensor([0.5, 0.0]))
+    entropies = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    total, count, totals = policy_loss(config(kl_coeff=0.1, kl_type="k2", entropy_coeff=0.01), batch, log_probs,
+                                       entropies)
+    # Policy -0.5 * 2 and 0; KL 0.5^2 / 2; entropy 4.
+    assert total.item() == pytest.approx(-1.0 + 0.1 * 0.125 - 0.01 * 4) and count.item() == 2
+    torch.testing.assert_close(torch.autograd.grad(total, log_probs)[0], torch.tensor([-1 + 0.1 * 0.5, 0.0]).double())
+    assert totals.mean("entropy") == 2 and totals.mean("reference_kl") == 0.0625
+    assert totals.mean("loss", "loss_count") == pytest.approx(total.item() / 2)
+
+
+def test_kl_in_the_reward_is_reported_and_leaves_the_loss_alone():
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = batch_of([2], [True, True], [2.0], [-1.0, -2.0], reference_log_probs=torch.tensor([-1.5, -2.0]))
+    total, _, totals = policy_loss(config(kl_coeff=0.1, kl_in="reward"), batch, log_probs)
+    assert total.item() == pytest.approx(-4.0) and totals.sums["reference_kl"] > 0
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    # Sums of (1 + 2) and (3) of 2 and 1 sampled tokens, and of a sequence without any.
+    ("token-mean", ([1, 1, 0, 1, 0], 3, 6 / 3)),
+    ("seq-mean-token-mean", ([0.5, 0.5, 0, 1, 0], 2, (1.5 + 3) / 2)),
+    ("seq-mean-token-sum-norm", ([0.1, 0.1, 0, 0.1, 0], 2, (0.3 + 0.3) / 2)),
+])
+def test_aggregation_by_hand(kind, expected):
+    length = 10 if kind == "seq-mean-token-sum-norm" else None
+    sampled = SampledTokens(torch.tensor([True, True, False, True, False]), torch.tensor([0, 0, 0, 1, 2]), 3)
+    weights, count = token_weights(config(loss_aggregation=kind, loss_norm_length=length), sampled)
+    assert weights.tolist() == pytest.approx(expected[0]) and count.item() == expected[1]
+    losses = torch.tensor([1.0, 2.0, 50.0, 3.0, 50.0])
+    assert ((losses * weights).sum() / count).item() == pytest.approx(expected[2])
+
+
+LENGTHS = [5, 1, 3, 4, 2, 7]
+SPLITS = [[range(6)], [[0], [1], [2], [3], [4], [5]], [[0, 1, 2], [3, 4, 5]], [[5, 0], [4, 1, 3, 2]],
+          [[3], [0, 1, 2, 4, 5]]]
+
+
+def policy_of_linear_model(flags, split):
+    """Loss and gradient of a small model, over microbatches of these sequences."""
+    generator = torch.Generator().manual_seed(3)
+    sequences = []
+    for length in LENGTHS:
+        hidden = torch.randn(length, 4, generator=generator, dtype=torch.float64)
+        old, reference, weights = (torch.randn(length, generator=generator, dtype=torch.float64) / 2 for _ in range(3))
+        mask = torch.arange(length) >= length // 3
+        advantage = torch.randn((), generator=generator, dtype=torch.float64).expand(length)
+        sequences.append((hidden, old, reference, weights.exp(), mask, advantage))
+    weight = torch.linspace(-0.5, 0.5, 4, dtype=torch.float64).requires_grad_()
+    sums, counts, totals = [], 0, []
+    for members in split:
+        parts = [sequences[index] for index in members]
+        hidden, old, reference, weights, mask, advantage = (torch.cat(column) for column in zip(*parts, strict=True))
+        ids = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part[0]) for part in parts]))
+        batch = PolicyBatch(SampledTokens(mask, ids, len(parts)), advantage, old, reference, weights)
+        log_probs = hidden @ weight
+        total, count, figures = policy_loss(flags, batch, log_probs, log_probs.square())
+        total.backward()
+        sums.append(total.item())
+        counts += count.item()
+        totals.append(figures)
+    return sum(sums) / counts, weight.grad / counts, add_totals(totals)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_every_split_into_microbatches_gives_the_same(kind, aggregation):
+    flags = config(policy_loss=kind, loss_aggregation=aggregation, entropy_coeff=0.01, kl_coeff=0.1, dual_clip_ratio=(
+        None if kind == "cispo" else 2.0), loss_norm_length=9 if aggregation == "seq-mean-token-sum-norm" else None)
+    loss, gradient, totals = policy_of_linear_model(flags, SPLITS[0])
+    assert gradient.abs().max() > 0.01
+    for split in SPLITS[1:]:
+        other_loss, other_gradient, other_totals = policy_of_linear_model(flags, split)
+        assert other_loss == pytest.approx(loss, rel=1e-6)  # weights of tokens are float32
+        torch.testing.assert_close(other_gradient, gradient, atol=1e-6, rtol=1e-6)
+        for name, value in totals.sums.items():
+            torch.testing.assert_close(other_totals.sums[name], value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("k1", [0.0, 0.5, -0.5, 10.0, -10.0]),
+    ("k2", [0.0, 0.125, 0.125, 10.0, 10.0]),
+    ("k3", [0.0, math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, 10.0, 10.0]),
+])
+def test_kl_by_hand(kind, expected):
+    difference = torch.tensor([0.0, 0.5, -0.5, 30.0, -30.0])
+    estimates = kl_estimates(difference - 1, torch.tensor(-1.0), kind)
+    assert estimates.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_k3_of_small_differences_keeps_its_digits():
+    estimate = kl_estimates(torch.tensor(1e-4), torch.tensor(0.0), "k3")
+    assert estimate.item() == pytest.approx(5e-9, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_estimates_have_the_mean_of_the_divergence(kind):
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = ((torch.randn(5, generator=generator).double() / 2).log_softmax(0) for _ in range(2))
+    if kind != "k2":  # which is biased
+        mean = (policy.exp() * kl_estimates(policy, reference, kind)).sum()
+        torch.testing.assert_close(mean, (policy.exp() * (policy - reference)).sum())
+    if kind == "k2":  # but has the right gradient
+        logits = policy.clone().requires_grad_()
+        log_p = logits.log_softmax(0)
+        estimated = torch.autograd.grad((policy.exp() * kl_estimates(log_p, reference, kind)).sum(), logits)[0]
+        log_p = logits.log_softmax(0)
+        true = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), logits)[0]
+        torch.testing.assert_close(estimated, true)
+
+
+def test_kl_of_sequences():
+    sampled = SampledTokens(torch.tensor([False, True, True, True]), torch.tensor([0, 0, 0, 1]), 3)
+    log_probs = torch.tensor([math.nan, -1.0, -1.0, -2.0], requires_grad=True)
+    sums = kl_of_sequences(sampled, log_probs, torch.tensor([math.nan, -2.0, -1.5, -2.5]), "k1")
+    assert sums.tolist() == pytest.approx([1.5, 0.5, 0.0]) and not sums.requires_grad
