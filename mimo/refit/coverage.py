@@ -23,8 +23,8 @@ def check_coverage(model: torch.nn.Module, recording: Recording) -> None:
     faults = [f"{name} is refused: {reason}" for name, reason in recording.refused.items()]
     writes = _writes(recording)
     for path, layout in recording.layouts.items():
-        faults += _faults(path, layout, writes.get(path, []), layout.parameter or _is_loadable_buffer(model, path, layout),
-                          recording.layouts)
+        needed = layout.parameter or _is_loadable_buffer(model, path, layout)
+        faults += _faults(path, layout, writes.get(path, []), needed, recording.layouts)
     if faults:
         raise ValueError("the engine's weights are not all written once: " + "; ".join(faults))
 

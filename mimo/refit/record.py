@@ -24,6 +24,7 @@ from mimo.refit.tracing import Tracer, Write, view_of
 
 # What loaders raise for a name, a shape or a value that they cannot take; all of it is reported under the name.
 LOADER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MESSAGE_CHARACTERS = 200  # vLLM lists every parameter after a name that it does not know
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class _Run:
             self.inexact.add(entry.name)
         else:
             self.tracer.forget([entry.name])
-            self.refused[entry.name] = f"{type(error).__name__}: {error}"
+            self.refused[entry.name] = f"{type(error).__name__}: {str(error)[:MESSAGE_CHARACTERS]}"
         return False
 
     def load(self, entries: Sequence[Entry], device: str = "meta") -> tuple[Exception | None, str | None]:

@@ -7,6 +7,7 @@ tensors of a module go one way, since vLLM reloads whole modules. Everything els
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from vllm.platforms import current_platform
@@ -41,14 +42,14 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Entry
     _check_precision(recording, entries)
     dtypes = {entry.name: entry.dtype for entry in entries}
     owners = _owners(model)
+    kept = {module for module in model.modules() if _keeps(module)} - _processed(model)
     written = {name: {slot.address.tensor for slot in slots} for name, slots in recording.slots.items()}
     written |= {name: {write.path for write in writes} for name, writes in recording.computed.items()}
     modules = {name: {module for path in paths for module in owners[path]} for name, paths in written.items()}
-    whole = {module for write in recording.constants if write.value is None for module in owners[write.path]}
+    whole = {module for touched in modules.values() for module in touched if module not in kept}
+    whole |= {module for write in recording.constants if write.value is None for module in owners[write.path]}
     for name, paths in written.items():
-        if not all(_is_direct(model, recording, path, owners[path], dtypes[name]) for path in paths):
-            whole |= modules[name]
-        elif name in recording.computed:
+        if name in recording.computed or not all(_is_unchanged(model, recording, path, dtypes[name]) for path in paths):
             whole |= modules[name]
     loader = _closure(whole, modules)
     return Wants(_in_order(recording, entries, loader),
@@ -100,27 +101,27 @@ def _owners(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     return {path: holders[key] for path, key in paths.items()}
 
 
-def _is_direct(model: torch.nn.Module, recording: Recording, path: str, owners: Sequence[torch.nn.Module],
-               dtype: str) -> bool:
-    """Whether a live tensor is as it was when it was loaded, has the dtype of the wire and is no other's source."""
+def _is_unchanged(model: torch.nn.Module, recording: Recording, path: str, dtype: str) -> bool:
+    """Whether a live tensor is laid out as when it was loaded, and has the dtype of the wire."""
     parent, _, name = path.rpartition(".")
     module, layout = model.get_submodule(parent), recording.layouts[path]
     live = module._parameters[name] if name in module._parameters else module._buffers[name]
     assert live is not None, path
     view = view_of(live)
     same = (view.sizes, view.strides) == (layout.view.sizes, layout.view.strides)
-    return same and str(live.dtype) == f"torch.{layout.dtype}" == f"torch.{dtype}" and all(map(_keeps, owners)) and (
-        not any(owner in _processed(model) for owner in owners))
+    return same and str(live.dtype) == f"torch.{layout.dtype}" == f"torch.{dtype}"
 
 
-def _keeps(module: torch.nn.Module) -> bool:
-    """Whether a module's parameters stay as they were loaded."""
-    kind, method = type(module).__name__, vars(module).get("quant_method")
-    if method is None:
-        return kind in PLAIN_MODULES
-    if type(method).__name__ in EXPERT_METHODS:
-        return method.unquantized_backend.name in KEEPING_EXPERT_KERNELS and not current_platform.is_rocm()
-    return type(method).__name__ in KEEPING_METHODS and not current_platform.is_cpu()
+def _keeps(module: Any) -> bool:
+    """Whether a module's parameters stay as and where they were loaded."""
+    if not hasattr(module, "quant_method") or module.quant_method is None:
+        return type(module).__name__ in PLAIN_MODULES
+    method = type(module.quant_method).__name__
+    if method in EXPERT_METHODS:
+        # Load balancing moves experts between ranks while the engine runs.
+        return (module.quant_method.unquantized_backend.name in KEEPING_EXPERT_KERNELS
+                and not module.moe_config.moe_parallel_config.enable_eplb and not current_platform.is_rocm())
+    return method in KEEPING_METHODS and not current_platform.is_cpu()
 
 
 def _processed(model: torch.nn.Module) -> set[torch.nn.Module]:

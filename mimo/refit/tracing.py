@@ -96,7 +96,9 @@ class Tracer(TorchDispatchMode):
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Makes a tensor known as the checkpoint's of that name."""
-        self._sources[self._keep(tensor)] = _Source(view_of(tensor), tensor.dtype, name)
+        key = self._keep(tensor)
+        self._computed.pop(key, None)
+        self._sources[key] = _Source(view_of(tensor), tensor.dtype, name)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops what was noted of names, before they are tried again."""

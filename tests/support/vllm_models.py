@@ -1,12 +1,14 @@
-"""Tiny checkpoints, and vLLM's models for them: any rank of any tensor, pipeline or expert parallel size in one process."""
+"""Tiny checkpoints, and vLLM's models for them: any rank of any parallel sizes in one process."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
@@ -39,8 +41,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "tie_word_embeddings": False},
     "deepseek-v3": TEXT | {
         "model_type": "deepseek_v3", "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 8},
+        "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "first_k_dense_replace": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 8},
     "llava": {
         "model_type": "llava", "vision_config": CLIP, "text_config": TEXT | {"model_type": "qwen3"},
         "image_token_index": 98, "vision_feature_layer": -1},
@@ -63,7 +66,7 @@ class Rank:
 
 
 def checkpoint(name: str, directory: Path) -> dict[str, torch.Tensor]:
-    """Saves a random model of `MODELS` as transformers does and gives what it saved."""
+    """Saves a random model of `MODELS` as transformers does; what it saved, a vision tower spelled as vLLM wants it."""
     fields = dict(MODELS[name])
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     kind = transformers.AutoModelForImageTextToText if name == "llava" else transformers.AutoModelForCausalLM
@@ -72,8 +75,9 @@ def checkpoint(name: str, directory: Path) -> dict[str, torch.Tensor]:
         for tensor in model.state_dict().values():
             tensor.uniform_(-1, 1)
     model.save_pretrained(directory)
-    return {key: tensor for file in sorted(directory.glob("*.safetensors"))
-            for key, tensor in safetensors.torch.load_file(file).items()}
+    saved = {key: tensor for file in sorted(directory.glob("*.safetensors"))
+             for key, tensor in safetensors.torch.load_file(file).items()}
+    return {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", key): tensor for key, tensor in saved.items()}
 
 
 def entries_of(tensors: dict[str, torch.Tensor]) -> list[Entry]:
@@ -118,7 +122,8 @@ def build(config: VllmConfig) -> torch.nn.Module:
 
 def _group(name: str, rank: int, size: int) -> parallel_state.GroupCoordinator:
     group = object.__new__(parallel_state.GroupCoordinator)
+    processes = SimpleNamespace(rank=lambda: rank, size=lambda: size)
     vars(group).update(
         unique_name=name, rank=rank, local_rank=rank, rank_in_group=rank, world_size=size, ranks=list(range(size)),
-        device=torch.device("cpu"), cpu_group=None, device_group=None, device_communicator=None)
+        device=torch.device("cpu"), cpu_group=processes, device_group=processes, device_communicator=None)
     return group
