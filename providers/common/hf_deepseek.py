@@ -16,6 +16,8 @@ DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
         "first_k_dense_replace": 3, "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_interleave": True, "attention_bias": False,
+        # As in transformers 5.19; 5.12 knows no such key, and passes over the published model's layer all the same.
+        "num_nextn_predict_layers": 1,
     },
 }
 DEFAULT_ROPE_THETA = 10000.0
@@ -68,7 +70,7 @@ def deepseek_sizes(config: dict[str, Any]) -> dict[str, Any]:
         "moe_router_group_topk": config["topk_group"] or 1,
         "moe_router_enable_expert_bias": True,
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        "ignored_mtp_layers": config.get("num_nextn_predict_layers") or 0,
+        "ignored_mtp_layers": config["num_nextn_predict_layers"] or 0,
         **_rope_sizes(config),
     }
 

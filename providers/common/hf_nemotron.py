@@ -34,7 +34,9 @@ MIXER_NORM_EPSILON = 1e-5
 DEFAULT_MTP = "*E"
 # The second has the same language and vision parts, and a sound encoder, which is passed over.
 VLM_TYPES = ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3")
+# The names that every version of transformers reads, and those that later ones save, at the latest 5.19.
 BLOCKS = {"mamba": MAMBA, "attention": ATTENTION, "moe": MOE, "mlp": MLP}
+LATER_BLOCKS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 # The published code's own names, which transformers takes too.
 OLD_NAMES = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
              "mamba_dt_limit": "time_step_limit"}
@@ -101,9 +103,10 @@ def _pattern(values: dict[str, Any], section: str, list_key: str, text_key: str)
     """Layers as symbols, empty where neither key is there; a list has precedence over a text, as in transformers."""
     blocks, pattern = values.get(list_key), values.get(text_key)
     if blocks:
+        symbols = BLOCKS | LATER_BLOCKS
         for block in blocks:
-            allow(section, f"{list_key}[]", block, tuple(BLOCKS))
-        return "".join(BLOCKS[block] for block in blocks)
+            allow(section, f"{list_key}[]", block, tuple(symbols))
+        return "".join(symbols[block] for block in blocks)
     for symbol in pattern or "":
         if symbol not in BLOCKS.values():
             raise ValueError(f"--hf-config: {section}{text_key} = {pattern!r}: symbol {symbol!r} is not supported; "

@@ -71,10 +71,12 @@ def with_defaults(config: dict[str, Any], section: str, default_type: str,
         known: defaults of each supported `model_type`.
 
     Raises:
-        ValueError: another `model_type`.
+        ValueError: another `model_type`, or layers whose sizes differ.
     """
     model_type = config.get("model_type", default_type)
     allow(section, "model_type", model_type, tuple(known))
+    # Sizes of single layers, by which transformers 5.19 overrides the model's.
+    allow(section, "per_layer_config", config.get("per_layer_config") or None, (None,))
     return {**known[model_type], **config, "model_type": model_type}
 
 

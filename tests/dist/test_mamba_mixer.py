@@ -99,14 +99,14 @@ def as_in_hugging_face(rank: int) -> None:
     theirs = NemotronHMamba2Mixer(NemotronHConfig(
         hidden_size=HIDDEN, mamba_num_heads=HEADS, mamba_head_dim=HEAD_DIM, n_groups=GROUPS, ssm_state_size=STATE,
         use_mamba_kernels=False,
-        chunk_size=32,  # one chunk: over several, their PyTorch path sums the states over the wrong dimension
-        time_step_min=0.0,  # their PyTorch path, unlike the kernels, never steps less than this
+        chunk_size=32,  # one chunk: over several, transformers 5.12 sums the states over the wrong dimension
+        time_step_min=0.0,  # it never steps less than this, unlike the kernels
     ), layer_idx=0)
     names = {name.replace("conv1d_", "conv1d.").removeprefix("mixer."): name for name in SPREAD}
     whole = whole_parameters()
     theirs.load_state_dict({name: whole[ours] for name, ours in names.items()})
     x, gradient = torch.randn(2, 21, HIDDEN), torch.randn(2, 21, HIDDEN)
-    expected = theirs.torch_forward(x)
+    expected = theirs(x)
     expected.backward(gradient)
     with language_grids(1) as grids:
         layer = build_layer(grids.collections["language"], 1)

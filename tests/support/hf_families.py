@@ -58,8 +58,8 @@ NEMOTRON = {
     "mamba_head_dim": 8, "n_groups": 2, "n_routed_experts": 4, "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5,
     "max_position_embeddings": 64, "use_mamba_kernels": False, "use_cache": False,
-    # Their PyTorch path, unlike the kernels and this trainer, never steps less than time_step_min, and carries states
-    # from chunk to chunk along the wrong axis: a sequence here is one chunk.
+    # transformers, unlike engines and this trainer, never steps less than time_step_min (5.12 in its PyTorch path
+    # alone, where it also carries states from chunk to chunk along the wrong axis: a sequence here is one chunk).
     "time_step_min": 1e-30, "chunk_size": 64}
 # Layers of every kind on either of two stages.
 NEMOTRON_MODELS: dict[str, dict[str, Any]] = {

@@ -110,6 +110,7 @@ def test_sizes_survive_a_hugging_face_configuration(change: dict[str, Any]) -> N
     ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling.attention_factor = 1.5"),
     ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate = False"),
     ({"rope_scaling": YARN | {"mscale": None}}, "rope_scaling.mscale = None"),
+    ({"per_layer_config": {"1": {"num_attention_heads": 64}}}, "per_layer_config = {'1': {'num_attention_heads': 64}}"),
 ])
 def test_what_cannot_be_reproduced_is_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(key)):

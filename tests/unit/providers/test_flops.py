@@ -72,12 +72,19 @@ def test_hugging_face_model_computes_as_much():
                                                  experts_implementation="eager")).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(LENGTH)[None], use_cache=False)
-    # It multiplies whole score matrices, and its scan in plain PyTorch is no matrix product.
+    # Its scan is not the one that is counted: elementwise in transformers 5.12, products over padded chunks in 5.19.
+    # Nothing else in a Mamba layer multiplies batches of matrices.
+    found = counter.get_total_flops()
+    for number, symbol in enumerate(TINY.layers):
+        if symbol == "M":
+            layer = counter.get_flop_counts()[f"NemotronHForCausalLM.model.layers.{number}"]
+            found -= layer.get(torch.ops.aten.bmm, 0)
+    # It multiplies whole score matrices.
     full = flops.attention_flops(LENGTH, 32, causal=False) - flops.attention_flops(LENGTH, 32, causal=True)
     # Its convolution runs over the padding before the sequence, too.
     padding = 2 * 2 * 4 * 96 * 3
     expected = flops.hybrid_flops(TINY, [LENGTH]) - 2 * flops.ssd_flops(TINY, LENGTH) + full + padding
-    assert counter.get_total_flops() == expected
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", ["llava", "mock", "nemotron-moe-vlm-tiny"])

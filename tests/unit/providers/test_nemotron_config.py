@@ -92,6 +92,21 @@ def test_multi_token_prediction_is_built_where_the_configuration_has_it() -> Non
     assert nemotron_sizes(unused)["hybrid_layer_pattern"] == PATTERN
 
 
+@pytest.mark.parametrize(("mamba", "attention"), [("mamba", "attention"), ("linear_attention", "full_attention")])
+def test_layers_are_read_in_the_names_of_every_transformers(mamba: str, attention: str) -> None:
+    saved = {key: value for key, value in PUBLISHED.items() if key != "hybrid_override_pattern"}
+    saved |= {"layers_block_type": [mamba, "moe", attention, "mlp"], "num_nextn_predict_layers": 1,
+              "mtp_layers_block_type": [attention, mamba]}
+    assert nemotron_sizes(saved)["hybrid_layer_pattern"] == "ME*-/*M"
+    assert vlm_sizes(PUBLISHED_VLM | {"llm_config": saved})["hybrid_layer_pattern"] == "ME*-/*M"
+
+
+def test_layers_are_written_in_names_that_every_transformers_reads() -> None:
+    exported = PROVIDER.hf_config(dataclasses.replace(SMALL, hybrid_layer_pattern="ME*-/*M"))
+    assert exported["layers_block_type"] == ["mamba", "moe", "attention", "mlp"]
+    assert exported["mtp_layers_block_type"] == ["attention", "mamba"]
+
+
 def test_old_names_and_optional_values() -> None:
     old = {key: value for key, value in PUBLISHED.items() if key not in ("n_groups", "conv_kernel")}
     old |= {"mamba_n_groups": 4, "mamba_d_conv": 4, "num_key_value_heads": None, "head_dim": None}
@@ -121,6 +136,7 @@ def test_old_names_and_optional_values() -> None:
     ({"hybrid_override_pattern": None}, "layers_block_type is missing"),
     ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*?"}, "mtp_hybrid_override_pattern = '*?'"),
     ({"hybrid_override_pattern": "M-", "intermediate_size": [1, 2]}, "intermediate_size = 'list'"),
+    ({"per_layer_config": {"03": {"num_experts_per_tok": 4}}}, "per_layer_config = {'03': {'num_experts_per_tok': 4}}"),
 ])
 def test_what_cannot_be_reproduced_is_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(key)):
