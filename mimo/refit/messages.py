@@ -1,18 +1,19 @@
 """Packing the boxes of a plan into messages and taking them out again.
 
 A message is what one trainer rank sends one worker for one chunk: its boxes in the order of the plan, each row-major,
-in the dtype of the wire, each at a multiple of `ALIGNMENT` bytes.
+in the dtype of the wire, each at a multiple of `ALIGNMENT` bytes. What can be worked out once is: a sync of a model of
+experts copies tens of thousands of boxes, and Python's time for each of them is what it waits for.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from mimo.refit.slots import DTYPE_BYTES, Address, Box
+from mimo.refit.slots import DTYPE_BYTES, Address, Box, contiguous_strides
 
 # Of a box in a message: every dtype's, and wide enough for vectorised copies.
 ALIGNMENT = 16
@@ -32,72 +33,95 @@ class Carried(Protocol):
         ...
 
 
-def message_bytes(operations: Iterable[Carried], dtypes: Sequence[str]) -> int:
-    """Bytes of the message that carries these.
+@dataclass(frozen=True)
+class Place:
+    """Where a box lies in a message, or in a tensor.
+
+    Attributes:
+        dtype: of its elements.
+        sizes: of the box.
+        strides: in elements.
+        offset: of its first element, in elements of that dtype.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a message looks like.
+
+    Attributes:
+        places: of its boxes, in order.
+        num_bytes: of all of it.
+    """
+
+    places: tuple[Place, ...]
+    num_bytes: int
+
+    def boxes(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a message, uint8, as the boxes that it carries."""
+        typed = {place.dtype: message.view(place.dtype) for place in self.places}
+        return [typed[place.dtype].as_strided(place.sizes, place.strides, typed[place.dtype].storage_offset()
+                                              + place.offset) for place in self.places]
+
+
+def layout(operations: Sequence[Carried], dtypes: Sequence[str]) -> Layout:
+    """The message that carries these.
 
     Args:
         operations: in order.
         dtypes: of every entry of the chunk plan, on the wire.
     """
-    return sum(_aligned(operation.box.numel * DTYPE_BYTES[dtypes[operation.entry]]) for operation in operations)
-
-
-def boxes_in(message: torch.Tensor, operations: Iterable[Carried], dtypes: Sequence[str]) -> list[torch.Tensor]:
-    """Views of a message, uint8, as the boxes that it carries."""
-    views, first = [], 0
+    places, first = [], 0
     for operation in operations:
-        dtype = dtypes[operation.entry]
-        num_bytes = operation.box.numel * DTYPE_BYTES[dtype]
-        views.append(message[first:first + num_bytes].view(torch_dtype(dtype)).view(operation.box.sizes))
-        first += _aligned(num_bytes)
-    return views
+        dtype, sizes = dtypes[operation.entry], operation.box.sizes
+        places.append(Place(torch_dtype(dtype), sizes, contiguous_strides(sizes), first // DTYPE_BYTES[dtype]))
+        first += -(-operation.box.numel * DTYPE_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
+    return Layout(tuple(places), first)
 
 
-def pack(operations: Sequence[Carried], dtypes: Sequence[str], sources: Sequence[torch.Tensor],
-         device: torch.device) -> torch.Tensor:
+def pack(shape: Layout, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A new message, uint8, with the sources' values.
 
     Args:
-        operations: in order.
-        dtypes: of every entry, on the wire.
-        sources: what each carries, strided views of its box; converted to the dtype of the wire.
+        shape: of the message.
+        sources: what each box carries, strided views; converted to the dtype of the wire.
         device: where the message lies.
     """
-    message = torch.empty(message_bytes(operations, dtypes), dtype=torch.uint8, device=device)
-    copy_all(boxes_in(message, operations, dtypes), sources)
+    message = torch.empty(shape.num_bytes, dtype=torch.uint8, device=device)
+    copy_all(shape.boxes(message), sources)
     return message
 
 
-def unpack(message: torch.Tensor, operations: Sequence[Carried], dtypes: Sequence[str],
-           targets: Sequence[torch.Tensor]) -> None:
-    """Write what a message carries into strided views of the targets' tensors."""
-    copy_all(targets, boxes_in(message, operations, dtypes))
-
-
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, with few launches where dtypes and devices agree."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    """Copy each source into its target: those that are alike in few launches, the others one by one."""
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.is_contiguous() and source.is_contiguous() and target.device == source.device:
+            into, out = alike.setdefault((target.dtype, source.dtype), ([], []))
+            into.append(target)
+            out.append(source)
+        else:
+            target.copy_(source)
+    for into, out in alike.values():
+        torch._foreach_copy_(into, out)
 
 
-def strided(find: Callable[[str], torch.Tensor], address: Address, sizes: Sequence[int]) -> torch.Tensor:
-    """The view that an address means.
+def box_at(tensor: torch.Tensor, address: Address, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The view of a tensor that an address means; `check_inside` has been asked before."""
+    return tensor.as_strided(sizes, address.strides, tensor.storage_offset() + address.offset)
 
-    Args:
-        find: the tensor of a name.
-        address: of a box.
-        sizes: of the box.
 
-    Raises:
-        RuntimeError: the box does not lie inside the tensor.
-    """
-    tensor = find(address.tensor).detach()
+def check_inside(tensor: torch.Tensor, address: Address, sizes: Sequence[int]) -> None:
+    """Raise RuntimeError where a box does not lie inside a tensor."""
     last = address.offset + sum((size - 1) * stride for size, stride in zip(sizes, address.strides, strict=True))
-    if address.offset < 0 or last >= tensor.numel() or math.prod(sizes) > tensor.numel():
-        raise RuntimeError(f"{address.tensor} {list(tensor.shape)} has no box of {list(sizes)} at element "
-                           f"{address.offset} with strides {list(address.strides)}")
-    assert tensor.is_contiguous(), f"{address.tensor}: strides {tensor.stride()} of {list(tensor.shape)}"
-    return tensor.as_strided(tuple(sizes), address.strides, tensor.storage_offset() + address.offset)
+    if address.offset < 0 or last >= tensor.numel() or not tensor.is_contiguous():
+        raise RuntimeError(f"{address.tensor} {list(tensor.shape)} with strides {list(tensor.stride())} has no box of "
+                           f"{list(sizes)} at element {address.offset} with strides {list(address.strides)}")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -105,7 +129,3 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -7,7 +7,7 @@ learned from the model's own loading code (`mimo.refit.record`), never from a ta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from mimo.refit import plan as planning
+from mimo.refit.checksums import Verification
 from mimo.refit.guard import Guard
 from mimo.refit.loading import LoaderSession
 from mimo.refit.meeting import Meeting, RefitError
-from mimo.refit.messages import message_bytes, strided, torch_dtype, unpack
+from mimo.refit.messages import Layout, box_at, check_inside, copy_all, layout, torch_dtype
 from mimo.refit.options import RefitOptions
 from mimo.refit.sender import SETUP
 from mimo.refit.slots import Wants, entry_from_json, holders_from_json
@@ -30,6 +31,8 @@ from mimo.refit.wire import Wire
 from mimo.refit.worker_plan import worker_wants
 
 DUMMY_FORMATS = ("dummy",)
+# Seconds for a trainer rank to say what it would have sent.
+ANSWER_S = 5.0
 
 
 @dataclass
@@ -142,13 +145,17 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._publish(wants)
         holders = holders_from_json(model["holders"])
         operations = planning.receive_plan(self._entries, holders, wants, self._worker)
-        self._chunks = planning.chunks(self._entries, self._options.chunk_bytes)
         self._by_sender = planning.by_sender(operations)
         self._loader_names = frozenset(wants.loader)
-        self._wire = Wire(meeting.store, "weights", self._num_trainers + self._worker, self._num_trainers + num_workers,
-                          self._options.backend, self._options.timeout_s)
+        self._check_targets(operations)
+        self._chunks = [self._chunk(chunk)
+                        for chunk in planning.chunks(self._entries, self._options.chunk_bytes)]
         self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
                            *(f"worker {worker}" for worker in range(num_workers))]
+        meeting.arrive(SETUP, "planned")
+        meeting.wait_for(SETUP, "planned", self._everybody)
+        self._wire = Wire(meeting.store, "weights", self._num_trainers + self._worker, self._num_trainers + num_workers,
+                          self._options.backend, self._options.timeout_s, self._everybody)
         meeting.arrive(SETUP, "wired")
         meeting.wait_for(SETUP, "wired", self._everybody)
 
@@ -168,9 +175,10 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:
         meeting = self._meeting
         assert meeting is not None
-        self._compare(scope, update_info.workers[self._worker])
+        self._compare(scope, update_info.workers)
+        self._verification = Verification()
         # Found before the layers that are reloaded give their parameters away.
-        live = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
+        live = self._live()
         meeting.arrive(scope, "ready")
         meeting.wait_for(scope, "ready", self._everybody)
         self._loading = LoaderSession(self.model, self.model_config, self._loader_layers)
@@ -184,22 +192,36 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finally:
             self._loading = None
         self._compare_running(scope, running)
+        if self._options.verify:
+            self._verify(scope)
         meeting.publish(f"{scope}/report/{self._worker}", report)
         self._guard.received()
 
+    def _check_targets(self, operations: Sequence[planning.Op]) -> None:
+        live = self._live()
+        for operation in operations:
+            if operation.name not in self._loader_names:
+                check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
+
+    def _chunk(self, chunk: range) -> dict[int, tuple[Sequence[planning.Op], Layout]]:
+        """What comes from each trainer rank for a chunk, and how its message looks."""
+        parts = {sender: planning.within(operations, chunk) for sender, operations in self._by_sender.items()}
+        return {sender: (part, layout(part, self._dtypes)) for sender, part in parts.items() if part}
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
+        return {name: tensor.detach() for name, tensor in tensors}
+
     def _take_in(self, scope: str, live: dict[str, torch.Tensor], report: dict[str, Any]) -> dict[int, Any]:
         """Receive and install every chunk; returns each sender's running digest."""
-        assert self._wire is not None and self._meeting is not None and self._loading is not None
+        assert self._wire is not None
         running = {sender: planning.Running(self._entries) for sender in self._by_sender}
         flying: list[tuple[Any, ...]] = []
-        for chunk in self._chunks:
-            parts = {sender: part for sender, operations in self._by_sender.items()
-                     if (part := planning.within(operations, chunk))}
-            messages = {sender: torch.empty(message_bytes(part, self._dtypes), dtype=torch.uint8, device=self.device)
-                        for sender, part in parts.items()}
-            works = self._wire.exchange([], list(messages.items()))
-            flying.append((works, parts, messages))
-            for sender, part in parts.items():
+        for number, chunk in enumerate(self._chunks):
+            messages = {sender: torch.empty(shape.num_bytes, dtype=torch.uint8, device=self.device)
+                        for sender, (_, shape) in chunk.items()}
+            flying.append((self._wire.exchange([], list(messages.items())), number, messages))
+            for sender, (part, _) in chunk.items():
                 running[sender].add(part)
             if len(flying) > 1:
                 self._install(scope, flying.pop(0), live, report)
@@ -210,17 +232,20 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _install(self, scope: str, flying: tuple[Any, ...], live: dict[str, torch.Tensor],
                  report: dict[str, Any]) -> None:
         assert self._wire is not None and self._meeting is not None and self._loading is not None
-        works, parts, messages = flying
+        works, number, messages = flying
         meeting = self._meeting
         self._wire.wait(works, lambda: meeting.check(scope))
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
-        for sender, part in parts.items():
-            targets = [self._target(operation, live, staged) for operation in part]
-            unpack(messages[sender], part, self._dtypes, targets)
-            report["wire_bytes"] += messages[sender].numel()
-            report["direct_bytes"] += message_bytes(
-                [operation for operation in part if operation.name not in self._loader_names], self._dtypes)
+        for sender, (part, shape) in self._chunks[number].items():
+            boxes, targets = shape.boxes(messages[sender]), [self._target(each, live, staged) for each in part]
+            copy_all(targets, boxes)
+            if self._options.verify:
+                self._verification.note(sender, number, part, boxes, targets)
+            report["wire_bytes"] += shape.num_bytes
+            report["direct_bytes"] += sum(
+                operation.box.numel * place.dtype.itemsize for operation, place in
+                zip(part, shape.places, strict=True) if operation.name not in self._loader_names)
         self._loading.load([(self._spelled[name], tensor) for name, tensor in staged.items()])
         report["install_s"] += time.monotonic() - began
 
@@ -228,28 +253,40 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 staged: dict[str, torch.Tensor]) -> torch.Tensor:
         """Where the values of an operation go: a live tensor's box, or the box of a whole tensor to be loaded."""
         if operation.name not in self._loader_names:
-            return strided(live.__getitem__, operation.target, operation.box.sizes)
-        entry = self._entries[operation.entry]
+            return box_at(live[operation.target.tensor], operation.target, operation.box.sizes)
         if operation.name not in staged:
+            entry = self._entries[operation.entry]
             staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self.device)
-        slices = tuple(slice(start, stop) for start, stop in
-                       zip(operation.box.starts, operation.box.stops, strict=True))
-        return staged[operation.name][slices]
+        return staged[operation.name][tuple(map(slice, operation.box.starts, operation.box.stops))]
 
-    def _compare(self, scope: str, digests: dict[str, str]) -> None:
+    def _compare(self, scope: str, announced: list[dict[str, str]]) -> None:
         """Raise RefitError if a trainer rank is about to send other things than this worker is about to take in."""
         mine = {str(sender): planning.digest(self._entries, operations)
                 for sender, operations in self._by_sender.items()}
+        digests = announced[self._worker] if self._worker < len(announced) else {}
         wrong = sorted(int(sender) for sender in mine.keys() | digests.keys()
                        if mine.get(sender) != digests.get(sender))
         if not wrong:
             return
         assert self._meeting is not None
         described = planning.described(self._entries, self._by_sender.get(wrong[0], []))
-        self._meeting.publish(f"{scope}/difference/{wrong[0]}", {"worker": self._worker, "operations": described})
-        raise RefitError(f"worker {self._worker} and trainer rank {wrong[0]} disagree about what is sent (the trainer "
-                         f"says {len(digests)} ranks send here, the worker expects {len(mine)}); this worker expects "
-                         f"{described[0] if described else 'nothing'} first")
+        key = f"{scope}/difference/{wrong[0]}"
+        self._meeting.publish(key, {"worker": self._worker, "operations": described})
+        taken_for = f"; what it was told is what worker {announced.index(mine)} expects" if mine in announced else ""
+        reason = (f"worker {self._worker} and trainer rank {wrong[0]} disagree about what is sent (the trainer says "
+                  f"that {len(digests)} ranks send here, the worker expects {len(mine)}){taken_for}")
+        # The rank can say where the two differ first, once it knows that they do.
+        self._meeting.fail(scope, reason)
+        raise RefitError(f"{reason}\n{self._meeting.glimpse(f'{key}/answer', ANSWER_S) or 'no word from that rank'}")
+
+    def _verify(self, scope: str) -> None:
+        """Raise RefitError where a box is not what was sent."""
+        assert self._meeting is not None
+        sent = {sender: self._meeting.read(f"{scope}/sums/{sender}", scope, f"checksums of trainer rank {sender}")
+                for sender in self._by_sender}
+        fault = self._verification.fault({sender: own[str(self._worker)] for sender, own in sent.items()})
+        if fault:
+            raise RefitError(f"worker {self._worker}: {fault}")
 
     def _compare_running(self, scope: str, running: dict[int, Any]) -> None:
         assert self._meeting is not None

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from mimo.refit import plan as planning
+from mimo.refit.checksums import checksums
 from mimo.refit.meeting import Meeting, RefitError
-from mimo.refit.messages import pack
+from mimo.refit.messages import Layout, layout, pack
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.slots import Address, Entry, Holders, Slot, Wants, entry_as_json, holders_as_json
 from mimo.refit.wire import Wire
@@ -25,6 +26,8 @@ from mimo.refit.wire import Wire
 SETUP = "set-up"
 # Chunks whose messages may be under way while the next is packed.
 WINDOW = 2
+# Ranks that wait for the first, which waits for the engine, wait so much longer: the first knows whom it waited for.
+GRACE_S = 3.0
 
 
 class EngineClient(Protocol):
@@ -50,17 +53,18 @@ class EngineClient(Protocol):
 class TrainerWeights(Protocol):
     """What the trainer's ranks hold, see `mimo.refit.holdings`."""
 
-    entries: Sequence[Entry]
-    spellings: Sequence[dict[str, Any]]
+    entries: list[Entry]
+    spellings: list[dict[str, Any]]
     holders: Holders
-    slots: Sequence[Slot]
+    slots: list[Slot]
 
-    def prepare(self) -> None:
-        """Before a sync: finish what an overlapped step has left open. Collective."""
-        ...
+    def prepare(self) -> Callable[[Address, tuple[int, ...]], torch.Tensor]:
+        """Before a sync: finish what an overlapped step has left open. Collective.
 
-    def view(self, address: Address, sizes: Sequence[int]) -> torch.Tensor:
-        """The live tensor's box, looked up anew at every call."""
+        Returns:
+            The live tensors' boxes by address and sizes, for this sync alone: tensors may have other memory at the
+            next.
+        """
         ...
 
 
@@ -167,18 +171,26 @@ class WeightSender:
                 "address": trainer.address, "port": meeting.port, "timeout_s": self.options.timeout_s})
         wants = self._read_wants()
         self._operations = planning.send_plan(weights.entries, weights.holders, weights.slots, wants, trainer.rank)
-        self._chunks = planning.chunks(weights.entries, self.options.chunk_bytes)
         self._by_worker = planning.by_receiver(self._operations)
+        self._chunks = [self._chunk(chunk) for chunk in planning.chunks(weights.entries, self.options.chunk_bytes)]
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
         meeting.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
+        # Nobody waits for connections to somebody who has refused.
+        meeting.arrive(SETUP, "planned")
+        meeting.wait_for(SETUP, "planned", self._everybody())
         self._wire = Wire(meeting.store, "weights", trainer.rank, trainer.world_size + self.num_workers,
-                          self.options.backend, self.options.timeout_s)
+                          self.options.backend, self.options.timeout_s, self._everybody())
         meeting.arrive(SETUP, "wired")
         meeting.wait_for(SETUP, "wired", self._everybody())
         if trainer.rank == 0:
             self._metadata = self._all_digests()
-        _result(call)
+        self._result(SETUP, call)
+
+    def _chunk(self, chunk: range) -> list[tuple[int, Sequence[planning.SendOp], Layout]]:
+        """What goes to each worker for a chunk, and how its message looks."""
+        parts = {worker: planning.within(operations, chunk) for worker, operations in self._by_worker.items()}
+        return [(worker, part, layout(part, self._dtypes)) for worker, part in parts.items() if part]
 
     def _read_wants(self) -> dict[int, Wants]:
         """What each worker wants; equal workers share one object. Raises ValueError for tensors that none takes."""
@@ -207,44 +219,48 @@ class WeightSender:
         started = time.monotonic()
         if self._wire is None:
             raise RefitError(f"{scope}: this sender is closed: an earlier refit failed or it was ended; make a new one")
-        self.weights.prepare()
+        view = self.weights.prepare()
         call = None
         if self.trainer.rank == 0:
-            call = self._call(scope, self._update, {"sync": self._syncs, "version": version,
+            call = self._call(scope, self._update, scope, {"sync": self._syncs, "version": version,
                                                     "workers": self._metadata})
         self._meeting.arrive(scope, "ready")
         self._meeting.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
-        running = self._transfer(scope, report)
+        self._transfer(scope, view, report)
         self._meeting.arrive(scope, "sent")
-        self._meeting.publish(f"{scope}/running/{self.trainer.rank}", running)
-        _result(call)
+        self._result(scope, call)
         if self.trainer.rank == 0:
             self._read_reports(scope, report)
-            self.client.finish_weight_update(version)
+            self._result(scope, self._call(scope, self.client.finish_weight_update, version))
             self._meeting.arrive(scope, "finished")
             self._forget(self._syncs - 2)
-        self._meeting.wait_for(scope, "finished", ["trainer rank 0"])
+        self._meeting.wait_for(scope, "finished", ["trainer rank 0"], GRACE_S)
         report.seconds["total"] = time.monotonic() - started
 
-    def _update(self, update_info: dict[str, Any]) -> None:
+    def _update(self, scope: str, update_info: dict[str, Any]) -> None:
         self.client.start_weight_update()
+        self._meeting.check(scope)  # an engine that was stopped may answer long after this sync was given up
         self.client.update_weights(update_info)
 
-    def _transfer(self, scope: str, report: RefitReport) -> dict[str, str]:
-        """Send every chunk; returns the running digest of each worker's messages."""
+    def _transfer(self, scope: str, view: Callable[[Address, tuple[int, ...]], torch.Tensor],
+                  report: RefitReport) -> None:
+        """Send every chunk, and then the running digest of each worker's messages."""
         assert self._wire is not None
         running = {worker: planning.Running(self.weights.entries) for worker in self._by_worker}
+        sums: dict[int, dict[int, torch.Tensor]] = {worker: {} for worker in self._by_worker}
         flying: list[tuple[Any, Any]] = []
         report.seconds["pack"] = report.seconds["wire"] = 0.0
-        for chunk in self._chunks:
+        for number, chunk in enumerate(self._chunks):
             began = time.monotonic()
             messages = []
-            for worker, operations in self._by_worker.items():
-                part = planning.within(operations, chunk)
-                if part:
-                    messages.append((self.trainer.world_size + worker, self._pack(part)))
-                    running[worker].add(part)
+            for worker, operations, shape in chunk:
+                sources = [view(operation.source, operation.box.sizes) for operation in operations]
+                message = pack(shape, sources, self.trainer.device)
+                messages.append((self.trainer.world_size + worker, message))
+                running[worker].add(operations)
+                if self.options.verify:
+                    sums[worker][number] = checksums(shape.boxes(message))
             report.sent_bytes += sum(message.numel() for _, message in messages)
             flying.append((self._wire.exchange(messages, []), messages))
             packed = time.monotonic()
@@ -256,11 +272,11 @@ class WeightSender:
         for works in flying:
             self._wait(scope, works)
         report.seconds["wire"] += time.monotonic() - began
-        return {str(worker): digest.hexdigest() for worker, digest in running.items()}
-
-    def _pack(self, operations: Sequence[planning.Op]) -> torch.Tensor:
-        sources = [self.weights.view(operation.source, operation.box.sizes) for operation in operations]
-        return pack(operations, self._dtypes, sources, self.trainer.device)
+        if self.options.verify:
+            self._meeting.publish(f"{scope}/sums/{self.trainer.rank}", {
+                worker: {number: each.tolist() for number, each in own.items()} for worker, own in sums.items()})
+        self._meeting.publish(f"{scope}/running/{self.trainer.rank}",
+                              {worker: digest.hexdigest() for worker, digest in running.items()})
 
     def _wait(self, scope: str, flying: tuple[Any, Any]) -> None:
         assert self._wire is not None
@@ -277,23 +293,24 @@ class WeightSender:
         """Delete the flags of an earlier sync."""
         scope = f"sync {sync}"
         keys = [f"{scope}/{stage}/{who}" for stage in ("ready", "sent") for who in self._everybody()]
-        keys += [f"{scope}/running/{rank}" for rank in range(self.trainer.world_size)]
+        keys += [f"{scope}/{what}/{rank}" for what in ("running", "sums") for rank in range(self.trainer.world_size)]
         keys += [f"{scope}/report/{worker}" for worker in range(self.num_workers)]
         for key in keys if sync > 0 else ():
             self._meeting.store.delete_key(key)
 
     def _difference(self, scope: str) -> str:
         """Where a worker refused this rank's plan: the first thing that they see differently."""
-        try:
-            key = f"{scope}/difference/{self.trainer.rank}"
-            if not self._meeting.store.check([key]):
-                return ""
-            theirs = self._meeting.read(key, "nothing", "a worker's plan")
-        except RuntimeError:
+        key = f"{scope}/difference/{self.trainer.rank}"
+        theirs = self._meeting.glimpse(key, 0.0)
+        if theirs is None:
             return ""
         mine = planning.described(self.weights.entries, self._by_worker.get(theirs["worker"], []))
-        return planning.first_difference(mine, theirs["operations"],
-                                         f"trainer rank {self.trainer.rank}", f"worker {theirs['worker']}")
+        found = planning.first_difference(mine, theirs["operations"],
+                                          f"trainer rank {self.trainer.rank}", f"worker {theirs['worker']}")
+        found = found or f"trainer rank {self.trainer.rank} and worker {theirs['worker']} plan the same: only the " \
+                         "metadata that the worker was given is wrong"
+        self._meeting.publish(f"{key}/answer", found)
+        return found
 
     def _call(self, scope: str, function: Callable[..., None], *args: Any) -> Future[None]:
         """Call the engine from another thread, while this one does its part; all learn of its failure."""
@@ -314,7 +331,9 @@ class WeightSender:
         threading.Thread(target=run, name="refit-client", daemon=True).start()
         return result
 
-
-def _result(call: Future[None] | None) -> None:
-    if call is not None:
-        call.result()
+    def _result(self, scope: str, call: Future[None] | None) -> None:
+        """Wait for the end of a call, as long as nobody has failed. Raises RefitError where it does not come."""
+        if call is not None:
+            self._meeting.until(scope, call.done, lambda: f"{scope}: trainer rank {self.trainer.rank} waits for the "
+                                                          "engine's answer")
+            call.result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from mimo.model.build import BuiltModel
 from mimo.protocols import ModelProvider
 from mimo.refit.holdings import holdings
 from mimo.refit.live import LiveTensors, finish_gathers
+from mimo.refit.messages import box_at
 from mimo.refit.options import RefitOptions
 from mimo.refit.sender import EngineClient, Trainer, WeightSender
 from mimo.refit.slots import Address
@@ -44,13 +45,11 @@ class ModelWeights:
         self._built = built
         self._live = LiveTensors(built)
 
-    def prepare(self) -> None:
-        """Finish what an overlapped step left open. Collective."""
+    def prepare(self) -> Callable[[Address, tuple[int, ...]], torch.Tensor]:
+        """Finish what an overlapped step left open; the boxes of the tensors as they are now. Collective."""
         finish_gathers(self._built)
-
-    def view(self, address: Address, sizes: Sequence[int]) -> torch.Tensor:
-        """The live tensor's box, looked up anew at every call."""
-        return self._live.view(address, sizes)
+        tensors = {path: self._live.tensor(path) for path in dict.fromkeys(slot.address.tensor for slot in self.slots)}
+        return lambda address, sizes: box_at(tensors[address.tensor], address, sizes)
 
 
 def module_spellings(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from mimo.refit.meeting import MAX_POLL_S, POLL_S, RefitError
 
 BACKENDS = ("gloo", "nccl")
+CLOSING_TAG = 1  # transfers have 0
 
 
 class Wire:
@@ -29,20 +30,29 @@ class Wire:
         world_size: trainer ranks and workers together.
         backend: `gloo` or `nccl`.
         timeout_s: of one transfer.
+        names: what each rank is called in messages.
 
     Raises:
         ValueError: an unknown backend, or NCCL without CUDA devices.
         RefitError: the others did not come.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(self, store: Store, name: str, rank: int, world_size: int, backend: str, timeout_s: float,
+                 names: Sequence[str] = ()) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"refit backend {backend!r}: known are {', '.join(BACKENDS)}")
         self.backend = backend
         self.timeout_s = timeout_s
+        self._rank, self._names = rank, names or [f"rank {each}" for each in range(world_size)]
         own = PrefixStore(f"wire/{name}", store)
         try:
-            self._group = _open(own, rank, world_size, backend, timedelta(seconds=timeout_s))
+            # NCCL's is longer than ours, which ends in an error that says more than the end of this process.
+            limit = timeout_s if backend == "gloo" else 2 * timeout_s + 60
+            self._group = _open(own, rank, world_size, backend, timedelta(seconds=limit))
+            if backend == "nccl":
+                # Its first collective connects everybody; a transfer of a few would wait for the others.
+                self._group.allreduce([torch.zeros(1, device="cuda")]).wait()
+                torch.cuda.synchronize()
         except RuntimeError as error:
             raise RefitError(f"the {backend} group of {world_size} trainer ranks and workers did not form within "
                              f"{timeout_s:g} s: {error}") from error
@@ -56,9 +66,9 @@ class Wire:
             receives: rank and where its message goes, uint8.
         """
         if self.backend == "gloo":
-            return [(f"send of {message.numel()} bytes to {rank}", self._group.send([message], rank, 0))
+            return [(f"send of {message.numel()} bytes to {self._names[rank]}", self._group.send([message], rank, 0))
                     for rank, message in sends] + [
-                        (f"{message.numel()} bytes from {rank}", self._group.recv([message], rank, 0))
+                        (f"{message.numel()} bytes from {self._names[rank]}", self._group.recv([message], rank, 0))
                         for rank, message in receives]
         if not sends and not receives:
             return []
@@ -95,11 +105,18 @@ class Wire:
                 raise RefitError(f"{what}: {error}") from error
 
     def close(self) -> None:
-        """End the group; a transfer in progress fails on the other side."""
+        """End the group; a transfer in progress fails at once, here and on the other side."""
         group, self._group = self._group, None
-        if group is not None and self.backend == "nccl":
-            with contextlib.suppress(RuntimeError):
+        if group is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            if self.backend == "nccl":
                 group.abort()
+            elif len(self._names) > 1:
+                # Gloo closes all connections of a group in which a transfer takes too long, and only then; a peer that
+                # waits for what never comes would wait until its own limit.
+                peer = (self._rank + 1) % len(self._names)
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, CLOSING_TAG).wait(timedelta(milliseconds=1))
 
 
 def _open(store: Store, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
