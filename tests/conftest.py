@@ -26,6 +26,8 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_packed_attention.py": ("",),
     "test_radio.py": ("published", "norms_names", "to_the_bit"),
     "test_recorded_bugs.py": ("",),
+    "test_rl_logprobs.py": ("columns", "[dp2-ppo]", "[five-microbatches-gspo]", "[tp2-cispo]", "left_padding"),
+    "test_refit_holdings.py": ("",),
     "test_routed_lanes.py": ("",),
     "test_single_model_checkpoint.py": ("is_named_on_every_rank", "one_error"),
 }

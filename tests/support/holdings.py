@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import weights
+from tests.support import equality, weights
 
 
 @dataclass
@@ -79,6 +79,39 @@ def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wi
             if name.endswith("expert_bias"):
                 buffer.copy_(biases)
         return [(entry, tensor.clone()) for entry, tensor in tensors]
+
+
+def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
+                          out: str) -> tuple[dict[str, torch.Tensor], bool]:
+    """Whole tensors after a training step, which are exported, too; and whether the step had left some to be gathered
+    from other replicas on this rank."""
+    from mimo.config.validate import validate
+    from mimo.refit.holdings import holdings
+    from mimo.refit.live import LiveTensors
+    from mimo.refit.whole import WholeTensors
+    from mimo.registry import model_provider
+    from mimo.training.step import train_step
+    from mimo.weights.export_model import export_model
+
+    config = equality.parse_config(*flags)
+    layout, provider = validate(config, world_size), model_provider(config.model.model_provider)
+    parts = equality.make_trainer(config, layout)
+    loader = equality.make_loader(config, layout, rank)
+    try:
+        train_step(parts, loader.next_step())
+        found = holdings(parts.built, parts.grids, provider, config.model_family, "float32")
+        live = LiveTensors(parts.built)
+        before = [live.view(slot.address, slot.box.sizes).clone() for slot in found.slots]
+        tensors = {entry.name: tensor.clone()
+                   for entry, tensor in WholeTensors(parts.built, found, parts.platform.device)}
+        was_open = any(not torch.equal(value, live.view(slot.address, slot.box.sizes))
+                       for slot, value in zip(found.slots, before, strict=True))
+        export_model(parts.built, parts.grids, provider, config.model_family, out)
+    finally:
+        loader.close()
+        parts.watchdog.close()
+        parts.grids.destroy()
+    return tensors, was_open
 
 
 def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:

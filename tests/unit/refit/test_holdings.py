@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from providers.common.radio_weights import HeadMajor
 from tests.support import equality, weights
 
 SIZES = st.integers(1, 4)
+ROOT = Path(__file__).resolve().parents[3]
 OWN = Style("own names")
 MODELS = {**weights.MODELS,
           "mixtral": ("--model-provider", "causal_lm", *equality.MOE),
@@ -278,6 +282,44 @@ def test_boxes_that_are_not_the_tensor_once_are_named(boxes: list[tuple[tuple[in
     assert uncovered(entries, {"a": whole, "b": whole}) == []
     (line,) = uncovered(entries, {"a": whole, "b": [Holder(Box(*box), (0,)) for box in boxes]})
     assert line.startswith("not whole: boxes of b [4, 3]")
+
+
+READS_SOURCE = """
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+from mimo.refit.slots import Entry
+from mimo.refit.source import MegatronSource
+
+class Tensors:
+    entries = [Entry("a", "bfloat16", (2, 3)), Entry("b", "float32", (4,), True)]
+    dtypes = [torch.bfloat16, torch.float32]
+    def __iter__(self):
+        return iter([(entry, torch.ones(entry.shape, dtype=dtype)) for entry, dtype in zip(self.entries, self.dtypes)])
+
+tensors = Tensors()
+source = MegatronSource(tensors)
+assert isinstance(source, WeightSource)
+metadata = source.metadata()
+assert metadata == [ParamMeta("a", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, (4,))]
+for sync in range(2):
+    read = list(NCCLTrainerWeightTransferEngine._checked_iter(source, metadata))
+    assert [(name, tensor.dtype) for name, tensor in read] == [("a", torch.bfloat16), ("b", torch.float32)]
+tensors.dtypes = [torch.bfloat16] * 2
+try:
+    list(source)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_takes_the_source_and_a_wrong_tensor_is_named() -> None:
+    # vLLM looks at the machine when it is imported: in a process of its own.
+    done = subprocess.run([sys.executable, "-c", READS_SOURCE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("b torch.bfloat16 [4] comes where ParamMeta(name='b'")
 
 
 def test_rows_is_a_part_of_a_rule() -> None:
