@@ -42,20 +42,21 @@ def _writes(recording: Recording) -> dict[str, list[tuple[Write, bool]]]:
 
 def _faults(path: str, layout: Layout, writes: list[tuple[Write, bool]], needed: bool,
             layouts: dict[str, Layout]) -> list[str]:
-    left = [Box.whole(layout.view.sizes)]
+    left, twice, names = [Box.whole(layout.view.sizes)], 0, set()
     for write, alone in writes:
         box = target_box(write, layouts)
         if box is None:
             return []  # a part that only the loader knows; it is written by the loader
         left, removed = subtract(left, box)
         if alone and removed < box.numel:
-            return [f"{path}: {box.numel - removed} elements are written twice, by {', '.join(sorted(write.names))}"
-                    " and others"]
+            twice += box.numel - removed
+            names |= write.names
+    faults = [f"{path}: {twice} elements are written twice, again by {', '.join(sorted(names))}"] if twice else []
     total = math.prod(layout.view.sizes)
     missing = sum(box.numel for box in left) - (total - layout.loaded)
     if missing > 0 and (needed or missing < total):
-        return [f"{path}: {missing} of {total} elements are never written"]
-    return []
+        faults.append(f"{path}: {missing} of {total} elements are never written")
+    return faults
 
 
 def _is_loadable_buffer(model: torch.nn.Module, path: str, layout: Layout) -> bool:

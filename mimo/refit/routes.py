@@ -27,6 +27,9 @@ PLAIN_MODULES = frozenset({
     "Conv2d", "Embedding", "Linear", "MambaMixer2", "CLIPVisionEmbeddings", "SiglipVisionEmbeddings",
 })
 
+# Written in place by vLLM too, wherever else a module refers to them: what they are in those modules does not matter.
+IN_PLACE = frozenset({"e_score_correction_bias"})
+
 
 def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Entry]) -> Wants:
     """What a worker takes in, box by box where it can and whole tensors where it must.
@@ -88,14 +91,15 @@ def _check_precision(recording: Recording, entries: Iterable[Entry]) -> None:
 
 def _owners(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     """Modules that have a tensor of a path as their own, for every path; several where it is shared."""
-    holders: dict[int, list[torch.nn.Module]] = {}
-    paths: dict[str, int] = {}
+    holders: dict[tuple[int, str], list[torch.nn.Module]] = {}
+    paths: dict[str, tuple[int, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 continue
-            paths[f"{prefix}.{name}" if prefix else name] = id(tensor)
-            known = holders.setdefault(id(tensor), [])
+            path = f"{prefix}.{name}" if prefix else name
+            paths[path] = (id(tensor), path if name in IN_PLACE else "")
+            known = holders.setdefault(paths[path], [])
             if not any(module is one for one in known):
                 known.append(module)
     return {path: holders[key] for path, key in paths.items()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +19,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import safetensors.torch
 import torch
 import transformers
+from vllm import LLM, SamplingParams
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from mimo.refit.record import Recording, record
 from mimo.refit.slots import Entry
 
 TEXT: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": False}
-MOE = TEXT | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+MOE = TEXT | {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
 MODELS: dict[str, dict[str, Any]] = {
@@ -118,6 +122,29 @@ def build(config: VllmConfig) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     return model
+
+
+def live_recording(directory: str, entries: list[Entry]) -> tuple[object, object, Recording]:
+    """What a new engine generates and holds before and after it is recorded, and the recording; in an own process."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    engine = LLM(directory, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True,
+                 kv_cache_memory_bytes=64 << 20, max_num_seqs=4, enable_prefix_caching=False)
+
+    def observed() -> object:
+        options = SamplingParams(temperature=0, max_tokens=8, detokenize=False, logprobs=1)
+        (output,) = engine.generate([{"prompt_token_ids": list(range(3, 19))}], options)
+        logprobs = [{token: value.logprob for token, value in step.items()} for step in output.outputs[0].logprobs]
+        return list(output.outputs[0].token_ids), logprobs, engine.apply_model(_contents)
+
+    before = observed()
+    (recording,) = engine.apply_model(partial(record, entries=entries))
+    return before, observed(), recording
+
+
+def _contents(model: torch.nn.Module) -> list[tuple[str, int, int, str]]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [(path, id(tensor), tensor.data_ptr(), hashlib.sha256(tensor.detach().contiguous().numpy()).hexdigest())
+            for path, tensor in tensors]
 
 
 def _group(name: str, rank: int, size: int) -> parallel_state.GroupCoordinator:
