@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # exp(20) is 5e8: large enough never to be met where learning goes on, and far from the overflow of float32 at exp(88).
 MAX_LOG_RATIO = 20.0
 
+# Names of the totals of `policy_loss`, for ranks that compute none.
+LOSS_SUMS = ("loss", "loss_count", "tokens", "ratio", "clipped_low", "clipped_high", "clipped_dual", "reference_kl",
+             "entropy")
+
 
 @dataclass
 class PolicyBatch:
@@ -57,30 +61,36 @@ def policy_loss(
 
     Returns:
         The sum, a scalar with gradient; the count, int32, of tokens or sequences by --loss-aggregation; the totals
-        `loss`, `loss_count`, `tokens`, `ratio`, `clipped_low`, `clipped_high`, `clipped_dual`, and where there is one
-        `reference_kl` and `entropy`.
+        `LOSS_SUMS`, 0 for what is not given.
     """
     sampled = batch.sampled
     log_probs = sampled.masked(log_probs)
-    losses, totals = _policy_terms(config, batch, log_probs)
+    losses, sums = _policy_terms(config, batch, log_probs)
+    sums |= dict.fromkeys(("reference_kl", "entropy"), torch.zeros_like(sums["tokens"]))
     if batch.importance_weights is not None:
         losses = losses * sampled.masked(batch.importance_weights.detach())
     if batch.reference_log_probs is not None:
         kl = kl_estimates(log_probs, sampled.masked(batch.reference_log_probs.detach()), config.kl_type)
-        totals.sums["reference_kl"] = kl.detach().sum(dtype=torch.float64)
+        sums["reference_kl"] = kl.detach().sum(dtype=torch.float64)
         if config.kl_in == "loss":
             losses = losses + config.kl_coeff * kl
     assert batch.reference_log_probs is not None or config.kl_in != "loss" or not config.kl_coeff, "no reference"
     if entropies is not None:
         entropies = sampled.masked(entropies)
-        totals.sums["entropy"] = entropies.detach().sum(dtype=torch.float64)
+        sums["entropy"] = entropies.detach().sum(dtype=torch.float64)
     if config.entropy_coeff:
         assert entropies is not None, "--entropy-coeff needs entropies"
         losses = losses - config.entropy_coeff * entropies
     weights, count = token_weights(config, sampled)
     total = (losses * weights).sum()
-    totals.sums["loss"], totals.sums["loss_count"] = total.detach().double(), count.double()
-    return total, count, totals
+    sums |= {"loss": total.detach().double(), "loss_count": count.double()}
+    return total, count, Totals(sums)
+
+
+def loss_metrics(totals: Totals) -> dict[str, float]:
+    """Totals of the global batch as figures for the report: the loss by its own divisor, the others by tokens."""
+    means = {name: totals.mean(name) for name in LOSS_SUMS if name not in ("loss", "loss_count", "tokens")}
+    return {"loss": totals.mean("loss", "loss_count")} | means
 
 
 def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +119,8 @@ def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tenso
 
 def _policy_terms(
     config: RlConfig, batch: PolicyBatch, log_probs: torch.Tensor
-) -> tuple[torch.Tensor, Totals]:
-    """The policy loss of each token, `[t]`, and what was clipped of it.
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The policy loss of each token, `[t]`, and sums of what was clipped of it.
 
     - ppo: -min(r A, clip(r) A) (arXiv:1707.06347, equation 7), with --dual-clip-ratio c at most -c A where A < 0
       (arXiv:1912.09729).
@@ -142,4 +152,4 @@ def _policy_terms(
         sums = {name: (where & sampled.mask).sum(dtype=torch.float64) for name, where in counted.items()}
         sums["tokens"] = sampled.mask.sum(dtype=torch.float64)
         sums["ratio"] = sampled.masked(ratio).sum(dtype=torch.float64)
-    return losses, Totals(sums)
+    return losses, sums

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from mimo.config.rl import RlConfig
-from mimo.rl.importance import importance_weights, mismatch_totals
+from mimo.rl.importance import (
+    IMPORTANCE_SUMS,
+    MISMATCH_MAXIMA,
+    MISMATCH_SUMS,
+    importance_weights,
+    mismatch_metrics,
+    mismatch_totals,
+)
 from mimo.rl.sampled import SampledTokens
 from mimo.rl.totals import Totals, add_totals
 
@@ -62,11 +69,11 @@ def test_mismatch_by_hand():
     totals = mismatch_totals(SAMPLED, ROLLOUT.double() + torch.tensor(differences).double(), ROLLOUT)
     kept = differences[1:]
     expected = {
-        "gen_kl": sum(math.exp(d) - 1 - d for d in kept), "abs_dlogp": 0.6, "tokens": 4,
+        "gen_kl": sum(math.exp(d) - 1 - d for d in kept), "abs_dlogp": 0.6, "rollout_tokens": 4,
         "exp_abs_dlogp": sum(math.exp(abs(d)) for d in kept), "importance_ratio": sum(math.exp(d) for d in kept)}
     assert {name: value.item() for name, value in totals.sums.items()} == pytest.approx(expected, rel=1e-6)
     assert totals.maxima["max_abs_dlogp"].item() == pytest.approx(0.3)
-    assert totals.mean("abs_dlogp") == pytest.approx(0.15)
+    assert totals.mean("abs_dlogp", "rollout_tokens") == pytest.approx(0.15)
 
 
 def test_gen_kl_is_that_of_the_rollouts_distribution_from_the_trainers():
@@ -102,5 +109,18 @@ def test_totals_of_parts_are_those_of_the_whole():
 def test_no_tokens():
     none = SampledTokens(torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), 0)
     totals = mismatch_totals(none, torch.zeros(0), torch.zeros(0))
-    zeros = Totals.zeros(totals.sums, totals.maxima, torch.device("cpu"))
-    assert totals == zeros and totals.mean("gen_kl") == 0
+    zeros = Totals.zeros(MISMATCH_SUMS, MISMATCH_MAXIMA, torch.device("cpu"))
+    assert totals == zeros and totals.mean("gen_kl", "rollout_tokens") == 0
+
+
+def test_figures_of_the_report():
+    old = ROLLOUT + torch.tensor(RATIOS).log()
+    _, clipped = importance_weights(RlConfig(), SAMPLED, old, ROLLOUT)
+    assert clipped.sums.keys() == set(IMPORTANCE_SUMS)
+    metrics = mismatch_metrics(mismatch_totals(SAMPLED, old, ROLLOUT) | clipped)
+    assert metrics["importance_clipped_fraction"] == 0.25
+    assert metrics["importance_weight"] == pytest.approx((2 + 0.25 + 1.5 + 0.9) / 4)
+    assert metrics["importance_ratio"] == pytest.approx((4 + 0.25 + 1.5 + 0.9) / 4)
+    assert metrics["max_abs_dlogp"] == pytest.approx(math.log(4))
+    assert metrics.keys() == {"gen_kl", "abs_dlogp", "exp_abs_dlogp", "importance_ratio", "importance_weight",
+                              "importance_clipped_fraction", "max_abs_dlogp"}

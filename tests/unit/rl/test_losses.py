@@ -8,7 +8,7 @@ import torch
 
 from mimo.config.rl import RlConfig
 from mimo.rl.kl import kl_estimates, kl_of_sequences
-from mimo.rl.losses import PolicyBatch, policy_loss, token_weights
+from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_metrics, policy_loss, token_weights
 from mimo.rl.sampled import SampledTokens
 from mimo.rl.totals import add_totals
 
@@ -130,7 +130,9 @@ def test_weights_kl_and_entropy_by_hand():
     assert total.item() == pytest.approx(-1.0 + 0.1 * 0.125 - 0.01 * 4) and count.item() == 2
     torch.testing.assert_close(torch.autograd.grad(total, log_probs)[0], torch.tensor([-1 + 0.1 * 0.5, 0.0]).double())
     assert totals.mean("entropy") == 2 and totals.mean("reference_kl") == 0.0625
-    assert totals.mean("loss", "loss_count") == pytest.approx(total.item() / 2)
+    assert totals.sums.keys() == set(LOSS_SUMS)
+    metrics = loss_metrics(totals)
+    assert metrics["loss"] == pytest.approx(total.item() / 2) and metrics["entropy"] == 2 and metrics["ratio"] == 1
 
 
 def test_kl_in_the_reward_is_reported_and_leaves_the_loss_alone():
