@@ -8,7 +8,7 @@ goes with every answer, and nothing is generated while weights are missing.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,12 +110,13 @@ class RolloutEngine:
         register()
         self.options = options
         self.version: str | None = None if options.load_format == "dummy" else "initial"
+        arguments: dict[str, Any] = {"dtype": options.dtype, **options.extra}
         self._llm: Any = LLM(
-            model=options.model, dtype=options.dtype, tensor_parallel_size=options.tensor_parallel_size,
+            model=options.model, tensor_parallel_size=options.tensor_parallel_size,
             pipeline_parallel_size=options.pipeline_parallel_size,
             enable_expert_parallel=options.enable_expert_parallel, max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs, load_format=options.load_format, seed=options.seed,
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND), **options.extra)
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
 
     @property
     def num_workers(self) -> int:
@@ -131,6 +132,7 @@ class RolloutEngine:
         self.version = None
         # Blocks of old weights' keys and values must not answer for the new ones, even if the update fails.
         self._reset_caches()
+        self._rpc(_forget_update)
         self._rpc("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -198,19 +200,25 @@ class RolloutEngine:
                              "last one failed; it generates again after one that does")
         return self.version
 
-    def _rpc(self, method: str, **arguments: Any) -> None:
+    def _rpc(self, method: str | Callable[[Any], None], **arguments: Any) -> None:
         try:
             self._llm.llm_engine.collective_rpc(method, kwargs=arguments)
         except RefitError:
             raise
         except Exception as error:  # whatever a worker raises, in its own process or this one
-            raise RefitError(f"{method}: {error}") from error
+            raise RefitError(f"{method if isinstance(method, str) else method.__name__}: {error}") from error
 
     def _reset_caches(self) -> None:
         """Empty what was computed with old weights: keys and values, inputs of images, outputs of encoders."""
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
+
+
+def _forget_update(worker: Any) -> None:
+    """In a worker: an update that its trainer began and never ended is over; vLLM would refuse the next one."""
+    own = vars(worker).get("worker") or worker  # vLLM wraps it
+    own._weight_update_active = False
 
 
 def _rollout(answer: Any, version: str) -> Rollout:

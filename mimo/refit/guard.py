@@ -26,12 +26,12 @@ class Guard:
         """Stand guard from now on, for good.
 
         Args:
-            complete: whether the model has weights that may be served.
+            complete: whether the model has weights that may be served. Only the first word counts: after that, what
+                updates have come in.
         """
-        self._complete = complete
         if self._armed:
             return
-        self._armed = True
+        self._armed, self._complete = True, complete
         compute_logits = self._model.compute_logits
 
         def guarded(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -5,13 +5,18 @@ A call takes as long as it takes, up to a limit, and an engine that has died or 
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import queue
+import socket
+import struct
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from mimo.refit.engine import EngineOptions, Rollout, RolloutEngine, Sampling
@@ -66,16 +71,22 @@ class EngineHandle:
         Raises:
             RefitError: it raised, has ended, or did not answer in time.
         """
+        deadline = time.monotonic() + self.timeout_s
+        engine = f"the engine at {self.address[0]}:{self.address[1]}"
         try:
-            with Client(self.address, authkey=self.key) as connection:
+            with _connected(self.address, self.timeout_s) as connection:
+                answer_challenge(connection, self.key)
+                deliver_challenge(connection, self.key)
                 connection.send((method, arguments))
-                if not connection.poll(self.timeout_s):
-                    raise RefitError(f"the engine at {self.address[0]}:{self.address[1]} did not answer {method} "
-                                     f"within {self.timeout_s:g} s")
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
                 succeeded, value = connection.recv()
+        except (TimeoutError, BlockingIOError) as error:
+            raise RefitError(f"{engine} did not answer {method} within {self.timeout_s:g} s") from error
+        except multiprocessing.AuthenticationError as error:
+            raise RefitError(f"{engine} does not know this key") from error
         except (EOFError, OSError) as error:
-            raise RefitError(f"the engine at {self.address[0]}:{self.address[1]} has ended: {method} got no answer "
-                             f"({type(error).__name__})") from error
+            raise RefitError(f"{engine} has ended: {method} got no answer ({type(error).__name__})") from error
         if not succeeded:
             raise RefitError(value)
         return value
@@ -102,19 +113,22 @@ class EngineProcess:
         # Not a daemon: an engine of several workers starts processes itself.
         self.process = context.Process(target=_serve, args=(options, self._key, there, setup))
         self.process.start()
+        atexit.register(self.close)  # else the end of this process waits for that of the engine, which never comes
         there.close()
         try:
-            succeeded, value = here.recv() if here.poll(start_timeout_s) else (False, "no answer in time")
+            address, error = here.recv() if here.poll(start_timeout_s) else (None, "no answer in time")
         except EOFError:
-            succeeded, value = False, f"its process ended with code {self.process.exitcode}"
-        if not succeeded:
+            self.process.join(10)
+            address, error = None, f"its process ended with code {self.process.exitcode}"
+        if address is None:
             self.close()
-            raise RefitError(f"the engine for {options.model} did not start within {start_timeout_s:g} s: {value}")
+            raise RefitError(f"the engine for {options.model} did not start within {start_timeout_s:g} s: {error}")
         self._here = here  # open as long as this process lives: the child ends with it
-        self.handle = EngineHandle(value, self._key, options.num_workers, call_timeout_s)
+        self.handle = EngineHandle(address, self._key, options.num_workers, call_timeout_s)
 
     def close(self) -> None:
         """End it, whatever it does."""
+        atexit.unregister(self.close)
         self.process.terminate()
         self.process.join(10)
         if self.process.is_alive():
@@ -122,38 +136,74 @@ class EngineProcess:
             self.process.join()
 
 
+def _connected(address: tuple[str, int], timeout_s: float) -> Connection:
+    """A connection on which nothing waits longer than so many seconds: an engine that is stopped accepts, too."""
+    with socket.create_connection(address, timeout_s) as opened:
+        opened.settimeout(None)  # the limits below are the kernel's; Python's own would make the socket non-blocking
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        return Connection(opened.detach())
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What somebody asks, and where the answer goes."""
+
+    connection: Connection
+    method: str
+    arguments: tuple[Any, ...]
+
+
 def _serve(options: EngineOptions, key: bytes, starter: Connection, setup: Callable[[], None] | None) -> None:
+    threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
     try:
         if setup is not None:
             setup()
         engine = RolloutEngine(options)
-        listener = Listener(("127.0.0.1", 0), authkey=key)
+        listener = Listener(("127.0.0.1", 0), backlog=64)
     except Exception:  # of any kind: it is told to who started this process
-        starter.send((False, traceback.format_exc()))
+        starter.send((None, traceback.format_exc()))
         return
-    starter.send((True, listener.address))
-    threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
+    # An engine takes no two calls at once, and all on one thread; callers that are slow to speak wait on their own.
+    calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    threading.Thread(target=_accept, args=(listener, key, calls), daemon=True).start()
+    starter.send((listener.address, ""))
+    while True:
+        call = calls.get()
+        with call.connection:
+            _answer(engine, call)
+
+
+def _accept(listener: Listener, key: bytes, calls: queue.SimpleQueue[_Call]) -> None:
     while True:
         try:
             connection = listener.accept()
-        except (EOFError, OSError, multiprocessing.AuthenticationError):
-            continue  # a caller that left before it said anything, or that has no key
-        with connection:
-            _answer(engine, connection)
+        except OSError:
+            continue  # a caller that left at once
+        threading.Thread(target=_hear, args=(connection, key, calls), daemon=True).start()
 
 
-def _answer(engine: RolloutEngine, connection: Connection) -> None:
-    """One call at a time: an engine takes no two at once."""
+def _hear(connection: Connection, key: bytes, calls: queue.SimpleQueue[_Call]) -> None:
     try:
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
         method, arguments = connection.recv()
-    except (EOFError, OSError):
-        return
+    except (EOFError, OSError, multiprocessing.AuthenticationError):
+        connection.close()  # a caller that left before it said anything, or that has no key
+    else:
+        calls.put(_Call(connection, method, arguments))
+
+
+def _answer(engine: RolloutEngine, call: _Call) -> None:
+    if call.connection.poll():
+        return  # nothing more comes from a caller but its end: it did not wait for its turn
     try:
-        answer = True, getattr(engine, method)(*arguments)
+        answer = True, getattr(engine, call.method)(*call.arguments)
     except Exception as error:  # of any kind: it is told to who called
         answer = False, str(error) if isinstance(error, RefitError) else traceback.format_exc()
     try:
-        connection.send(answer)
+        call.connection.send(answer)
     except OSError:
         return  # the caller did not wait
 

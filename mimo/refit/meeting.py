@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,11 @@ MAX_POLL_S = 0.05
 
 class RefitError(RuntimeError):
     """A refit that did not happen; the engine then serves nothing until a whole one has succeeded."""
+
+
+def told(error: BaseException) -> str:
+    """An error in words, for others."""
+    return str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
 
 
 class Meeting:
@@ -71,17 +76,27 @@ class Meeting:
         Raises:
             RefitError: someone failed, or nothing came in time.
         """
-        for _ in self._polls(scope, lambda: f"{self.who} waits for {what}"):
-            if self.store.check([key]):
-                break
+        self.until(scope, lambda: self.store.check([key]), lambda: f"{self.who} waits for {what}")
         return json.loads(zlib.decompress(self.store.get(key)))
+
+    def glimpse(self, key: str, within_s: float) -> Any:
+        """Plain data, whatever has failed; None where it does not come so soon."""
+        deadline = time.monotonic() + within_s
+        try:
+            while not self.store.check([key]):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(POLL_S)
+            return json.loads(zlib.decompress(self.store.get(key)))
+        except RuntimeError:
+            return None  # the store is gone
 
     def arrive(self, scope: str, stage: str, note: str = "") -> None:
         """Say that this participant has come to a stage."""
         self.store.set(f"{scope}/{stage}/{self.who}", note or "here")
 
-    def wait_for(self, scope: str, stage: str, everybody: Sequence[str]) -> None:
-        """Wait until all have come to a stage.
+    def wait_for(self, scope: str, stage: str, everybody: Sequence[str], grace_s: float = 0.0) -> None:
+        """Wait until all have come to a stage, so many seconds longer than usual.
 
         Raises:
             RefitError: someone failed, or did not come in time; it names them.
@@ -92,9 +107,30 @@ class Meeting:
             late = [who for who, key in zip(everybody, missing, strict=True) if not self.store.check([key])]
             return f"{scope}, stage {stage!r}: {self.who} waits for {', '.join(late)}"
 
-        for _ in self._polls(scope, absent):
-            if self.store.check(missing):
+        self.until(scope, lambda: self.store.check(missing), absent, grace_s)
+
+    def until(self, scope: str, is_done: Callable[[], bool], waiting: Callable[[], str], grace_s: float = 0.0) -> None:
+        """Wait until something is done.
+
+        Args:
+            scope: whose failures end the wait.
+            is_done: asked again and again.
+            waiting: who waits for what, for messages.
+            grace_s: seconds to wait beyond the usual.
+
+        Raises:
+            RefitError: someone failed, or it was not done in time.
+        """
+        limit_s = self.timeout_s + grace_s
+        deadline, pause = time.monotonic() + limit_s, POLL_S
+        while True:
+            self.check(scope)
+            if self._answered(is_done):
                 return
+            if time.monotonic() > deadline:
+                raise RefitError(f"{waiting()}; nothing came within {limit_s:g} s")
+            time.sleep(pause)
+            pause = min(MAX_POLL_S, pause * 1.5)
 
     def fail(self, scope: str, reason: str) -> None:
         """Tell everybody that a scope has failed; the first reason stays. Never raises: it is called on the way out."""
@@ -112,8 +148,7 @@ class Meeting:
         try:
             return self.store.get(f"{scope}/failed").decode() if self.store.check([f"{scope}/failed"]) else None
         except RuntimeError as error:
-            raise RefitError(f"{self.who} has lost the refit store, which the trainer's first rank serves: {error}"
-                             ) from error
+            raise self._lost(error) from error
 
     def check(self, scope: str) -> None:
         """Raise RefitError if a scope has failed."""
@@ -121,12 +156,11 @@ class Meeting:
         if reason is not None:
             raise RefitError(f"{scope} failed: {reason}")
 
-    def _polls(self, scope: str, waiting: Any) -> Iterator[None]:
-        deadline, pause = time.monotonic() + self.timeout_s, POLL_S
-        while True:
-            self.check(scope)
-            yield
-            if time.monotonic() > deadline:
-                raise RefitError(f"{waiting()}; nothing came within {self.timeout_s:g} s")
-            time.sleep(pause)
-            pause = min(MAX_POLL_S, pause * 1.5)
+    def _answered(self, ask: Callable[[], bool]) -> bool:
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RefitError:
+        return RefitError(f"{self.who} has lost the refit store, which the trainer's first rank serves: {error}")

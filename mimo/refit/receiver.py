@@ -22,7 +22,7 @@ from mimo.refit import plan as planning
 from mimo.refit.checksums import Verification
 from mimo.refit.guard import Guard
 from mimo.refit.loading import LoaderSession
-from mimo.refit.meeting import Meeting, RefitError
+from mimo.refit.meeting import Meeting, RefitError, told
 from mimo.refit.messages import Layout, box_at, check_inside, copy_all, layout, torch_dtype
 from mimo.refit.options import RefitOptions
 from mimo.refit.sender import SETUP
@@ -127,7 +127,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             part()
         except BaseException as error:
-            meeting.fail(scope, str(error) or type(error).__name__)
+            meeting.fail(scope, told(error))
             self.shutdown()
             raise
 

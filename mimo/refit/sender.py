@@ -17,7 +17,7 @@ import torch
 
 from mimo.refit import plan as planning
 from mimo.refit.checksums import checksums
-from mimo.refit.meeting import Meeting, RefitError
+from mimo.refit.meeting import Meeting, RefitError, told
 from mimo.refit.messages import Layout, layout, pack
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.slots import Address, Entry, Holders, Slot, Wants, entry_as_json, holders_as_json
@@ -146,7 +146,7 @@ class WeightSender:
         try:
             part()
         except BaseException as error:
-            self._meeting.fail(scope, str(error) or type(error).__name__)
+            self._meeting.fail(scope, told(error))
             self.close()
             difference = self._difference(scope)
             if difference:
@@ -320,8 +320,8 @@ class WeightSender:
             try:
                 function(*args)
             except BaseException as error:  # whatever it is, it is raised where the result is asked for
-                self._meeting.fail(scope, f"the engine: {error}")
-                refused = RefitError(f"{scope}: the engine refused: {error}")
+                self._meeting.fail(scope, f"the engine: {told(error)}")
+                refused = RefitError(f"{scope}: the engine refused: {told(error)}")
                 refused.__cause__ = error
                 result.set_exception(refused)
             else:
