@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,6 +96,7 @@ def conversions(draw: st.DrawFn) -> tuple[Conversion, tuple[int, ...]]:
     return HeadMajor(size, channels), (3 * size * channels, *rest)
 
 
+@settings(deadline=None)
 @given(case=conversions())
 def test_row_maps_say_what_conversions_do(case: tuple[Conversion, tuple[int, ...]]) -> None:
     assert fault(*case) == ""
@@ -141,6 +142,7 @@ def read(piece: ModelPiece, box: Box, address: Address) -> torch.Tensor:
     return torch.as_strided(piece.tensor, box.sizes, address.strides, piece.tensor.storage_offset() + address.offset)
 
 
+@settings(deadline=None)
 @given(case=conversions(), parts=st.tuples(SIZES, SIZES, SIZES))
 def test_boxes_of_any_pieces_are_the_parts(case: tuple[Conversion, tuple[int, ...]], parts: tuple[int, ...]) -> None:
     convert, shape = case
