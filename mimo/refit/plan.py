@@ -99,13 +99,13 @@ def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, recei
                if name not in known or name not in holders]
     if missing:
         raise ValueError(f"worker {receiver} wants tensors that the trainer does not have: "
-                         f"{', '.join(dict.fromkeys(missing))}")
-    wanted = wanted_slots(wants, known)
+                         f"{listed(missing)}")
+    wanted, overlaps = wanted_slots(wants, known), _Overlaps()
     turns: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
     operations = []
     for number, entry in enumerate(entries):
         for slot, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
-            piece = held.box.intersection(slot.box)
+            piece = overlaps.of(held.box, slot.box)
             if piece is None:
                 continue
             if held.ranks not in turns:
@@ -113,7 +113,7 @@ def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, recei
                 turns[held.ranks] = near, _turn(receiver, len(near))
             near, turn = turns[held.ranks]
             operations.append(Op(number, entry.name, piece, near[(turn + number) % len(near)], receiver,
-                                 slot.address.inside(slot.box, piece)))
+                                 overlaps.address(slot.address, slot.box, piece)))
     return operations
 
 
@@ -137,23 +137,25 @@ def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot],
     numbers = {entry.name: number for number, entry in enumerate(entries) if entry.name in own}
     if len(numbers) < len(own):
         raise ValueError(f"trainer rank {rank} holds tensors that are not in the chunk plan: "
-                         f"{', '.join(sorted(own.keys() - numbers.keys()))}")
+                         f"{listed(sorted(own.keys() - numbers.keys()))}")
     alike: dict[int, list[int]] = {}
     for receiver in sorted(wants):
         alike.setdefault(id(wants[receiver]), []).append(receiver)
     held_entries = {name: entries[number] for name, number in numbers.items()}
     groups = [(wanted_slots(wants[receivers[0]], held_entries), _Takers(receivers, rank, hosts))
               for receivers in alike.values()]
+    overlaps = _Overlaps()
     operations = []
     for name, number in numbers.items():
         for wanted, takers in groups:
             for slot, held in itertools.product(wanted.get(name, ()), own[name]):
-                piece = held.box.intersection(slot.box)
-                if piece is None:
+                piece = overlaps.of(held.box, slot.box)
+                receivers = takers.of(held.ranks, number) if piece else ()
+                if piece is None or not receivers:
                     continue
-                target, source = slot.address.inside(slot.box, piece), held.address.inside(held.box, piece)
-                operations += [SendOp(number, name, piece, rank, receiver, target, source)
-                               for receiver in takers.of(held.ranks, number)]
+                target = overlaps.address(slot.address, slot.box, piece)
+                source = overlaps.address(held.address, held.box, piece)
+                operations += [SendOp(number, name, piece, rank, receiver, target, source) for receiver in receivers]
     return operations
 
 
@@ -253,6 +255,30 @@ class _OwnBox:
     address: Address
 
 
+class _Overlaps:
+    """Intersections, and where they lie, found once for all layers and experts that are alike."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[tuple[int, ...], ...], Box | None] = {}
+        self._moves: dict[tuple[tuple[int, ...], ...], int] = {}
+
+    def of(self, held: Box, wanted: Box) -> Box | None:
+        """What two boxes share."""
+        key = held.starts, held.stops, wanted.starts, wanted.stops
+        if key not in self._pieces:
+            self._pieces[key] = held.intersection(wanted)
+        return self._pieces[key]
+
+    def address(self, outer_address: Address, outer: Box, inner: Box) -> Address:
+        """Where a part of a box lies."""
+        if inner.starts == outer.starts:
+            return outer_address
+        key = outer.starts, inner.starts, outer_address.strides
+        if key not in self._moves:
+            self._moves[key] = outer_address.inside(outer, inner).offset - outer_address.offset
+        return Address(outer_address.tensor, outer_address.offset + self._moves[key], outer_address.strides)
+
+
 class _Takers:
     """Which of several workers that want the same take a box from one rank."""
 
@@ -310,8 +336,15 @@ def _own_boxes(holders: Holders, slots: Iterable[Slot], rank: int) -> dict[str, 
     problems += [f"{name} {described_box(box)} is there and should not be" for name, box in addresses]
     if problems:
         raise ValueError(f"trainer rank {rank} does not hold what was agreed on; its layout has changed, or ranks were "
-                         f"mixed up: {'; '.join(problems)}")
+                         f"mixed up: {listed(problems)}")
     return own
+
+
+def listed(items: Iterable[str], limit: int = 20) -> str:
+    """Items in one line, each once, and how many more there are than `limit`."""
+    items = list(dict.fromkeys(items))
+    more = [f"and {len(items) - limit} more"] if len(items) > limit else []
+    return "; ".join(items[:limit] + more)
 
 
 def described_box(box: Box) -> str:

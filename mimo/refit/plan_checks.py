@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from mimo.refit.plan import Op, described_box, wanted_slots
 from mimo.refit.slots import DTYPE_BYTES, Box, Entry, Holders, Slot, Wants
@@ -92,17 +93,20 @@ def check_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, operati
         for name, slots in wanted_slots(wants, {entry.name: entry for entry in entries}).items()}
     problems = []
     for each in operations:
-        what = f"{each.name} {described_box(each.box)} from trainer rank {each.sender}"
+        found = []
         if entries[each.entry].name != each.name:
-            problems.append(f"{what}: entry {each.entry} is {entries[each.entry].name}")
-        if not any(each.sender in held.ranks and _contains(held.box, each.box) for held in holders.get(each.name, ())):
-            problems.append(f"{what}: that rank does not hold it")
+            found.append(f"entry {each.entry} is {entries[each.entry].name}")
+        if not any(each.sender in held.ranks and (held.box == each.box or _contains(held.box, each.box))
+                   for held in holders.get(each.name, ())):
+            found.append("that rank does not hold it")
         for slot, boxes in wanted.get(each.name, ()):
-            if _contains(slot.box, each.box) and slot.address.inside(slot.box, each.box) == each.target:
+            if ((slot.box == each.box and slot.address == each.target)
+                    or (_contains(slot.box, each.box) and slot.address.inside(slot.box, each.box) == each.target)):
                 boxes.append(each.box)
                 break
         else:
-            problems.append(f"{what}: not wanted at element {each.target.offset} of {each.target.tensor}")
+            found.append(f"not wanted at element {each.target.offset} of {each.target.tensor}")
+        problems += [f"{each.name} {described_box(each.box)} from trainer rank {each.sender}: {line}" for line in found]
     for slot, boxes in itertools.chain.from_iterable(wanted.values()):
         if boxes != [slot.box]:
             problems += [f"{slot.name} {described_box(slot.box)} of {slot.address.tensor}: {line}"
@@ -160,13 +164,19 @@ def _contains(outer: Box, inner: Box) -> bool:
 
 def _slot_problems(slot: Slot, entry: Entry, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
     """Why a slot cannot take its box."""
-    what, address = f"{slot.name} {described_box(slot.box)}", slot.address
-    if not _contains(Box.whole(entry.shape), slot.box) or not slot.box.numel:
-        return [f"shape: {what} is not a part of {list(entry.shape)}"]
-    if len(address.strides) != len(entry.shape) or address.offset < 0 or min(address.strides, default=0) < 0:
-        return [f"target: {what} at element {address.offset} of {address.tensor} with strides {list(address.strides)}"]
-    if tensors is None:
+    address, dimensions = slot.address, len(entry.shape)
+    is_inside = len(slot.box.starts) == len(slot.box.stops) == dimensions and all(
+        0 <= start < stop <= size
+        for start, stop, size in zip(slot.box.starts, slot.box.stops, entry.shape, strict=True))
+    is_placed = len(address.strides) == dimensions and address.offset >= 0 <= min(address.strides, default=0)
+    if is_inside and is_placed and tensors is None:
         return []
+    what = f"{slot.name} {described_box(slot.box)}"
+    if not is_inside:
+        return [f"shape: {what} is not a part of {list(entry.shape)}"]
+    if not is_placed:
+        return [f"target: {what} at element {address.offset} of {address.tensor} with strides {list(address.strides)}"]
+    assert tensors is not None
     if address.tensor not in tensors:
         return [f"target: {what} goes to {address.tensor}, which is not there"]
     dtype, numel = tensors[address.tensor]
@@ -196,17 +206,23 @@ def _targets_that_overlap(slots: Iterable[Slot]) -> list[str]:
 
 def _runs(slot: Slot) -> list[tuple[int, int]]:
     """The elements of the live tensor that a slot writes, as runs of consecutive ones: first and one past the last."""
+    first = slot.address.offset
+    length, starts = _relative_runs(slot.box.sizes, slot.address.strides)
+    return [(first + start, first + start + length) for start in starts]
+
+
+@lru_cache(maxsize=1024)  # layers and experts are alike
+def _relative_runs(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, list[int]]:
+    """Length and starts, ascending, of the runs of a box whose first element is number 0."""
     length = 1
     outer: list[tuple[int, int]] = []
-    for stride, size in sorted(zip(slot.address.strides, slot.box.sizes, strict=True)):
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         if stride == length and not outer:
             length *= size
         elif size > 1:
             outer.append((stride, size))
-    starts = (sum(moves) for moves in itertools.product(*([stride * step for step in range(size)]
-                                                          for stride, size in outer)))
-    first = slot.address.offset
-    return sorted((first + start, first + start + length) for start in starts)
+    return length, sorted(map(sum, itertools.product(*([stride * step for step in range(size)]
+                                                       for stride, size in outer))))
 
 
 def _report(what: str, problems: Iterable[str]) -> None:

@@ -37,7 +37,7 @@ class Box:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements on each axis."""
-        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+        return tuple(map(int.__sub__, self.stops, self.starts))
 
     @property
     def numel(self) -> int:

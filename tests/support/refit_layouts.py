@@ -34,7 +34,7 @@ class SmallModel:
     hidden: int = 8
     heads: int = 8
     kv_heads: int = 2
-    head_dim: int = 2
+    head_dim: int = 4
     inner: int = 16
     experts: int = 4
     vocabulary: int = 21
@@ -84,6 +84,12 @@ class SmallModel:
         """Every tensor as the numbers of its elements, which no two share."""
         return {name: np.arange(self.firsts[name], self.firsts[name] + math.prod(shape)).reshape(shape)
                 for name, shape in self.shapes.items()}
+
+    @cached_property
+    def element_bytes(self) -> Array:
+        """Bytes on the wire of each element, by its number."""
+        return np.repeat([4 if entry.dtype == "float32" else 2 for entry in self.entries],
+                         [math.prod(entry.shape) for entry in self.entries])
 
     def mlp_halves(self, mlp: str) -> list[Array]:
         """Gate and up, or up alone."""
@@ -201,7 +207,10 @@ class EngineLayout:
 
 def part(tensor: Array, ways: int, place: int, axis: int = 0) -> Array:
     """One of several equal parts of a tensor."""
-    return np.ascontiguousarray(np.split(tensor, ways, axis)[place])
+    size, rest = divmod(tensor.shape[axis], ways)
+    assert not rest, f"{tensor.shape} does not divide by {ways} on axis {axis}"
+    picked = slice(place * size, (place + 1) * size)
+    return np.ascontiguousarray(tensor[picked] if axis == 0 else tensor[:, picked])
 
 
 def padded(tensor: Array, multiple: int) -> Array:

@@ -1,0 +1,316 @@
+"""What planning a refit of a large model costs each rank: 512 ranks of a trainer, 512 workers of an engine.
+
+    python scripts/bench/refit_plan.py
+    python scripts/bench/refit_plan.py --model deepseek-v3 --planned 512
+    python scripts/bench/refit_plan.py --model qwen3-235b-a22b --engine tp=16,replicas=32
+
+Every rank plans its own share alone, from three tables that are exchanged once: the chunk plan's entries, which rank of
+the trainer holds which box, and what each kind of worker wants. Shapes are those of the published models, without
+multi-token prediction; no tensor is made. --trainer is a Megatron grid of tp * pp * dp ranks, of which experts make
+etp * ep * pp * a rest. --engine is `replicas` engines of vLLM with dp * pp * tp workers each; ep=1: each worker of a
+stage has whole experts, ep=0: slices of all.
+
+--planned ranks of each side, evenly spaced, are planned; totals are of all ranks, from the mean of those. Seconds are
+of work of one core. A trainer rank's are with `read_s`, for the tables that say what the kinds of workers want;
+`check_s` is the proof that a worker gets all that it wants and no more. `table_bytes` are those of all tables of wants
+and of the holders', as they are exchanged. The last line of output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mimo.refit.plan import receive_plan, send_plan
+from mimo.refit.plan_checks import bytes_moved, bytes_needed, check_holders, check_plan, check_wants
+from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, Wants, contiguous_strides
+from mimo.refit.tables import holders_table, wants_from_table, wants_table
+from scripts.refit_models import MODELS, Model, Tensor, by_stage
+
+COLUMNS = ("model", "trainer", "engine", "tensors", "kinds of workers", "MB of tables", "ops of a worker",
+           "of a trainer rank", "GB a worker receives", "s a worker: mean, max, check", "s a trainer rank: mean, max")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A Megatron grid."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Engines of vLLM."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 0
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp * self.replicas
+
+
+# Trainer and engines of 512 ranks each.
+CASES = {
+    "qwen3-235b-a22b": (Trainer(8, 8, 8, 32), (Engine(tp=8, replicas=64), Engine(tp=4, dp=8, ep=1, replicas=16))),
+    "deepseek-v3": (Trainer(8, 8, 8, 32), (Engine(tp=32, replicas=16), Engine(tp=8, dp=8, ep=1, replicas=8))),
+}
+
+
+class Stacked:
+    """Slots of a rank, where parts of one tensor lie one after the other."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self._filled: dict[str, int] = {}
+
+    def add(self, tensor: Tensor, target: str, ways: int = 1, place: int = 0) -> None:
+        """One of several equal parts of a tensor, along the axis that it is divided on."""
+        if tensor.axis is None or ways == 1:
+            self.add_box(tensor.name, target, Box.whole(tensor.shape))
+            return
+        size = tensor.shape[tensor.axis] / ways
+        starts, stops = [0] * len(tensor.shape), list(tensor.shape)
+        starts[tensor.axis], stops[tensor.axis] = round(place * size), round((place + 1) * size)
+        self.add_box(tensor.name, target, Box(tuple(starts), tuple(stops)))
+
+    def add_box(self, name: str, target: str, box: Box) -> None:
+        first = self._filled.get(target, 0)
+        self.slots.append(Slot(name, box, Address(target, first, contiguous_strides(box.sizes))))
+        self._filled[target] = first + box.numel
+
+
+def fused_rows(model: Model, ways: int, place: int) -> list[tuple[int, int, int]]:
+    """Rows of q, k and v, by number, that a rank has of Megatron's linear_qkv: group after group, divided by rows."""
+    dim, share = model.head_dim, model.heads // model.kv_heads * model.head_dim
+    size = model.kv_heads * (share + 2 * dim) // ways
+    found, first = [], 0
+    for group in range(model.kv_heads):
+        for part, rows in enumerate((share, dim, dim)):
+            start, stop = max(first, place * size), min(first + rows, (place + 1) * size)
+            if start < stop:
+                origin = group * rows - first
+                found.append((part, start + origin, stop + origin))
+            first += rows
+    return found
+
+
+def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[Slot]:
+    """What a Megatron rank holds, but for experts."""
+    held = Stacked()
+    rows: dict[str, list[tuple[int, int]]] = {"q": [], "k": [], "v": []}
+    for part, start, stop in fused_rows(model, trainer.tp, tp) if model.heads else ():
+        rows["qkv"[part]].append((start, stop))
+    for tensor in by_stage(model, trainer.pp)[stage, None]:
+        if tensor.part:
+            for start, stop in rows[tensor.part]:
+                held.add_box(tensor.name, tensor.fused, Box((start, 0), (stop, tensor.shape[1])))
+        else:
+            held.add(tensor, tensor.fused, trainer.tp, tp)
+    return held.slots
+
+
+def expert_slots(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) -> list[Slot]:
+    """What a Megatron rank holds of experts."""
+    held, count = Stacked(), model.experts // trainer.ep
+    for expert in range(ep * count, (ep + 1) * count):
+        for tensor in by_stage(model, trainer.pp).get((stage, expert), ()):
+            held.add(tensor, f"{tensor.fused}.{expert}", trainer.etp, etp)
+    return held.slots
+
+
+def trainer_slots(model: Model, trainer: Trainer, rank: int) -> list[Slot]:
+    """What a Megatron rank holds; ranks are laid out as `tp-ep-dp-pp`."""
+    stage, place = divmod(rank, trainer.tp * trainer.dp)
+    return [*dense_slots(model, trainer, stage, place % trainer.tp),
+            *expert_slots(model, trainer, stage, place // trainer.etp % trainer.ep, place % trainer.etp)]
+
+
+def trainer_holders(model: Model, trainer: Trainer) -> Holders:
+    """Every box with its ranks."""
+    boxes: dict[str, dict[Box, list[int]]] = {}
+    width = trainer.tp * trainer.dp
+    parts: list[tuple[list[Slot], list[int]]] = []
+    for stage in range(trainer.pp):
+        ranks = range(stage * width, (stage + 1) * width)
+        parts += [(dense_slots(model, trainer, stage, tp), list(ranks[tp::trainer.tp])) for tp in range(trainer.tp)]
+        parts += [(expert_slots(model, trainer, stage, ep, etp),
+                   list(ranks[ep * trainer.etp + etp::trainer.ep * trainer.etp]))
+                  for ep in range(trainer.ep) for etp in range(trainer.etp)]
+    for slots, ranks in parts:
+        for slot in slots:
+            boxes.setdefault(slot.name, {}).setdefault(slot.box, []).extend(ranks)
+    return {name: [Holder(box, tuple(sorted(ranks))) for box, ranks in held.items()] for name, held in boxes.items()}
+
+
+def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) -> Wants:
+    """What a worker wants; `place` among those that experts are divided over."""
+    taken, ways = Stacked(), engine.tp * engine.dp
+    each, more = divmod(model.experts, ways)
+    own = range(place * each + min(place, more), (place + 1) * each + min(place + 1, more))
+    kv_ways = min(engine.tp, model.kv_heads)
+    for tensor in by_stage(model, engine.pp)[stage, None]:
+        if tensor.part in ("k", "v"):
+            taken.add(tensor, tensor.fused, kv_ways, tp * kv_ways // engine.tp)
+        else:
+            taken.add(tensor, tensor.fused, engine.tp, tp)
+    for expert in own if engine.ep else range(model.experts):
+        for tensor in by_stage(model, engine.pp).get((stage, expert), ()):
+            taken.add(tensor, tensor.fused, 1 if engine.ep else ways, 0 if engine.ep else place)
+    return Wants(tuple(sorted(taken.slots, key=lambda slot: model.numbers[slot.name])), ())
+
+
+def all_wants(model: Model, engine: Engine) -> dict[int, Wants]:
+    """What each worker wants; equal ones share an object."""
+    kinds: dict[tuple[int, int, int], Wants] = {}
+    found = {}
+    for worker in range(engine.ranks):
+        rest, tp = divmod(worker, engine.tp)
+        rest, stage = divmod(rest, engine.pp)
+        kind = stage, tp, rest % engine.dp * engine.tp + tp
+        if kind not in kinds:
+            kinds[kind] = engine_wants(model, engine, *kind)
+        found[worker] = kinds[kind]
+    return found
+
+
+def timed[Result](function: Callable[[], Result]) -> tuple[Result, float]:
+    """What a function returns, and the seconds that a core worked on it."""
+    started = time.process_time()
+    result = function()
+    return result, time.process_time() - started
+
+
+def spread(count: int, planned: int) -> list[int]:
+    """Evenly spaced ranks of `count`, each in another place of its group."""
+    planned = min(planned, count)
+    return sorted({(number * count // planned + number * (planned < count)) % count for number in range(planned)})
+
+
+def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int) -> dict[str, Any]:
+    """Plan one model from one layout to another, and say what it cost."""
+    entries = model.entries
+    holders, wants = trainer_holders(model, trainer), all_wants(model, engine)
+    _, check_holders_s = timed(lambda: check_holders(entries, holders))
+    kinds = {id(each): each for each in wants.values()}
+    tables = {kind: json.dumps(wants_table(each)) for kind, each in kinds.items()}
+    table_bytes = sum(map(len, tables.values())) + len(json.dumps(holders_table(holders)))
+    received = [receive_figures(entries, holders, wants[worker], worker)
+                for worker in spread(engine.ranks, planned)]
+    takers = {worker: id(each) for worker, each in wants.items()}
+    sent = [send_figures(entries, holders, trainer_slots(model, trainer, rank), tables, takers, rank)
+            for rank in spread(trainer.ranks, planned)]
+    return {"model": name, "trainer": asdict(trainer), "engine": asdict(engine), "tensors": len(entries),
+            "kinds_of_workers": len(kinds), "table_bytes": table_bytes, "check_holders_s": check_holders_s,
+            "workers": side(received, engine.ranks), "trainer_ranks": side(sent, trainer.ranks)}
+
+
+def receive_figures(entries: Sequence[Entry], holders: Holders, wants: Wants, worker: int) -> dict[str, float]:
+    """Plan one worker's share and prove it complete."""
+    operations, seconds = timed(lambda: receive_plan(entries, holders, wants, worker))
+
+    def check() -> None:
+        check_wants(entries, wants)
+        check_plan(entries, holders, wants, operations)
+
+    _, check_s = timed(check)
+    num_bytes = bytes_moved(operations, entries)
+    assert num_bytes == bytes_needed(wants, entries), f"worker {worker} receives {num_bytes} bytes"
+    return {"seconds": seconds, "ops": len(operations), "bytes": num_bytes, "check_s": check_s}
+
+
+def send_figures(entries: Sequence[Entry], holders: Holders, slots: Sequence[Slot], tables: dict[int, str],
+                 takers: dict[int, int], rank: int) -> dict[str, float]:
+    """Read what workers want of one rank's tensors, and plan its share."""
+    names = {slot.name for slot in slots}
+    kinds, read_s = timed(lambda: {kind: wants_from_table(json.loads(text), names) for kind, text in tables.items()})
+    wants = {worker: kinds[kind] for worker, kind in takers.items()}
+    operations, seconds = timed(lambda: send_plan(entries, holders, slots, wants, rank))
+    return {"seconds": read_s + seconds, "ops": len(operations), "bytes": bytes_moved(operations, entries),
+            "read_s": read_s}
+
+
+def side(planned: Sequence[dict[str, float]], ranks: int) -> dict[str, Any]:
+    """Figures of one side's ranks: of those that were planned, and totals for all."""
+    def of(key: str) -> list[float]:
+        return [each[key] for each in planned]
+
+    figures = {"ranks": ranks, "planned": len(planned)}
+    for key in planned[0]:
+        figures |= {f"{key}_mean": statistics.mean(of(key)), f"{key}_max": max(of(key)),
+                    f"{key}_total": statistics.mean(of(key)) * ranks}
+    return figures
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """All cases as a table."""
+    def layout(sizes: dict[str, int]) -> str:
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "tp")
+
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for result in results:
+        workers, ranks = result["workers"], result["trainer_ranks"]
+        rows.append([
+            result["model"], layout(result["trainer"]), layout(result["engine"]), f"{result['tensors']:,}",
+            str(result["kinds_of_workers"]), f"{result['table_bytes'] / 1e6:.2f}", f"{workers['ops_mean']:,.0f}",
+            f"{ranks['ops_mean']:,.0f}", f"{workers['bytes_mean'] / 1e9:.1f}",
+            f"{workers['seconds_mean']:.2f}, {workers['seconds_max']:.2f}, {workers['check_s_mean']:.2f}",
+            f"{ranks['seconds_mean']:.2f}, {ranks['seconds_max']:.2f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def grid[Grid: (Trainer, Engine)](kind: type[Grid], text: str) -> Grid:
+    """`tp=8,pp=2` as a layout."""
+    try:
+        return kind(**{name: int(size) for name, size in (part.split("=") for part in text.split(","))})
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Plan, print, and give the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--model", choices=MODELS, action="append", help="may be given several times; left out: all")
+    parser.add_argument("--trainer", type=partial(grid, Trainer), help="a Megatron grid, such as tp=8,pp=8,dp=8,ep=32")
+    parser.add_argument("--engine", type=partial(grid, Engine), action="append",
+                        help="engines of vLLM, such as tp=4,dp=8,ep=1,replicas=16; may be given several times")
+    parser.add_argument("--planned", type=int, default=4, help="ranks of each side that are planned")
+    chosen = parser.parse_args(arguments)
+    if chosen.planned < 1:
+        parser.error(f"--planned {chosen.planned}: need at least 1")
+    results = []
+    for name in chosen.model or MODELS:
+        model, (trainer, engines) = MODELS[name](), CASES[name]
+        trainer = chosen.trainer or trainer
+        if trainer.tp * trainer.dp % (trainer.ep * trainer.etp) or model.experts % trainer.ep:
+            parser.error(f"--trainer {trainer}: ep * etp must divide tp * dp, and ep the {model.experts} experts")
+        results += [case(name, model, trainer, engine, chosen.planned) for engine in chosen.engine or engines]
+    print(markdown(results))
+    print(json.dumps({"cases": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

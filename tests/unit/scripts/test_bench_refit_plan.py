@@ -1,0 +1,49 @@
+"""The planning benchmark on a small model: what all ranks send is what all workers receive."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts import refit_models
+from scripts.bench import refit_plan
+
+
+def small() -> refit_models.Model:
+    """Four layers of four experts with grouped-query attention."""
+    layers = []
+    for layer in range(4):
+        at = f"model.layers.{layer}"
+        layers += [refit_models.alone(f"{at}.norm.weight", (16,), layer),
+                   *(refit_models.Tensor(f"{at}.{part}_proj.weight", (heads * 4, 16), layer, f"{at}.qkv", 0, None, part)
+                     for part, heads in (("q", 8), ("k", 2), ("v", 2))),
+                   refit_models.alone(f"{at}.e_score_correction_bias", (4,), layer),
+                   *(each for expert in range(4)
+                     for each in refit_models.mlp(f"{at}.experts.{expert}", layer, 16, 32, expert))]
+    return refit_models.Model(refit_models.around(layers, 4, 64, 16), 4, 4, 8, 2, 4)
+
+
+@pytest.mark.parametrize(("engine", "copies"), [("tp=4,replicas=2", 2), ("tp=2,pp=2,dp=2,ep=1", 1)])
+def test_both_sides_come_to_the_same_sum(engine: str, copies: int, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(refit_models.MODELS, "deepseek-v3", small)
+    arguments = ["--model", "deepseek-v3", "--trainer", "tp=4,pp=2,dp=2,ep=4", "--engine", engine, "--planned", "99"]
+    assert refit_plan.main(arguments) == 0
+    table, *_, last = (lines := capsys.readouterr().out.splitlines())
+    (found,) = json.loads(last)["cases"]
+    assert "GB a worker receives" in table and len(lines) == 4
+    workers, ranks = found["workers"], found["trainer_ranks"]
+    assert workers["planned"] == 8 and ranks["planned"] == 16
+    assert workers["bytes_total"] == ranks["bytes_total"] and workers["ops_total"] == ranks["ops_total"]
+    expert_bytes = 4 * 4 * 3 * 32 * 16 * 2  # of all layers
+    assert copies * expert_bytes < workers["bytes_total"] < 2 * copies * expert_bytes
+
+
+def test_a_layout_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        refit_plan.main(["--model", "qwen3-235b-a22b", "--trainer", "tp=4,ep=8"])
+    assert "ep * etp must divide tp * dp" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        refit_plan.main(["--trainer", "tp=four"])
+    assert "tp=four" in capsys.readouterr().err
