@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
     "refit-nemotron-h": hf_families.NEMOTRON | {
-        "head_dim": 32, "ssm_state_size": 8, "layers_block_type": ["mamba", "attention", "mlp", "mamba"] * 2},
+        "head_dim": 32, "ssm_state_size": 8, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
 }
 
 

@@ -1,0 +1,384 @@
+"""Seconds and bytes of a refit: this project's path against vLLM's own packed NCCL broadcast, in one run.
+
+    python scripts/bench/refit.py --device cuda --model qwen3-4b --trainer "--llm-tp 2" --engine-tp 2
+    python scripts/bench/refit.py --device cpu
+
+A trainer with random weights of a real model's shape (no optimizer) on the first GPUs, a live vLLM engine on the next.
+The arms take turns, --repeats times after one round that is left out: `direct` is `WeightSender` as it comes, `loader`
+sends every tensor through the engine's own loading, `broadcast` (CUDA only) gathers whole tensors on the trainer's
+first rank and sends them with vLLM's packed NCCL broadcast. `bound_s` is the time that the busiest worker's bytes take
+at the rate of a plain copy between two GPUs, measured in the same run. The last line of output is JSON; above it the
+same as a Markdown table, medians in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mimo.refit.engine import EngineOptions, RolloutEngine
+from mimo.refit.host import EngineHandle, EngineProcess
+from mimo.refit.options import RefitOptions, RefitReport
+
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+         "attention_bias": False, "rope_theta": 1e6, "max_position_embeddings": 4096, "vocab_size": 151936,
+         "head_dim": 128, "bos_token_id": 0, "eos_token_id": 1}
+QWEN3_MOE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+                     "mlp_only_layers": [], "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": QWEN3_MOE | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
+                         "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False},
+    "qwen3-0.6b": QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                           "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "qwen3-4b": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                         "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "qwen3-30b-a3b": QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+                                  "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+                                  "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                                  "tie_word_embeddings": False},
+}
+COPY_BYTES = 1 << 30
+PARTS = ("pause", "pack", "wire", "install")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and give the exit code."""
+    chosen = parse(arguments)
+    trainer_gpus = trainer_ranks(chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        config = MODELS[chosen.model] | {"dtype": chosen.dtype, "torch_dtype": chosen.dtype}
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        started = time.monotonic()
+        engine = EngineProcess(engine_options(chosen, folder, trainer_gpus), 900, 900, setup=add_broadcast)
+        print(f"engine up in {time.monotonic() - started:.0f} s", file=sys.stderr)
+        try:
+            result = train(chosen, folder, engine.handle, trainer_gpus)
+        finally:
+            engine.close()
+    print(markdown(result))
+    print(json.dumps(result))
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--trainer", default="", help="the trainer's grid flags, such as '--llm-tp 2'")
+    parser.add_argument("--engine-tp", type=int, default=1, help="workers of the engine")
+    parser.add_argument("--engine-memory", type=float, default=0.6, help="part of a GPU that vLLM may use")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--arm", action="append", choices=("direct", "loader", "broadcast"),
+                        help="left out: direct and, on CUDA, broadcast")
+    parser.add_argument("--chunk-mib", type=int, default=512, help="whole tensors of a chunk")
+    parser.add_argument("--verify", action="store_true", help="compare the engine's answers after each arm's last sync")
+    chosen = parser.parse_args(arguments)
+    chosen.arms = chosen.arm or (["direct", "broadcast"] if chosen.device == "cuda" else ["direct", "loader"])
+    if chosen.device == "cpu" and "broadcast" in chosen.arms:
+        parser.error("--arm broadcast: vLLM's broadcast needs CUDA")
+    chosen.dtype = "bfloat16" if chosen.device == "cuda" else "float32"
+    return chosen
+
+
+def trainer_ranks(chosen: argparse.Namespace) -> int:
+    """Ranks of the trainer's grid."""
+    flags = shlex.split(chosen.trainer)
+    sizes = {flag: int(value) for flag, value in zip(flags, flags[1:], strict=False) if flag.startswith("--llm-")}
+    return sizes.get("--llm-tp", 1) * sizes.get("--llm-pp", 1) * sizes.get("--llm-dp", 1)
+
+
+def engine_options(chosen: argparse.Namespace, folder: str, first_gpu: int) -> EngineOptions:
+    """The engine, on the GPUs behind the trainer's."""
+    extra: dict[str, Any] = {"enforce_eager": True, "skip_tokenizer_init": True}
+    environment = {"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    if chosen.device == "cuda":
+        extra |= {"gpu_memory_utilization": chosen.engine_memory, "disable_custom_all_reduce": True}
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first_gpu + index) for index in range(chosen.engine_tp))
+    else:
+        extra["kv_cache_memory_bytes"] = 64 << 20
+    return EngineOptions(folder, chosen.dtype, tensor_parallel_size=chosen.engine_tp, max_model_len=256,
+                         max_num_seqs=8, extra=extra, environment=environment)
+
+
+def train(chosen: argparse.Namespace, folder: str, handle: EngineHandle, num_ranks: int) -> dict[str, Any]:
+    """Run the trainer's ranks; what the first one measured."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    port = free_port()
+    ranks = [context.Process(target=rank_main, args=(rank, num_ranks, port, chosen, folder, handle, there))
+             for rank in range(num_ranks)]
+    for each in ranks:
+        each.start()
+    there.close()
+    try:
+        result: dict[str, Any] = here.recv()
+    except EOFError as error:
+        raise SystemExit("the trainer ended without a result; see above") from error
+    finally:
+        for each in ranks:
+            each.join(30)
+            each.kill()
+    return result
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace, folder: str, handle: EngineHandle,
+              results: Connection) -> None:
+    """One rank of the trainer."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+                   "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    from mimo.platform import get_platform
+
+    platform = get_platform(chosen.device)  # before Megatron is imported
+    platform.set_device(rank)
+    platform.init_process_group(rank, world_size, 600)
+    import torch.distributed as dist
+
+    from mimo.config.cli import parse as parse_flags
+    from mimo.config.validate import validate
+    from mimo.grid.groups import Grids
+    from mimo.model.build import build_model
+    from mimo.observe.watchdog import Watchdog
+    from mimo.registry import model_provider
+
+    flags = ["--model-provider", "causal_lm", "--hf-config", folder, "--dataset-provider", "mock", "--device",
+             chosen.device, "--transformer-impl", "local", "--seq-length", "64", "--micro-batch-size", "1",
+             "--global-batch-size", "8", "--train-iters", "1", "--no-grad-reduce-in-fp32",
+             "--mock-min-length", "5", "--mock-max-length", "12",
+             "--bf16" if chosen.dtype == "bfloat16" else "--no-bf16", *shlex.split(chosen.trainer)]
+    config = parse_flags(flags)
+    provider = model_provider(config.model.model_provider)
+    with Grids(validate(config, world_size), platform.backend) as grids:
+        watchdog = Watchdog(1800, grids.describe())
+        started = time.monotonic()
+        built = build_model(config, provider, grids, platform, watchdog)
+        platform.synchronize()
+        if rank == 0:
+            print(f"trainer built in {time.monotonic() - started:.0f} s", file=sys.stderr)
+        result = measure(chosen, built, grids, provider, config.model_family, handle, platform)
+        if rank == 0:
+            results.send(result)
+        watchdog.close()
+    dist.destroy_process_group()
+
+
+def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
+            handle: EngineHandle, platform: Any) -> dict[str, Any]:
+    """Every arm, in turns."""
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if chosen.device == "cuda" else "gloo"
+    arms: dict[str, Callable[[str], RefitReport | None]] = {}
+    plan_s: dict[str, float] = {}
+    for name in chosen.arms:
+        started = time.monotonic()
+        if name == "broadcast":
+            use(grids, handle, "nccl")
+            arms[name] = broadcast_arm(built, grids, provider, family_config, handle, chosen.dtype)
+        else:
+            use(grids, handle, "mimo")
+            arms[name] = direct_arm(name, chosen, built, grids, provider, family_config, handle, backend)
+        plan_s[name] = time.monotonic() - started
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    reports: dict[str, list[RefitReport]] = {name: [] for name in arms}
+    for repeat in range(chosen.repeats + 1):
+        for name, run in arms.items():
+            use(grids, handle, "nccl" if name == "broadcast" else name)
+            platform.synchronize()
+            dist.barrier(group=grids.host)
+            started = time.monotonic()
+            report = run(f"{name} {repeat}")
+            platform.synchronize()
+            dist.barrier(group=grids.host)
+            if repeat:
+                seconds[name].append(time.monotonic() - started)
+                if report is not None:
+                    reports[name].append(report)
+    copy_rate = rate_of_copies() if chosen.device == "cuda" and grids.rank == 0 else None
+    parameters = sum(parameter.numel() for parameter in built.model.parameters())
+    total = torch.tensor([parameters], dtype=torch.int64)
+    dist.all_reduce(total, group=grids.host)
+    return summary(chosen, grids, seconds, reports, plan_s, copy_rate, int(total))
+
+
+def use(grids: Any, handle: EngineHandle, backend: str) -> None:
+    """Have the engine's workers take weights by a backend, or by one of our arms."""
+    import torch.distributed as dist
+
+    if grids.rank == 0:
+        handle.call("use_backend", backend)
+    dist.barrier(group=grids.host)
+
+
+def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
+               handle: EngineHandle, backend: str) -> Callable[[str], RefitReport]:
+    """This project's path; each arm has workers' engines of its own."""
+    from mimo.refit.trainer import connect
+
+    use(grids, handle, name)
+    options = RefitOptions(backend, chosen.dtype, route="loader" if name == "loader" else "auto",
+                           chunk_bytes=chosen.chunk_mib << 20)
+    sender = connect(built, grids, provider, family_config, handle, handle.num_workers, options, "127.0.0.1")
+    return sender.send
+
+
+def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, handle: EngineHandle,
+                  dtype: str) -> Callable[[str], None]:
+    """vLLM's own packed broadcast from the trainer's first rank, as vLLM 0.26 and 0.32 have it."""
+    import torch
+
+    from mimo.checkpoint.agree import from_first_rank
+    from mimo.refit.holdings import holdings
+    from mimo.refit.source import MegatronSource
+    from mimo.refit.whole import WholeTensors
+
+    held = holdings(built, grids, provider, family_config, dtype)
+    source = MegatronSource(WholeTensors(built, held, torch.device("cuda", torch.cuda.current_device())))
+    port = from_first_rank(grids, free_port())
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    if "NCCLTrainerInitInfo" in vars(nccl_engine):
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        trainer = WeightTransferTrainerFactory.trainer_init(
+            nccl_engine.NCCLTrainerInitInfo("127.0.0.1", port, handle.num_workers + 1, rank=grids.rank),
+            client=handle, source=source)
+        return lambda version: trainer.send_weights()
+    return older_broadcast(grids, handle, source, port)
+
+
+def older_broadcast(grids: Any, handle: EngineHandle, source: Any, port: int) -> Callable[[str], None]:
+    """As vLLM 0.26's examples do it."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+
+    if grids.rank != 0:
+        def follow(version: str) -> None:
+            for _ in source:
+                pass
+
+        return follow
+    threads = ThreadPoolExecutor(1)
+    info = {"master_address": "127.0.0.1", "master_port": port, "world_size": handle.num_workers + 1}
+    joined = threads.submit(handle.init_weight_transfer_engine, info | {"rank_offset": 1})
+    group = NCCLWeightTransferEngine.trainer_init(info)
+    joined.result()
+    metadata = source.metadata()
+    update = {"names": [each.name for each in metadata], "packed": True,
+              "dtype_names": [str(each.dtype).removeprefix("torch.") for each in metadata],
+              "shapes": [list(each.shape) for each in metadata]}
+
+    def send(version: str) -> None:
+        handle.start_weight_update()
+        received = threads.submit(handle.update_weights, update)
+        NCCLWeightTransferEngine.trainer_send_weights(iter(source), NCCLTrainerSendWeightsArgs(group, packed=True))
+        received.result()
+        handle.finish_weight_update(version)
+
+    return send
+
+
+def add_broadcast() -> None:
+    """In the engine's process: let a call choose which weight-transfer engine its workers use."""
+    def use_backend(engine: Any, name: str) -> None:
+        engine._llm.llm_engine.collective_rpc(choose_backend, args=(name,))
+
+    RolloutEngine.use_backend = use_backend  # type: ignore[attr-defined]
+
+
+def choose_backend(worker: Any, name: str) -> None:
+    """In a worker: the weight-transfer engine of an arm, made when it is first asked for."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    own = vars(worker).get("worker") or worker
+    known = vars(own).setdefault("_refit_arms", {"mimo": own.weight_transfer_engine})
+    if name not in known:
+        known[name] = WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend="nccl" if name == "nccl" else "mimo"), own.vllm_config, own.device,
+            own.model_runner.get_model())
+    own.weight_transfer_engine = known[name]
+
+
+def rate_of_copies() -> float | None:
+    """Bytes a second of a plain copy from this GPU to the next; None where there is none."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        return None
+    here = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda:0")
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda:1")
+    best = float("inf")
+    for _ in range(6):
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        started = time.monotonic()
+        there.copy_(here)
+        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(0)
+        best = min(best, time.monotonic() - started)
+    return COPY_BYTES / best
+
+
+def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[float]],
+            reports: dict[str, list[RefitReport]], plan_s: dict[str, float], copy_rate: float | None,
+            parameters: int) -> dict[str, Any]:
+    """Medians and bytes; of the first rank."""
+    arms: dict[str, Any] = {}
+    for name, measured in seconds.items():
+        arms[name] = {"seconds": statistics.median(measured), "all_seconds": measured, "setup_s": plan_s[name]}
+        if reports[name]:
+            last = reports[name][-1]
+            arms[name] |= {"wire_bytes": last.wire_bytes, "direct_bytes": last.direct_bytes,
+                           "sent_bytes_first_rank": last.sent_bytes}
+            arms[name] |= {f"{part}_s": statistics.median(report.seconds[part] for report in reports[name])
+                           for part in PARTS}
+    result = {"model": chosen.model, "device": chosen.device, "dtype": chosen.dtype, "trainer": chosen.trainer,
+              "trainer_ranks": grids.layout.world_size, "engine_tp": chosen.engine_tp, "copy_gb_s": None,
+              "rank_parameters_summed": parameters, "arms": arms}
+    ours = arms.get("direct")
+    if ours and copy_rate:
+        result["copy_gb_s"] = copy_rate / 1e9
+        result["bound_s"] = ours["wire_bytes"] / chosen.engine_tp / copy_rate
+    if ours and "broadcast" in arms:
+        result["speedup"] = arms["broadcast"]["seconds"] / ours["seconds"]
+    return result
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The arms as a table."""
+    rows = [["arm", "seconds", "set-up", *PARTS, "GB on the wire", "of it direct"], ["---"] * 9]
+    for name, arm in result["arms"].items():
+        parts = [f"{arm[f'{part}_s']:.3f}" if f"{part}_s" in arm else "" for part in PARTS]
+        wire = [f"{arm[key] / 1e9:.2f}" if key in arm else "" for key in ("wire_bytes", "direct_bytes")]
+        rows.append([name, f"{arm['seconds']:.3f}", f"{arm['setup_s']:.1f}", *parts, *wire])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
