@@ -7,18 +7,23 @@ cd "$ROOT"
 ensure_venv
 ensure_uv
 
+# A set takes its pins from another one, where both have a package; the annotations do not repeat that.
 compile() {
-    local name="$1"
-    shift
+    local file="scripts/requirements/$1.txt" pins="$2"
+    shift 2
     "$VENV/bin/uv" pip compile --quiet pyproject.toml --universal --python-version "$(<.python-version)" \
         --no-emit-index-url --no-emit-find-links --custom-compile-command ./scripts/compile_requirements.sh \
-        --output-file "scripts/requirements/$name.txt" "$@" >/dev/null
-    say "scripts/requirements/$name.txt"
+        --output-file "$file" ${pins:+--constraint "scripts/requirements/$pins.txt"} "$@" >/dev/null
+    if [[ -n "$pins" ]]; then
+        sed -i '/^    #   -c /d' "$file"
+        sed -i -zE 's/    # via\n    #   ([^\n]+)\n([^ ]|$)/    # via \1\n\2/g' "$file"
+    fi
+    say "$file"
 }
 
-compile cpu-dev --extra cpu --extra dev "$@"
-# Pins of the file that is there are kept, so the smaller set starts from the larger one and agrees with it.
-cp scripts/requirements/cpu-dev.txt scripts/requirements/cpu.txt
-compile cpu --extra cpu
-[[ -f scripts/requirements/gpu.txt ]] || cp scripts/requirements/cpu.txt scripts/requirements/gpu.txt
-compile gpu --extra gpu "$@"
+compile cpu-dev "" --extra cpu --extra rl-cpu --extra dev "$@"
+compile rl-cpu cpu-dev --extra cpu --extra rl-cpu
+compile cpu rl-cpu --extra cpu
+# vLLM's two builds pin packages of their own differently: these agree with the training set alone.
+compile rl-gpu cpu --extra gpu --extra rl-gpu "$@"
+compile gpu rl-gpu --extra gpu

