@@ -66,6 +66,10 @@ def test_ranks_share_the_work():
     assert sizes(plan, lengths) == [[100, 100], [100, 100]]
 
 
+def test_no_rank_gets_the_larger_one_every_time():
+    assert plan_microbatches([10, 8, 7, 3], 2, 10) == [[[0], [3]], [[1], [2]]]
+
+
 def test_a_budget_for_all_gives_one_microbatch_a_rank():
     assert plan_microbatches([3, 1, 2, 2], 2, 100) == [[[0, 1]], [[2, 3]]]
     assert plan_microbatches([3, 1, 2, 2], 1, 8) == [[[0, 1, 2, 3]]]
