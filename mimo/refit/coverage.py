@@ -42,7 +42,8 @@ def _writes(recording: Recording) -> dict[str, list[tuple[Write, bool]]]:
 
 def _faults(path: str, layout: Layout, writes: list[tuple[Write, bool]], needed: bool,
             layouts: dict[str, Layout]) -> list[str]:
-    left, twice, names = [Box.whole(layout.view.sizes)], 0, set()
+    left, twice = [Box.whole(layout.view.sizes)], 0
+    names: set[str] = set()
     for write, alone in writes:
         box = target_box(write, layouts)
         if box is None:

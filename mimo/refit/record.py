@@ -135,7 +135,8 @@ class _Run:
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for entry in entries:
-                tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+                kind = torch.empty if device == "meta" else torch.zeros
+                tensor = kind(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
                 self.tracer.watch(entry.name, tensor)
                 taken.append(entry.name)
                 yield entry.name, tensor
@@ -202,31 +203,46 @@ def loading_time(model: torch.nn.Module) -> Iterator[None]:
     where it has kept nothing (a model that is only built), they are as they are. What vLLM never moves to meta stays
     live. Everything in the modules is as before at the end.
     """
-    saved = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers),
-              set(module._non_persistent_buffers_set)) for module in model.modules()]
+    saved = [_Saved(module) for module in model.modules()]
+    kept = any(one.module in layerwise.LAYERWISE_INFO for one in saved)
     shared: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
     try:
-        for module, _, parameters, buffers, _ in saved:
-            info = layerwise.LAYERWISE_INFO.get(module)
-            metas = capture_layer_to_meta(module) if info is None else info.restore_metadata
-            for live, meta, place in zip((parameters, buffers), metas, (module._parameters, module._buffers),
-                                         strict=True):
-                for name in [name for name in live if live[name] is not None and name not in SKIP_TENSORS]:
+        for one in saved:
+            info = layerwise.LAYERWISE_INFO.get(one.module)
+            # A module that vLLM does not know came after loading, with nothing that could be loaded.
+            metas: Any = info.restore_metadata if info else ({}, {}) if kept else capture_layer_to_meta(one.module)
+            for place, live, meta in zip(one.places, one.contents, metas, strict=True):
+                for name in [name for name in place if name not in SKIP_TENSORS]:
                     del place[name]
                 for name, tensor in meta.items():
-                    vars(module).pop(name, None)
-                    place[name] = _restored(module, tensor, live.get(name), shared)
+                    vars(one.module).pop(name, None)
+                    place[name] = _restored(one.module, tensor, live.get(name), shared)
         vars(model)["_do_torchao_reload"] = False  # else load_weights quantizes what it has loaded
         yield
     finally:
-        for module, attributes, parameters, buffers, transient in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for place, content in ((module._parameters, parameters), (module._buffers, buffers)):
-                place.clear()
-                place.update(content)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(transient)
+        for one in saved:
+            one.restore()
+
+
+class _Saved:
+    """What a module refers to."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.attributes = dict(vars(module))
+        self.places: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
+        self.contents = tuple(dict(place) for place in self.places)
+        self.transient = set(module._non_persistent_buffers_set)
+
+    def restore(self) -> None:
+        """Makes the module refer to that again."""
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for place, content in zip(self.places, self.contents, strict=True):
+            place.clear()
+            place.update(content)
+        self.module._non_persistent_buffers_set.clear()
+        self.module._non_persistent_buffers_set.update(self.transient)
 
 
 def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | None,

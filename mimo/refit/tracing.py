@@ -7,13 +7,13 @@ else are computed from the names they read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mimo.refit.slots import Address, Slot
 from mimo.refit.strided import View, box_of
@@ -108,7 +108,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = list(_written(func, args, kwargs))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = list(_tensors((args, kwargs)))
         self._pending = tensors
         if written:
             result = self._write(func, args, kwargs, tensors, written)
@@ -153,9 +153,7 @@ class Tracer(TorchDispatchMode):
 
     def _follow(self, result: Any, read: list[torch.Tensor]) -> None:
         """Notes what the results of an operation come from; a view has the storage of what it shows."""
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in _tensors(result):
             key = _key(tensor)
             if key not in self._sources and key not in self._targets and key not in self._computed:
                 self._computed[self._keep(tensor)] = self._names(read)
@@ -227,7 +225,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 def view_of(tensor: torch.Tensor) -> View:
     """A tensor's layout in its storage."""
-    return View(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype) -> bool:
@@ -245,9 +243,22 @@ def _last(view: View) -> int:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Tensors that an operation changes, by its schema."""
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    """Tensors that an operation changes."""
+    for number, name in _changed(func):
+        yield from _tensors(args[number] if number < len(args) else kwargs.get(name))
+
+
+@functools.cache
+def _changed(func: Any) -> tuple[tuple[int, str], ...]:
+    """Number and name of the arguments that an operation changes, by its schema."""
+    return tuple((number, argument.name) for number, argument in enumerate(func._schema.arguments)
+                 if argument.alias_info is not None and argument.alias_info.is_write)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
