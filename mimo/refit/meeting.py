@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import Store, TCPStore
 
 POLL_S = 0.002
-MAX_POLL_S = 0.05
+MAX_POLL_S = 0.01
 
 
 class RefitError(RuntimeError):
