@@ -131,7 +131,7 @@ def layouts(draw: st.DrawFn) -> tuple[SmallModel, TrainerLayout, EngineLayout]:
     return model, trainer, EngineLayout(tp, pp, dp, is_ep, replicas)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layouts(), st.sampled_from(["", "_proj", "experts", "norm|embed", "."]), st.booleans())
 def test_every_layout_gets_exactly_what_it_wants(
         case: tuple[SmallModel, TrainerLayout, EngineLayout], loader: str, is_placed: bool) -> None:
