@@ -32,8 +32,8 @@ CASES = [
     *(("llava", rank) for rank in RANKS[:3]),
     *(("qwen3", Rank(pp=(stage, 2))) for stage in range(2)), ("nemotron-h", Rank(tp=(1, 2), pp=(1, 3))),
 ]
-QUICK = {("qwen3", Rank(tp=(5, 8))), ("qwen3-moe", Rank(tp=(2, 4), experts_over_tp=True)),
-         ("deepseek-v3", Rank(tp=(1, 2))), ("nemotron-h", Rank(tp=(3, 4)))}
+QUICK = {("qwen3", Rank(tp=(5, 8))), ("qwen3-tied", Rank(tp=(1, 2))), ("deepseek-v3", Rank(tp=(1, 2))),
+         ("qwen3-moe", Rank(tp=(2, 4), experts_over_tp=True)), ("nemotron-h", Rank(tp=(3, 4)))}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,9 @@ def test_a_processed_model_is_recorded_as_it_was_and_stays_as_it_is(
     folder, tensors = saved[name]
     with as_rank(folder, Rank()) as config:
         model = build(config)
+        before = state(model)
         expected = record(model, entries_of(tensors))
+        assert str(state(model)) == str(before)  # NaN is not itself
         model.load_weights(iter(tensors.items()))
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         before = state(model)
@@ -182,7 +184,7 @@ def test_a_processed_model_is_recorded_as_it_was_and_stays_as_it_is(
 
 
 class Loader(torch.nn.Module):
-    """A loader with the habits of several: reads values, puts off, ignores, computes, raises."""
+    """A loader with the habits of several: reads values, puts off, ignores, pads, erases, raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,8 +199,12 @@ class Loader(torch.nn.Module):
                 later.append((name.removeprefix("later."), tensor.clone()))
             elif name.startswith("scaled."):
                 own[name.removeprefix("scaled.")].data.copy_(tensor * tensor.flatten()[0].item())
+            elif name.startswith("erased."):
+                own[name.removeprefix("erased.")].data.copy_(tensor)
+                own[name.removeprefix("erased.")].data[1:].zero_()
             elif not name.startswith("other."):
-                own[name].data.copy_(tensor)
+                own[name].data[tensor.shape[0]:].zero_()
+                own[name].data[:tensor.shape[0]].copy_(tensor)
         for name, tensor in later:
             own[name].data.copy_(tensor)
 
@@ -218,9 +224,10 @@ def recorded(**shapes: tuple[int, ...]) -> tuple[Loader, Recording]:
 def test_a_loader_that_reads_values_or_raises_loses_no_other_name() -> None:
     model, recording = recorded(
         scaled__a__weight=WEIGHT, a__bias=BIAS, b__odd=WEIGHT, later__b__weight=WEIGHT, later__c__odd=WEIGHT,
-        scaled__b__bias=BIAS, later__c__weight=WEIGHT, other__weight=WEIGHT, c__bias=(5,), e_score_correction_bias=BIAS)
-    assert recording.computed.keys() == {"scaled.a.weight", "scaled.b.bias"}
-    assert recording.slots.keys() == {"a.bias", "later.b.weight", "later.c.weight", "e_score_correction_bias"}
+        scaled__b__bias=BIAS, later__c__weight=WEIGHT, other__weight=WEIGHT, c__bias=(5,),
+        erased__e_score_correction_bias=BIAS)
+    assert recording.computed.keys() == {"scaled.a.weight", "scaled.b.bias", "erased.e_score_correction_bias"}
+    assert recording.slots.keys() == {"a.bias", "later.b.weight", "later.c.weight"}
     assert recording.untaken == ("other.weight",)
     assert recording.refused.keys() == {"b.odd", "later.c.odd", "c.bias"}
     with pytest.raises(ValueError, match="c.bias: 4 of 4 elements are never written"):
@@ -235,6 +242,20 @@ def test_a_buffer_that_a_checkpoint_may_hold_has_to_be_filled() -> None:
     check_coverage(*recorded(**shapes, e_score_correction_bias=BIAS))
     model.register_buffer("e_score_correction_bias", torch.zeros(4), persistent=False)
     check_coverage(model, recording)
+
+
+def test_padding_is_filled_with_a_constant_or_declared() -> None:
+    shapes = {f"{part}__{kind}": shape for part in "abc" for kind, shape in (("weight", WEIGHT), ("bias", BIAS))}
+    model, recording = recorded(**shapes | {"a__weight": (3, 3), "e_score_correction_bias": BIAS})
+    check_coverage(model, recording)
+    assert [(write.path, write.value) for write in recording.constants] == [("a.weight", 0.0)]
+    model.a.weight.weight_loader_numel = 9  # type: ignore[assignment]
+    assert record(model, entries(a__weight=(3, 3))).layouts["a.weight"].loaded == 9
+    unfilled = dataclasses.replace(recording, constants=())
+    with pytest.raises(ValueError, match="a.weight: 3 of 12 elements are never written"):
+        check_coverage(model, unfilled)
+    declared = dataclasses.replace(recording.layouts["a.weight"], loaded=9)
+    check_coverage(model, dataclasses.replace(unfilled, layouts=recording.layouts | {"a.weight": declared}))
 
 
 def test_a_module_with_one_tensor_of_the_loaders_is_the_loaders() -> None:
