@@ -9,6 +9,7 @@ from mimo.refit.slots import DTYPE_BYTES
 
 # Routes that may be asked for: each tensor as fast as it can go, or all through the engine's own loading.
 ROUTES = ("auto", "loader")
+BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class RefitOptions:
         route: `auto`, or `loader` for every tensor.
         chunk_bytes: of whole tensors in one chunk, at most; two chunks are under way at a time.
         timeout_s: seconds that one wait may take.
-        verify: compare checksums of every message on both sides, after it was written to where it belongs.
+        verify: compare checksums of every box on both sides: as sent, as it came, and as read back from where it was
+            written to (see `mimo.refit.checksums`).
     """
 
     backend: str
@@ -32,15 +34,13 @@ class RefitOptions:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        if self.backend not in ("gloo", "nccl"):
-            raise ValueError(f"refit backend {self.backend!r}: known are gloo, nccl")
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"refit dtype {self.dtype!r}: known are {', '.join(DTYPE_BYTES)}")
-        if self.route not in ROUTES:
-            raise ValueError(f"refit route {self.route!r}: known are {', '.join(ROUTES)}")
-        if self.chunk_bytes < 1 or self.timeout_s <= 0:
-            raise ValueError(f"refit chunks of {self.chunk_bytes} bytes, time-out {self.timeout_s} s: both must be "
-                             "positive")
+        problems = [f"refit {what} {value!r}: known are {', '.join(known)}" for what, value, known in (
+            ("backend", self.backend, BACKENDS), ("dtype", self.dtype, tuple(DTYPE_BYTES)),
+            ("route", self.route, ROUTES)) if value not in known]
+        problems += [f"refit {what} {value}: must be positive" for what, value in (
+            ("chunk_bytes", self.chunk_bytes), ("timeout_s", self.timeout_s)) if value <= 0]
+        if problems:
+            raise ValueError("; ".join(problems))
 
     def as_json(self) -> dict[str, Any]:
         """As a dictionary that `RefitOptions` takes."""

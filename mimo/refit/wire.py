@@ -15,8 +15,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from mimo.refit.meeting import MAX_POLL_S, POLL_S, RefitError
+from mimo.refit.options import BACKENDS
 
-BACKENDS = ("gloo", "nccl")
 CLOSING_TAG = 1  # transfers have 0
 
 
@@ -66,20 +66,19 @@ class Wire:
             receives: rank and where its message goes, uint8.
         """
         if self.backend == "gloo":
-            return [(f"send of {message.numel()} bytes to {self._names[rank]}", self._group.send([message], rank, 0))
-                    for rank, message in sends] + [
-                        (f"{message.numel()} bytes from {self._names[rank]}", self._group.recv([message], rank, 0))
-                        for rank, message in receives]
+            return [(f"send of {message.numel()} bytes to {self._names[rank]}",
+                     _started(self._group.send, message, rank)) for rank, message in sends] + [
+                        (f"{message.numel()} bytes from {self._names[rank]}",
+                         _started(self._group.recv, message, rank)) for rank, message in receives]
         if not sends and not receives:
             return []
         # NCCL needs all of an exchange in one group, or sends and receives wait for each other.
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._group._start_coalescing(device)
+        self._group._start_coalescing()
         for rank, message in sends:
             self._group.send([message], rank, 0)
         for rank, message in receives:
             self._group.recv([message], rank, 0)
-        return [(f"{len(sends)} messages to and {len(receives)} from others", self._group._end_coalescing(device))]
+        return [(f"{len(sends)} messages to and {len(receives)} from others", self._group._end_coalescing())]
 
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None]) -> None:
         """Wait for works.
@@ -112,11 +111,10 @@ class Wire:
         with contextlib.suppress(RuntimeError):
             if self.backend == "nccl":
                 group.abort()
-            elif len(self._names) > 1:
+            else:
                 # Gloo closes all connections of a group in which a transfer takes too long, and only then; a peer that
                 # waits for what never comes would wait until its own limit.
-                peer = (self._rank + 1) % len(self._names)
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, CLOSING_TAG).wait(timedelta(milliseconds=1))
+                group.recv_anysource([torch.empty(1, dtype=torch.uint8)], CLOSING_TAG).wait(timedelta(milliseconds=1))
 
 
 def _open(store: Store, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
@@ -129,6 +127,24 @@ def _open(store: Store, rank: int, world_size: int, backend: str, timeout: timed
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+class _Broken:
+    """A transfer that could not begin: the connection was closed before."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raises."""
+        raise self._error
+
+
+def _started(start: Callable[..., Any], message: torch.Tensor, rank: int) -> Any:
+    try:
+        return start([message], rank, 0)
+    except RuntimeError as error:
+        return _Broken(error)
 
 
 def _poll(work: Any, what: str, deadline: float, check: Callable[[], None], timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The whole protocol of a refit around a model of three tensors: trainer ranks, a client, workers, an engine.
+"""The whole protocol of a refit around a model of eleven small tensors: trainer ranks, a client, workers, an engine.
 
 Everything is the real thing but the model and `vllm.LLM`: a plain module in place of vLLM's, driven by vLLM's own
 worker methods. So a whole refit takes a fraction of a second, on threads of one process or with the engine in another.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,16 +17,19 @@ from typing import Any
 import torch
 
 from mimo.refit.engine import EngineOptions
+from mimo.refit.meeting import RefitError
 from mimo.refit.messages import box_at
 from mimo.refit.options import RefitOptions
 from mimo.refit.sender import Trainer, WeightSender
 from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, contiguous_strides
 
-VOCAB, HIDDEN = 12, 6
-NAMES = ("embed.weight", "scale.weight", "head.weight")
-SHAPES = {"embed.weight": (VOCAB, HIDDEN), "scale.weight": (HIDDEN,), "head.weight": (VOCAB, HIDDEN)}
+VOCAB, HIDDEN, BLOCKS = 12, 6, 8
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (VOCAB, HIDDEN), "scale.weight": (HIDDEN,),
+    **{f"blocks.{block}.weight": (HIDDEN, HIDDEN) for block in range(BLOCKS)}, "head.weight": (VOCAB, HIDDEN)}
+NAMES = tuple(SHAPES)
 PROMPTS: list[dict[str, Any]] = [{"prompt_token_ids": [1, 5, 7, 2]}, {"prompt_token_ids": [3, 3, 11]}]
-# In chunks of 300 bytes the first two tensors travel together.
+# Two blocks, of 144 bytes each, travel together.
 OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=10, chunk_bytes=320)
 
 
@@ -54,7 +57,15 @@ class PlainModel(torch.nn.Module):
         self.rows = range(worker * VOCAB // workers, (worker + 1) * VOCAB // workers)
         self.embed = torch.nn.Embedding(VOCAB, HIDDEN)
         self.scale = Scale()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(BLOCKS))
         self.head = torch.nn.Linear(HIDDEN, len(self.rows), bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states of token ids."""
+        hidden: torch.Tensor = self.scale(self.embed(tokens))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This worker's rows."""
@@ -82,12 +93,14 @@ def load_plain(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
 def whole_weights(seed: int) -> dict[str, torch.Tensor]:
     """The model of a seed."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator) / HIDDEN ** 0.5 for name, shape in SHAPES.items()}
 
 
 def logprobs_of(weights: dict[str, torch.Tensor], tokens: Sequence[int]) -> list[float]:
     """What the model says of a prompt's tokens from the second on."""
     hidden = weights["embed.weight"][list(tokens)] * weights["scale.weight"]
+    for block in range(BLOCKS):
+        hidden = hidden @ weights[f"blocks.{block}.weight"].T
     logprobs = (hidden @ weights["head.weight"].T).double().log_softmax(-1)
     return [float(logprobs[place, token]) for place, token in enumerate(tokens[1:])]
 
@@ -99,28 +112,41 @@ class PlainWeights:
         rank: this one.
         world_size: how many.
         seed: of the first weights.
+        shapes: of its tensors.
+        transposed: matrices lie column by column.
+
+    Attributes:
+        before_view: called with the name of each tensor before it is packed.
     """
 
-    def __init__(self, rank: int, world_size: int, seed: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.entries = [Entry(name, "float32", SHAPES[name]) for name in NAMES]
-        self.spellings = [spelling(NAMES)]
+    def __init__(self, rank: int, world_size: int, seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+                 transposed: bool = False) -> None:
+        self.entries = [Entry(name, "float32", shape) for name, shape in shapes.items()]
+        self.spellings = [spelling(tuple(shapes))]
         self.holders = holders_of(self.entries, world_size)
-        self.slots = [Slot(name, held.box, Address(f"language/{name}", 0, contiguous_strides(held.box.sizes)))
+        self.transposed = transposed
+        self.slots = [Slot(name, held.box, Address(name, 0, self._strides(held.box.sizes)))
                       for name, boxes in self.holders.items() for held in boxes if rank in held.ranks]
-        self.before_sending: Callable[[], None] = lambda: None
+        self.before_view: Callable[[str], None] = lambda name: None
         self.set(seed)
+
+    def _strides(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return contiguous_strides(sizes[::-1])[::-1] if self.transposed else contiguous_strides(sizes)
 
     def set(self, seed: int) -> None:
         """Other weights, in other memory."""
         whole = whole_weights(seed)
-        self.tensors = {slot.address.tensor: whole[slot.name][slot.box.starts[0]:slot.box.stops[0]].clone()
-                        for slot in self.slots}
+        self.tensors = {}
+        for slot in self.slots:
+            shape = self.entries[[entry.name for entry in self.entries].index(slot.name)].shape
+            values = whole[slot.name] if slot.name in whole and whole[slot.name].shape == shape else torch.ones(shape)
+            own = values[slot.box.starts[0]:slot.box.stops[0]]
+            self.tensors[slot.name] = torch.empty_strided(slot.box.sizes, self._strides(slot.box.sizes)).copy_(own)
 
     def prepare(self) -> Callable[[Address, tuple[int, ...]], torch.Tensor]:
         """See the protocol."""
         def view(address: Address, sizes: tuple[int, ...]) -> torch.Tensor:
-            self.before_sending()
+            self.before_view(address.tensor)
             return box_at(self.tensors[address.tensor], address, sizes)
 
         return view
@@ -172,7 +198,7 @@ class PlainLLM:
     def _answer(self, tokens: Sequence[int]) -> Any:
         model = self.workers[0].model
         with torch.no_grad():
-            hidden = model.scale(model.embed(torch.tensor(list(tokens))))
+            hidden = model(torch.tensor(list(tokens)))
             shards = [worker.model.compute_logits(hidden) for worker in self.workers]
         logprobs = torch.cat(shards, -1).double().log_softmax(-1)
         chosen = int(logprobs[-1].argmax())
@@ -185,6 +211,8 @@ class PlainLLM:
     def _rpc(self, method: Any, kwargs: dict[str, Any]) -> list[Any]:
         from vllm.v1.serial_utils import run_method
 
+        if len(self.workers) == 1:
+            return [run_method(self.workers[0], method, (), kwargs)]
         with ThreadPoolExecutor(len(self.workers)) as threads:
             running = [threads.submit(run_method, worker, method, (), kwargs) for worker in self.workers]
         return [each.result() for each in running]
@@ -250,9 +278,9 @@ class Ranks:
     senders: list[WeightSender] = field(default_factory=list)
 
     @classmethod
-    def of(cls, world_size: int, seed: int = 0) -> Ranks:
+    def of(cls, world_size: int, seed: int = 0, **weights: Any) -> Ranks:
         """So many, with the weights of a seed."""
-        return cls([PlainWeights(rank, world_size, seed) for rank in range(world_size)])
+        return cls([PlainWeights(rank, world_size, seed, **weights) for rank in range(world_size)])
 
     def together(self, part: Callable[[int], Any]) -> list[Any]:
         """Run something on every rank at once; of each what it returned or raised."""
@@ -290,3 +318,20 @@ class Ranks:
     def send(self, version: str) -> list[Any]:
         """One sync; of each rank its report or what it raised."""
         return self.together(lambda rank: self.senders[rank].send(version))
+
+
+def is_right(engine: Any, seed: int) -> bool:
+    """Whether an engine or a handle serves the weights of a seed."""
+    whole = whole_weights(seed)
+    pairs = zip(engine.prompt_logprobs(PROMPTS), (logprobs_of(whole, prompt["prompt_token_ids"]) for prompt in PROMPTS),
+                strict=True)
+    return all(abs(theirs - ours) < 1e-5 for answer, own in pairs for theirs, ours in zip(answer, own, strict=True))
+
+
+def refuses(engine: Any) -> bool:
+    """Whether an engine or a handle says that it has no complete weights."""
+    try:
+        engine.prompt_logprobs(PROMPTS)
+    except RefitError as error:
+        return "no complete weights" in str(error)
+    return False

@@ -1,0 +1,95 @@
+"""Messages: boxes of any dtype in and out again, from and to views of any strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mimo.refit.messages import ALIGNMENT, box_at, check_inside, copy_all, layout, pack
+from mimo.refit.slots import Address, Box
+
+CPU = torch.device("cpu")
+DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float32")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a message carries."""
+
+    entry: int
+    box: Box
+
+
+# Bug 2: a float32 tensor among others, and sizes that fill no word.
+OPERATIONS = (Operation(0, Box((2, 0), (5, 3))), Operation(1, Box((0,), (5,))), Operation(2, Box((1, 1), (2, 4))),
+              Operation(3, Box((0, 0, 0), (1, 1, 1))), Operation(0, Box((0, 0), (1, 1))))
+
+
+def values_of(operation: Operation) -> torch.Tensor:
+    count = operation.box.numel
+    return (torch.arange(count) + operation.entry + 1).view(operation.box.sizes)
+
+
+def test_every_box_is_aligned_and_none_overlaps() -> None:
+    shape = layout(OPERATIONS, DTYPES)
+    spans = []
+    for place, operation in zip(shape.places, OPERATIONS, strict=True):
+        first = place.offset * place.dtype.itemsize
+        assert first % ALIGNMENT == 0 and place.sizes == operation.box.sizes
+        spans.append((first, first + operation.box.numel * place.dtype.itemsize))
+    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert spans[-1][1] <= shape.num_bytes == 32 + 32 + 16 + 16 + 16
+
+
+def test_boxes_come_out_as_they_went_in() -> None:
+    shape = layout(OPERATIONS, DTYPES)
+    # Converted on the way in: the trainer's are float32 whatever travels.
+    message = pack(shape, [values_of(each).float() for each in OPERATIONS], CPU)
+    assert message.dtype == torch.uint8 and message.numel() == shape.num_bytes
+    for box, operation in zip(shape.boxes(message), OPERATIONS, strict=True):
+        assert str(box.dtype) == f"torch.{DTYPES[operation.entry]}"
+        assert torch.equal(box.float(), values_of(operation).float())
+
+
+def test_a_message_inside_a_larger_buffer() -> None:
+    shape = layout(OPERATIONS, DTYPES)
+    buffer = torch.zeros(64 + shape.num_bytes, dtype=torch.uint8)
+    buffer[64:] = pack(shape, [values_of(each).float() for each in OPERATIONS], CPU)
+    for box, operation in zip(shape.boxes(buffer[64:]), OPERATIONS, strict=True):
+        assert torch.equal(box.float(), values_of(operation).float())
+
+
+def test_sources_and_targets_of_any_strides() -> None:
+    """Bug 29: `.view` of what is not contiguous."""
+    operations = [Operation(1, Box((0, 0), (3, 4))), Operation(1, Box((0, 0), (2, 6)))]
+    sources = [torch.arange(12.).view(4, 3).T, torch.arange(24.).view(4, 6)[::2]]
+    shape = layout(operations, DTYPES)
+    boxes = shape.boxes(pack(shape, sources, CPU))
+    targets = [torch.zeros(3, 8)[:, ::2], torch.zeros(6, 2).T]
+    copy_all(targets, boxes)
+    for source, target in zip(sources, targets, strict=True):
+        assert not source.is_contiguous() and not target.is_contiguous() and torch.equal(source, target)
+
+
+def test_the_address_of_a_box() -> None:
+    tensor = torch.arange(48.).view(8, 6)[2:]
+    address = Address("weight", 7, (6, 1))
+    check_inside(tensor, address, (2, 3))
+    assert torch.equal(box_at(tensor, address, (2, 3)), tensor[1:3, 1:4])
+
+
+@pytest.mark.parametrize(("address", "sizes"), [
+    (Address("weight", 34, (6, 1)), (1, 3)),
+    (Address("weight", -1, (6, 1)), (1, 3)),
+    (Address("weight", 0, (6, 1)), (7, 6)),
+])
+def test_a_box_outside_of_its_tensor_is_refused(address: Address, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match=r"weight \[6, 6\] .* has no box of"):
+        check_inside(torch.zeros(6, 6), address, sizes)
+
+
+def test_a_target_that_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"strides \[1, 6\] has no box"):
+        check_inside(torch.zeros(6, 6).T, Address("weight", 0, (6, 1)), (1, 3))
