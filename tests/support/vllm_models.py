@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +24,10 @@ import transformers
 from vllm import LLM, SamplingParams
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.fused_moe import config as fused_moe_config
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -43,6 +49,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 48, "ssm_state_size": 8, "mamba_num_heads": 8,
         "mamba_head_dim": 8, "n_groups": 8, "max_position_embeddings": 64, "hybrid_override_pattern": "M*-",
         "num_hidden_layers": 3, "tie_word_embeddings": False},
+    "nemotron-h-latent": {
+        "model_type": "nemotron_h", "vocab_size": 99, "hidden_size": 32, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 32, "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "n_groups": 1, "max_position_embeddings": 64, "hybrid_override_pattern": "ME", "num_hidden_layers": 2,
+        "tie_word_embeddings": False, "n_routed_experts": 4, "moe_intermediate_size": 16, "moe_latent_size": 16,
+        "moe_shared_expert_intermediate_size": 24, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1},
     "deepseek-v3": TEXT | {
         "model_type": "deepseek_v3", "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "first_k_dense_replace": 1,
@@ -115,8 +128,18 @@ def as_rank(directory: Path, rank: Rank, dtype: str = "float32") -> Iterator[Vll
 
 
 def build(config: VllmConfig) -> torch.nn.Module:
-    """A worker's model with parameters of NaN, not processed; inside `as_rank`."""
-    with set_default_torch_dtype(config.model_config.dtype):
+    """A worker's model with parameters of NaN, not processed; inside `as_rank`.
+
+    Experts without a gate have kernels on accelerators only; a model that has them is built as there.
+    """
+    accelerator = SimpleNamespace(is_cuda_alike=lambda: True, is_cuda=lambda: True, is_xpu=lambda: False,
+                                  is_rocm=lambda: False, is_cpu=lambda: False)
+    with set_default_torch_dtype(config.model_config.dtype), contextlib.ExitStack() as patches:
+        if config.model_config.hf_config.model_type == "nemotron_h":
+            patches.enter_context(mock.patch.object(fused_moe_config, "current_platform", accelerator))
+            patches.enter_context(mock.patch.object(
+                unquantized_fused_moe_method, "select_unquantized_moe_backend",
+                lambda moe_config: (UnquantizedMoeBackend.TRITON, TritonExperts)))
         model = initialize_model(config)
     with torch.no_grad():
         for parameter in model.parameters():

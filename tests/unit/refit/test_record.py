@@ -28,12 +28,14 @@ RANKS = [Rank(), Rank(tp=(1, 2)), Rank(tp=(3, 4)), Rank(tp=(5, 8))]
 CASES = [
     *((name, rank) for name in ("qwen3", "qwen3-tied", "nemotron-h", "deepseek-v3") for rank in RANKS),
     *(("qwen3-moe", rank) for rank in (*RANKS, *(Rank(tp=place, experts_over_tp=True) for place in ((1, 2), (2, 4))))),
-    ("deepseek-v3", Rank(tp=(1, 2), experts_over_tp=True)),
+    *((name, Rank(tp=(1, 2), experts_over_tp=True)) for name in ("deepseek-v3", "nemotron-h-latent")),
+    *(("nemotron-h-latent", rank) for rank in RANKS[:3]),
     *(("llava", rank) for rank in RANKS[:3]),
     *(("qwen3", Rank(pp=(stage, 2))) for stage in range(2)), ("nemotron-h", Rank(tp=(1, 2), pp=(1, 3))),
 ]
 QUICK = {("qwen3", Rank(tp=(5, 8))), ("qwen3-tied", Rank(tp=(1, 2))), ("deepseek-v3", Rank(tp=(1, 2))),
-         ("qwen3-moe", Rank(tp=(2, 4), experts_over_tp=True)), ("nemotron-h", Rank(tp=(3, 4)))}
+         ("qwen3-moe", Rank(tp=(2, 4), experts_over_tp=True)), ("nemotron-h", Rank(tp=(3, 4))),
+         ("nemotron-h-latent", Rank(tp=(1, 2), experts_over_tp=True))}
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +276,7 @@ def test_a_module_with_one_tensor_of_the_loaders_is_the_loaders() -> None:
 def test_on_accelerators_all_but_what_is_processed_or_computed_is_direct(
         saved: dict[str, tuple[Path, Tensors]], monkeypatch: pytest.MonkeyPatch) -> None:
     loader = {}
-    for name in ("deepseek-v3", "nemotron-h"):
+    for name in ("deepseek-v3", "nemotron-h-latent"):
         folder, tensors = saved[name]
         with as_rank(folder, Rank(tp=(1, 2))) as config:
             model = build(config)
@@ -290,7 +292,7 @@ def test_on_accelerators_all_but_what_is_processed_or_computed_is_direct(
     assert loader["deepseek-v3", "kept"] == {"self_attn.kv_b_proj.weight"}
     assert loader["deepseek-v3", "swapped"] - loader["deepseek-v3", "kept"] == {
         f"mlp.experts.{expert}.{part}_proj.weight" for expert in range(4) for part in ("gate", "up", "down")}
-    assert loader["nemotron-h", "kept"] == {"mixer.A_log", "mixer.D", "mixer.dt_bias"}
+    assert loader["nemotron-h-latent", "kept"] == {"mixer.A_log", "mixer.D", "mixer.dt_bias"}
 
 
 def test_tied_embeddings_go_one_way(saved: dict[str, tuple[Path, Tensors]], monkeypatch: pytest.MonkeyPatch) -> None:
