@@ -1,0 +1,114 @@
+"""A LLaVA's weights from disjoint vision and language grids in a live vLLM engine, with the same images on both sides.
+
+Log-probs of prompts with and without images after every sync equal the trainer's and Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mimo.refit.engine import EngineOptions
+from mimo.refit.host import EngineProcess
+from mimo.refit.options import RefitOptions
+from tests.support import hf_families, refit_llava
+from tests.support.spawn import WorkerPool
+
+MAX_ERROR = 1e-5
+MIN_CHANGE = 1e-2
+STEPS = 3
+LAYOUTS = {"colocated": (1, "--layout colocated"), "disjoint": (2, ""),
+           "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2")}
+OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The saved model and its engine.
+
+    Attributes:
+        folder: with weights, tokenizer and processor.
+        process: the engine, which starts with made-up weights.
+        prompts: by sample, as vLLM takes them.
+        tokens: of each sample, `s`.
+        logits: of each sample `[s, vocab]`, by transformers.
+    """
+
+    folder: Path
+    process: EngineProcess
+    prompts: dict[str, dict[str, Any]]
+    tokens: dict[str, list[int]]
+    logits: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def served(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One engine for the module."""
+    folder = tmp_path_factory.mktemp("llava")
+    saved = pool.run(refit_llava.save, str(folder), world_size=1)[0]
+    process = EngineProcess(EngineOptions(
+        str(folder), "float32", max_model_len=64, max_num_seqs=8,
+        extra={"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "block_size": 32},
+        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}), setup=refit_llava.allow_stale_caches)
+    yield Served(folder, process, **saved)
+    process.close()
+
+
+def next_token(log_probabilities: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Of each token but the first, `[s - 1]`, from `[s, vocab]`."""
+    return log_probabilities[:-1].gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, served: Served, layout: str) -> None:
+    world_size, flags = LAYOUTS[layout]
+    numbers = {len(prompt.get("multi_modal_data", {"image": ()})["image"]) for prompt in served.prompts.values()}
+    assert numbers == {0, 1, 2}, "prompts without images, with one and with two"
+    by_rank = pool.run(refit_llava.sync, str(served.folder), tuple(flags.split()), world_size, served.process.handle,
+                       OPTIONS, served.prompts, STEPS, world_size=world_size, timeout_s=300)
+    before: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        ours = {key: value for rank in by_rank for key, value in rank[step]["ours"].items()}
+        theirs, answers = by_rank[0][step]["theirs"], by_rank[0][step]["answers"]
+        assert ours.keys() == theirs.keys() == answers.keys() == served.logits.keys()
+        for key, mine in ours.items():
+            prompt = next_token(mine, served.tokens[key])
+            assert error(prompt, torch.tensor(theirs[key])) <= MAX_ERROR, (step, key)
+            token, logprob, version = answers[key]
+            assert version == f"step {step}"
+            # The answer, unlike the prompt's log-probs, may come out of the caches.
+            assert error(mine[-1, token], torch.tensor(logprob)) <= MAX_ERROR, (step, key)
+            if step == 0:
+                hugging_face = served.logits[key][:, :hf_families.VOCAB_SIZE].double().log_softmax(-1).float()
+                assert error(mine, hugging_face) <= MAX_ERROR, key
+            else:
+                assert error(mine, before[key]) > MIN_CHANGE
+        before = ours
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("left", ["", "prefix", "encoder"], ids=lambda left: f"{left or 'no'}-cache-left")
+def test_a_prompt_asked_before_a_sync_is_answered_by_the_new_weights(pool: WorkerPool, served: Served,
+                                                                     left: str) -> None:
+    """And by old ones if the sync leaves one of the engine's caches as it is: so those are in use here."""
+    prompts = {key: prompt for key, prompt in served.prompts.items() if "multi_modal_data" in prompt}
+    (_, new), = pool.run(refit_llava.sync, str(served.folder), ("--layout", "colocated"), 1, served.process.handle,
+                         OPTIONS, prompts, 2, left, world_size=1, timeout_s=300)
+    errors = [error(new["ours"][key][-1, token], torch.tensor(logprob)) for key, (token, logprob, _)
+              in new["answers"].items()]
+    assert len(errors) == len(prompts) > 0
+    if left:
+        assert min(errors) > MIN_CHANGE
+    else:
+        assert max(errors) <= MAX_ERROR

