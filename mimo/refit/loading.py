@@ -15,13 +15,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 
-class _Layers:
+class _Layers(torch.nn.Module):
     """What the layerwise reload needs of a model: its layers."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        self._layers = layers
+        super().__init__()
+        self._layers = tuple(layers)
 
-    def modules(self) -> Iterator[torch.nn.Module]:
+    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
         """The chosen ones."""
         return iter(self._layers)
 
@@ -35,7 +36,7 @@ class LoaderSession:
         layers: paths of the modules that own the parameters to load; empty: nothing is loaded.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, layers: Iterable[str]) -> None:
+    def __init__(self, model: Any, model_config: Any, layers: Iterable[str]) -> None:
         self._model, self._model_config = model, model_config
         chosen = [model.get_submodule(path) for path in layers]
         # Their derived weights (those of latent attention) are made again from what was loaded.
@@ -79,6 +80,6 @@ def _forget_cpu_experts(model: torch.nn.Module) -> None:
     where the repacked one is expected: the same weights sent again change log-probs by 0.04.
     """
     for module in model.modules():
-        method = module._modules.get("quant_method") or vars(module).get("quant_method")
+        method: Any = module._modules.get("quant_method") or vars(module).get("quant_method")
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(module.parameters()).device.type == "cpu":
             method.moe_kernel = None

@@ -25,8 +25,10 @@ from mimo.refit.loading import LoaderSession
 from mimo.refit.meeting import Meeting, RefitError, told
 from mimo.refit.messages import Layout, box_at, check_inside, copy_all, layout, torch_dtype
 from mimo.refit.options import RefitOptions
+from mimo.refit.plan_checks import check_plan, check_wants
 from mimo.refit.sender import SETUP
-from mimo.refit.slots import Wants, entry_from_json, holders_from_json
+from mimo.refit.slots import Wants, entry_from_json
+from mimo.refit.tables import holders_from_table, wants_table
 from mimo.refit.wire import Wire
 from mimo.refit.worker_plan import worker_wants
 
@@ -142,12 +144,18 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         taken = worker_wants(self.model, self._entries, model["spellings"], self._options.route,
                              lambda value: self._share("probes", value, num_workers))
         wants, self._spelled, self._loader_layers = taken.wants, taken.spelled, taken.loader_layers
+        live = self._live()
+        check_wants(self._entries, wants, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+                                           for name, tensor in live.items()})
         self._publish(wants)
-        holders = holders_from_json(model["holders"])
+        holders = holders_from_table(model["holders"])
         operations = planning.receive_plan(self._entries, holders, wants, self._worker)
+        check_plan(self._entries, holders, wants, operations)
         self._by_sender = planning.by_sender(operations)
         self._loader_names = frozenset(wants.loader)
-        self._check_targets(operations)
+        for operation in operations:
+            if operation.name not in self._loader_names:
+                check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
         self._chunks = [self._chunk(chunk)
                         for chunk in planning.chunks(self._entries, self._options.chunk_bytes)]
         self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
@@ -169,7 +177,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _publish(self, wants: Wants) -> None:
         assert self._meeting is not None
         digest = wants.digest()
-        self._meeting.publish(f"wants/{digest}", wants.as_json())
+        self._meeting.publish(f"wants/{digest}", wants_table(wants))
         self._meeting.publish(f"worker/{self._worker}", {"wants": digest})
 
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:
@@ -196,12 +204,6 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._verify(scope)
         meeting.publish(f"{scope}/report/{self._worker}", report)
         self._guard.received()
-
-    def _check_targets(self, operations: Sequence[planning.Op]) -> None:
-        live = self._live()
-        for operation in operations:
-            if operation.name not in self._loader_names:
-                check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
 
     def _chunk(self, chunk: range) -> dict[int, tuple[Sequence[planning.Op], Layout]]:
         """What comes from each trainer rank for a chunk, and how its message looks."""

@@ -20,7 +20,9 @@ from mimo.refit.checksums import checksums
 from mimo.refit.meeting import Meeting, RefitError, told
 from mimo.refit.messages import Layout, layout, pack
 from mimo.refit.options import RefitOptions, RefitReport
-from mimo.refit.slots import Address, Entry, Holders, Slot, Wants, entry_as_json, holders_as_json
+from mimo.refit.plan_checks import check_holders
+from mimo.refit.slots import Address, Entry, Holders, Slot, Wants, entry_as_json
+from mimo.refit.tables import holders_table, wanted_names, wants_from_table
 from mimo.refit.wire import Wire
 
 SETUP = "set-up"
@@ -163,9 +165,10 @@ class WeightSender:
         weights, trainer, meeting = self.weights, self.trainer, self._meeting
         call = None
         if trainer.rank == 0:
+            check_holders(weights.entries, weights.holders)
             meeting.publish("model", {
                 "entries": [entry_as_json(entry) for entry in weights.entries], "spellings": list(weights.spellings),
-                "holders": holders_as_json(weights.holders), "options": self.options.as_json(),
+                "holders": holders_table(weights.holders), "options": self.options.as_json(),
                 "num_trainers": trainer.world_size, "num_workers": self.num_workers})
             call = self._call(SETUP, self.client.init_weight_transfer_engine, {
                 "address": trainer.address, "port": meeting.port, "timeout_s": self.options.timeout_s})
@@ -193,16 +196,23 @@ class WeightSender:
         return [(worker, part, layout(part, self._dtypes)) for worker, part in parts.items() if part]
 
     def _read_wants(self) -> dict[int, Wants]:
-        """What each worker wants; equal workers share one object. Raises ValueError for tensors that none takes."""
+        """What each worker wants of this rank's tensors; equal workers share one object.
+
+        Raises:
+            RefitError: on the first rank: nobody takes some of the trainer's tensors.
+        """
         tables: dict[str, Wants] = {}
+        taken: set[str] = set()
+        mine = {slot.name for slot in self.weights.slots}
         wants = {}
         for worker in range(self.num_workers):
             digest = self._meeting.read(f"worker/{worker}", SETUP, f"what worker {worker} wants")["wants"]
             if digest not in tables:
-                tables[digest] = Wants.from_json(self._meeting.read(f"wants/{digest}", SETUP, "a table of wants"))
+                table = self._meeting.read(f"wants/{digest}", SETUP, "a table of wants")
+                tables[digest] = wants_from_table(table, mine)
+                taken |= wanted_names(table) if self.trainer.rank == 0 else set()
             wants[worker] = tables[digest]
-        taken = {name for table in tables.values() for name in (*table.loader, *(slot.name for slot in table.direct))}
-        left = [entry.name for entry in self.weights.entries if entry.name not in taken]
+        left = [entry.name for entry in self.weights.entries if entry.name not in taken and self.trainer.rank == 0]
         if left:
             raise RefitError(f"{len(left)} tensors of the trainer are taken by no worker of the engine, which serves "
                              f"another model: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")

@@ -14,6 +14,7 @@ same as a Markdown table, medians in seconds.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -88,7 +89,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arm", action="append", choices=("direct", "loader", "broadcast"),
                         help="left out: direct and, on CUDA, broadcast")
     parser.add_argument("--chunk-mib", type=int, default=512, help="whole tensors of a chunk")
-    parser.add_argument("--verify", action="store_true", help="compare the engine's answers after each arm's last sync")
     chosen = parser.parse_args(arguments)
     chosen.arms = chosen.arm or (["direct", "broadcast"] if chosen.device == "cuda" else ["direct", "loader"])
     if chosen.device == "cpu" and "broadcast" in chosen.arms:
@@ -166,15 +166,16 @@ def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace,
 
     flags = ["--model-provider", "causal_lm", "--hf-config", folder, "--dataset-provider", "mock", "--device",
              chosen.device, "--transformer-impl", "local", "--seq-length", "64", "--micro-batch-size", "1",
-             "--global-batch-size", "8", "--train-iters", "1", "--no-grad-reduce-in-fp32",
-             "--mock-min-length", "5", "--mock-max-length", "12",
+             "--global-batch-size", "8", "--train-iters", "1", "--mock-min-length", "5", "--mock-max-length", "12",
              "--bf16" if chosen.dtype == "bfloat16" else "--no-bf16", *shlex.split(chosen.trainer)]
     config = parse_flags(flags)
     provider = model_provider(config.model.model_provider)
     with Grids(validate(config, world_size), platform.backend) as grids:
         watchdog = Watchdog(1800, grids.describe())
         started = time.monotonic()
-        built = build_model(config, provider, grids, platform, watchdog)
+        # Without gradients and their buffers: a model of 30B parameters fits one GPU.
+        frozen = dataclasses.replace(config, model=dataclasses.replace(config.model, freeze="language"))
+        built = build_model(frozen, provider, grids, platform, watchdog)
         platform.synchronize()
         if rank == 0:
             print(f"trainer built in {time.monotonic() - started:.0f} s", file=sys.stderr)
@@ -218,11 +219,37 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
                 seconds[name].append(time.monotonic() - started)
                 if report is not None:
                     reports[name].append(report)
+    answers = agreement(chosen, built, grids, handle, arms)
     copy_rate = rate_of_copies() if chosen.device == "cuda" and grids.rank == 0 else None
     parameters = sum(parameter.numel() for parameter in built.model.parameters())
     total = torch.tensor([parameters], dtype=torch.int64)
     dist.all_reduce(total, group=grids.host)
-    return summary(chosen, grids, seconds, reports, plan_s, copy_rate, int(total))
+    result = summary(chosen, grids, seconds, reports, plan_s, copy_rate, int(total))
+    return result | {"largest_difference_between_arms": answers}
+
+
+def agreement(chosen: argparse.Namespace, built: Any, grids: Any, handle: EngineHandle,
+              arms: dict[str, Callable[[str], RefitReport | None]]) -> float:
+    """How far log-probs of a prompt after one arm's sync are from those after another's, of the same new weights.
+
+    Between two arms the engine gets other weights, so that what an arm leaves out would show.
+    """
+    import torch
+
+    prompt = {"prompt_token_ids": list(range(2, 2 + 64))}
+    answers = []
+    for number, (name, run) in enumerate(arms.items()):
+        for factor in (2.0, 0.5) if number else (1.0,):  # exact in every dtype
+            with torch.no_grad():
+                for parameter in built.model.parameters():
+                    parameter.mul_(factor)
+            use(grids, handle, "nccl" if name == "broadcast" else name)
+            run(f"{name} agreement")
+        if grids.rank == 0:
+            answers.append(torch.tensor(handle.prompt_logprobs([prompt])[0]))
+    if len(answers) < 2:
+        return 0.0
+    return max(float((one - answers[0]).abs().max()) for one in answers[1:])
 
 
 def use(grids: Any, handle: EngineHandle, backend: str) -> None:
