@@ -24,7 +24,7 @@ MIN_CHANGE = 1e-2
 STEPS = 3
 LAYOUTS = {"colocated": (1, "--layout colocated"), "disjoint": (2, ""),
            "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2")}
-OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000)
+OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000, verify=True)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Served:
         prompts: by sample, as vLLM takes them.
         tokens: of each sample, `s`.
         logits: of each sample `[s, vocab]`, by transformers.
+        names: of the saved tensors.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class Served:
     prompts: dict[str, dict[str, Any]]
     tokens: dict[str, list[int]]
     logits: dict[str, torch.Tensor]
+    names: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,8 @@ def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, served
     world_size, flags = LAYOUTS[layout]
     numbers = {len(prompt.get("multi_modal_data", {"image": ()})["image"]) for prompt in served.prompts.values()}
     assert numbers == {0, 1, 2}, "prompts without images, with one and with two"
+    # Not as the engine's loader spells it: `vision_tower.vision_model.embeddings.class_embedding`.
+    assert "vision_tower.embeddings.class_embedding" in served.names
     by_rank = pool.run(refit_llava.sync, str(served.folder), tuple(flags.split()), world_size, served.process.handle,
                        OPTIONS, served.prompts, STEPS, world_size=world_size, timeout_s=300)
     before: dict[str, torch.Tensor] = {}
@@ -82,6 +86,8 @@ def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, served
         ours = {key: value for rank in by_rank for key, value in rank[step]["ours"].items()}
         theirs, answers = by_rank[0][step]["theirs"], by_rank[0][step]["answers"]
         assert ours.keys() == theirs.keys() == answers.keys() == served.logits.keys()
+        report = by_rank[0][step]["report"]
+        assert 0 < report.direct_bytes < report.wire_bytes == sum(rank[step]["report"].sent_bytes for rank in by_rank)
         for key, mine in ours.items():
             prompt = next_token(mine, served.tokens[key])
             assert error(prompt, torch.tensor(theirs[key])) <= MAX_ERROR, (step, key)

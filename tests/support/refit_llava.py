@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from mimo.batch import EncoderBatch, Microbatch
 from mimo.protocols import LANGUAGE
@@ -57,13 +59,14 @@ def save(rank: int, folder: str) -> dict[str, Any]:
 
     Returns:
         `prompts`: of each sample by key, as vLLM takes them; `tokens`: each sample's, with every image token; `logits`:
-        of each sample `[s, vocab]`, by transformers.
+        of each sample `[s, vocab]`, by transformers; `names`: of the saved tensors.
     """
     register()
     model = hf_families.build_hf(NAME)
     model.save_pretrained(folder)
     _write_processor(folder)
-    found: dict[str, Any] = {"prompts": {}, "tokens": {}, "logits": {}}
+    names = [name for file in sorted(Path(folder).glob("*.safetensors")) for name in load_file(file)]
+    found: dict[str, Any] = {"prompts": {}, "tokens": {}, "logits": {}, "names": names}
     flags = flags_of(folder, ("--layout", "colocated"))
     for mock in hf_families._batches(rank, flags, 1):
         batch = _with_stored_pixels(mock, folder)
@@ -191,7 +194,7 @@ def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handl
     Returns:
         Of each step: `ours`, log-probs `[s, vocab]` by sample on the ranks that have them; `theirs`, log-probs of the
         engine's prompts from their second token on, and `answers`, its likeliest next token with its log-prob and
-        version, both by sample on the first rank.
+        version, both by sample on the first rank; `report`, of the sync.
     """
     from mimo.model.build import set_training
     from mimo.refit.trainer import connect
@@ -211,8 +214,9 @@ def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handl
                 refit.change(parts, step)
             if rank == 0 and step:
                 handle.call("leave_cache", leave)
-            sender.send(f"step {step}")
-            each: dict[str, Any] = {"ours": _log_probabilities(parts, batches), "theirs": {}, "answers": {}}
+            report = sender.send(f"step {step}")
+            each: dict[str, Any] = {"ours": _log_probabilities(parts, batches), "theirs": {}, "answers": {},
+                                    "report": report}
             if rank == 0:
                 each["theirs"] = dict(zip(prompts, handle.prompt_logprobs(list(prompts.values())), strict=True))
                 # Twice: the second comes from the caches.
