@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -335,3 +336,36 @@ def refuses(engine: Any) -> bool:
     except RefitError as error:
         return "no complete weights" in str(error)
     return False
+
+
+class EchoEngine:
+    """In place of `RolloutEngine` where only calls matter."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.version = options.model
+        self.done: list[str] = []
+
+    def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
+        """What was done, as numbers; nothing else."""
+        return [[float(len(name)) for name in self.done]]
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take a while, raise."""
+        name = update_info["name"]
+        self.done.append(name)
+        time.sleep(update_info.get("seconds", 0.0))
+        self.done.append(name)
+        if "error" in update_info:
+            raise update_info["error"]
+
+
+def use_echo_engine() -> None:
+    """In an engine's process, before the engine is made."""
+    from mimo.refit import host
+
+    host.RolloutEngine = EchoEngine  # type: ignore[assignment,misc]
+
+
+def fail_to_start() -> None:
+    """In an engine's process, before the engine is made."""
+    raise OSError("there is no such model")

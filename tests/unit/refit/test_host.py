@@ -1,0 +1,102 @@
+"""Calls to an engine in another process: in turn, whatever other callers do, and an answer or an error in time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mimo.refit.host import EngineHandle, EngineProcess
+from mimo.refit.meeting import RefitError
+from tests.support.refit_faults import engine_options, fail_to_start, use_echo_engine
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    """One for all tests; the last kills it."""
+    made = EngineProcess(engine_options(), call_timeout_s=60, setup=use_echo_engine)
+    yield made
+    made.close()
+
+
+def done_so_far(handle: EngineHandle) -> list[int]:
+    """Lengths of the names of the calls so far, twice each: as it began and as it ended."""
+    return [int(each) for each in handle.prompt_logprobs([])[0]]
+
+
+def test_an_error_of_the_engine_is_the_callers(process: EngineProcess) -> None:
+    with pytest.raises(RefitError, match="^the weights are of another model$"):
+        process.handle.update_weights({"name": "a", "error": RefitError("the weights are of another model")})
+    with pytest.raises(RefitError, match=r"Traceback(.|\n)*ZeroDivisionError: by nothing"):
+        process.handle.update_weights({"name": "a", "error": ZeroDivisionError("by nothing")})
+
+
+def test_one_call_at_a_time(process: EngineProcess) -> None:
+    before = len(done_so_far(process.handle))
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda name: process.handle.update_weights({"name": name, "seconds": 0.1}),
+                         ("x", "yy", "zzz")))
+    new = done_so_far(process.handle)[before:]
+    assert new[::2] == new[1::2] and sorted(new[::2]) == [1, 2, 3]
+
+
+def test_a_caller_that_says_nothing_keeps_nobody_waiting(process: EngineProcess) -> None:
+    with socket.create_connection(process.handle.address):
+        done_so_far(dataclasses.replace(process.handle, timeout_s=10))
+
+
+def test_a_caller_without_the_key_gets_nothing(process: EngineProcess) -> None:
+    stranger = dataclasses.replace(process.handle, key=b"guessed")
+    assert b"guessed" not in repr(stranger).encode()
+    with pytest.raises(RefitError, match="does not know this key"):
+        stranger.prompt_logprobs([])
+
+
+def test_a_caller_that_has_left_is_passed_over(process: EngineProcess) -> None:
+    before = len(done_so_far(process.handle))
+    impatient = dataclasses.replace(process.handle, timeout_s=0.3)
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(process.handle.update_weights, {"name": "slow", "seconds": 1.0})
+        time.sleep(0.2)
+        with pytest.raises(RefitError, match=r"did not answer update_weights within 0\.3 s"):
+            impatient.update_weights({"name": "never"})
+        slow.result(30)
+    assert done_so_far(process.handle)[before:] == [4, 4]
+
+
+def test_an_engine_that_is_stopped_is_an_error_in_time(process: EngineProcess) -> None:
+    impatient = dataclasses.replace(process.handle, timeout_s=0.5)
+    assert process.process.pid is not None
+    os.kill(process.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(RefitError, match=r"did not answer prompt_logprobs within 0\.5 s"):
+            impatient.prompt_logprobs([])
+        assert time.monotonic() - began < 10
+    finally:
+        os.kill(process.process.pid, signal.SIGCONT)
+    done_so_far(process.handle)
+
+
+def test_an_engine_that_is_killed_is_an_error_at_once(process: EngineProcess) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(process.handle.update_weights, {"name": "slow", "seconds": 1000})
+        time.sleep(0.3)
+        process.process.kill()
+        with pytest.raises(RefitError, match="has ended: update_weights got no answer"):
+            slow.result(10)
+    with pytest.raises(RefitError, match="has ended: prompt_logprobs got no answer"):
+        process.handle.prompt_logprobs([])
+    process.process.join(10)
+    assert process.process.exitcode == -signal.SIGKILL
+
+
+def test_an_engine_that_does_not_start_says_why() -> None:
+    with pytest.raises(RefitError, match=r"the engine for plain did not start(.|\n)*OSError: there is no such model"):
+        EngineProcess(engine_options(), setup=fail_to_start)
