@@ -28,7 +28,8 @@ from mimo.refit.wire import Wire
 SETUP = "set-up"
 # Chunks whose messages may be under way while the next is packed.
 WINDOW = 2
-# Ranks that wait for the first, which waits for the engine, wait so much longer: the first knows whom it waited for.
+# So much longer wait those who wait for somebody that may wait for others, and then knows for whom: ranks for the first
+# one, which waits for the engine, and senders for workers, which wait for other senders.
 GRACE_S = 3.0
 
 
@@ -290,7 +291,7 @@ class WeightSender:
 
     def _wait(self, scope: str, flying: tuple[Any, Any]) -> None:
         assert self._wire is not None
-        self._wire.wait(flying[0], lambda: self._meeting.check(scope))
+        self._wire.wait(flying[0], lambda: self._meeting.check(scope), GRACE_S)
 
     def _read_reports(self, scope: str, report: RefitReport) -> None:
         reports = [self._meeting.read(f"{scope}/report/{worker}", scope, f"the report of worker {worker}")

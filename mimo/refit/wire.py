@@ -18,6 +18,8 @@ from mimo.refit.meeting import MAX_POLL_S, POLL_S, RefitError
 from mimo.refit.options import BACKENDS
 
 CLOSING_TAG = 1  # transfers have 0
+# Seconds after a broken transfer within which whoever broke it has said why.
+REASON_S = 1.0
 
 
 class Wire:
@@ -80,28 +82,33 @@ class Wire:
             self._group.recv([message], rank, 0)
         return [(f"{len(sends)} messages to and {len(receives)} from others", self._group._end_coalescing())]
 
-    def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None]) -> None:
+    def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
         """Wait for works.
 
         Args:
             works: of `exchange`.
             check: raises where somebody has failed meanwhile; asked again and again.
+            grace_s: seconds to wait beyond the limit.
 
         Raises:
             RefitError: a transfer failed or took longer than the limit.
         """
-        deadline = time.monotonic() + self.timeout_s
+        limit_s = self.timeout_s + grace_s
+        deadline = time.monotonic() + limit_s
         for what, work in works:
             try:
                 if self.backend == "gloo":
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
                 else:
-                    _poll(work, what, deadline, check, self.timeout_s)
+                    _poll(work, what, deadline, check, limit_s)
             except RuntimeError as error:
                 if isinstance(error, RefitError):
                     raise
                 check()
-                raise RefitError(f"{what}: {error}") from error
+                if _timed_out(error):
+                    raise RefitError(f"{what}: not done within {limit_s:g} s") from error
+                _hear(check)
+                raise RefitError(f"{what}: {_reason(str(error))}") from error
 
     def close(self) -> None:
         """End the group; a transfer in progress fails at once, here and on the other side."""
@@ -145,6 +152,23 @@ def _started(start: Callable[..., Any], message: torch.Tensor, rank: int) -> Any
         return start([message], rank, 0)
     except RuntimeError as error:
         return _Broken(error)
+
+
+def _hear(check: Callable[[], None]) -> None:
+    """Who closes a connection says why, but not always before it does."""
+    deadline = time.monotonic() + REASON_S
+    while time.monotonic() < deadline:
+        time.sleep(MAX_POLL_S)
+        check()
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "Timed out" in str(error)
+
+
+def _reason(told: str) -> str:
+    """What the library says, in short."""
+    return "the other side has closed the connection" if "closed" in told or "reset" in told else told
 
 
 def _poll(work: Any, what: str, deadline: float, check: Callable[[], None], timeout_s: float) -> None:
