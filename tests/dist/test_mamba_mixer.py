@@ -105,6 +105,7 @@ def as_in_hugging_face(rank: int) -> None:
     names = {name.replace("conv1d_", "conv1d.").removeprefix("mixer."): name for name in SPREAD}
     whole = whole_parameters()
     theirs.load_state_dict({name: whole[ours] for name, ours in names.items()})
+    torch.manual_seed(7)
     x, gradient = torch.randn(2, 21, HIDDEN), torch.randn(2, 21, HIDDEN)
     expected = theirs(x)
     expected.backward(gradient)
@@ -118,8 +119,10 @@ def as_in_hugging_face(rank: int) -> None:
             torch.testing.assert_close(out.transpose(0, 1), expected, **CLOSE)
             out.backward(gradient.transpose(0, 1))
             for name, ours in names.items():
+                reference = theirs.get_parameter(name).grad
+                # Sums in which large terms cancel out: small elements are as inexact as the large ones.
                 torch.testing.assert_close(
-                    layer.get_parameter(ours).grad, theirs.get_parameter(name).grad, rtol=1e-5, atol=5e-5,
+                    layer.get_parameter(ours).grad, reference, rtol=0, atol=1e-5 * float(reference.abs().max()),
                     msg=lambda text, name=name: f"gradient of {name}: {text}")
 
 
