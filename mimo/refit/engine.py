@@ -100,8 +100,8 @@ class RolloutEngine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        for name, value in {**ENVIRONMENT, **options.environment}.items():
-            os.environ.setdefault(name, value)
+        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+        os.environ.update(options.environment)
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
 

@@ -28,11 +28,12 @@ class LiveTensors:
     """
 
     def __init__(self, built: BuiltModel) -> None:
-        self._built = built
-        self._layouts = {f"{module}/{name}": (tuple(tensor.shape), tensor.stride())
-                         for module, part in named_modules_of(built.model)
-                         for name, tensor in (*unwrap_model(part).named_parameters(),
-                                              *unwrap_model(part).named_buffers())}
+        self._owners = {}
+        for module, part in named_modules_of(built.model):
+            for prefix, owner in unwrap_model(part).named_modules():
+                for name, tensor in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):
+                    path = f"{module}/{prefix}.{name}" if prefix else f"{module}/{name}"
+                    self._owners[path] = owner, name, tuple(tensor.shape), tensor.stride()
 
     def tensor(self, path: str) -> torch.Tensor:
         """The tensor at `MODULE/PATH`, detached: writing into it changes the model.
@@ -40,18 +41,17 @@ class LiveTensors:
         Raises:
             RuntimeError: there is none, its layout is not that of the set-up, or its memory is gone; naming it.
         """
-        module, _, name = path.partition("/")
-        owner_name, _, leaf = name.rpartition(".")
-        part = dict(named_modules_of(self._built.model)).get(module)
-        if part is None or path not in self._layouts:
+        if path not in self._owners:
             raise RuntimeError(f"{path} is not a tensor of this rank's model")
-        owner = unwrap_model(part).get_submodule(owner_name)
-        tensor = dict((*owner.named_buffers(recurse=False), *owner.named_parameters(recurse=False))).get(leaf)
+        owner, name, shape, strides = self._owners[path]
+        tensor = owner._parameters.get(name)
+        if tensor is None:
+            tensor = owner._buffers.get(name)
         if tensor is None:
             raise RuntimeError(f"{path} was a tensor of this rank's model at set-up and is none now")
-        layout = (tuple(tensor.shape), tensor.stride())
-        if layout != self._layouts[path]:
-            raise RuntimeError(f"{path} has shape and strides {layout}; at set-up it had {self._layouts[path]}")
+        if (tensor.shape, tensor.stride()) != (shape, strides):
+            raise RuntimeError(f"{path} has shape and strides {(tuple(tensor.shape), tensor.stride())}; at set-up it "
+                               f"had {(shape, strides)}")
         if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
             raise RuntimeError(f"{path} has no memory: its weights are offloaded")
         return tensor.detach()

@@ -7,7 +7,7 @@ experts copies tens of thousands of boxes, and Python's time for each of them is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,9 +111,23 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(into, out)
 
 
-def box_at(tensor: torch.Tensor, address: Address, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The view of a tensor that an address means; `check_inside` has been asked before."""
-    return tensor.as_strided(sizes, address.strides, tensor.storage_offset() + address.offset)
+class Views:
+    """Boxes of tensors, in the order of a message's.
+
+    Args:
+        addresses: of each box.
+        sizes: of each.
+    """
+
+    def __init__(self, addresses: Sequence[Address], sizes: Sequence[tuple[int, ...]]) -> None:
+        self._boxes = [(address.tensor, size, address.strides, address.offset)
+                       for address, size in zip(addresses, sizes, strict=True)]
+        self.tensors = tuple(dict.fromkeys(address.tensor for address in addresses))
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The boxes in these tensors, by name; `check_inside` has been asked before."""
+        own = {name: (tensors[name].as_strided, tensors[name].storage_offset()) for name in self.tensors}
+        return [own[name][0](size, strides, own[name][1] + offset) for name, size, strides, offset in self._boxes]
 
 
 def check_inside(tensor: torch.Tensor, address: Address, sizes: Sequence[int]) -> None:

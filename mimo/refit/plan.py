@@ -207,11 +207,20 @@ class Running:
 
     def add(self, operations: Iterable[Op]) -> None:
         """Go on with these."""
-        self._hash.update("".join(f"{_line(self._entries, each)}\n" for each in operations).encode())
+        self.feed(encoded(self._entries, operations))
+
+    def feed(self, text: bytes) -> None:
+        """Go on with what `encoded` made of operations."""
+        self._hash.update(text)
 
     def hexdigest(self) -> str:
         """So far."""
         return self._hash.hexdigest()
+
+
+def encoded(entries: Sequence[Entry], operations: Iterable[Op]) -> bytes:
+    """What a checksum of these is made of."""
+    return "".join(f"{_line(entries, each)}\n" for each in operations).encode()
 
 
 def digest(entries: Sequence[Entry], operations: Iterable[Op]) -> str:

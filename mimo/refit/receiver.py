@@ -23,7 +23,7 @@ from mimo.refit.checksums import Verification
 from mimo.refit.guard import Guard
 from mimo.refit.loading import LoaderSession
 from mimo.refit.meeting import Meeting, RefitError, told
-from mimo.refit.messages import Layout, box_at, check_inside, copy_all, layout, torch_dtype
+from mimo.refit.messages import Layout, Views, check_inside, copy_all, layout, torch_dtype
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan_checks import check_plan, check_wants
 from mimo.refit.sender import SETUP
@@ -66,6 +66,29 @@ class UpdateInfo(WeightTransferUpdateInfo):
     sync: int
     version: str
     workers: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What comes from one trainer rank for a chunk.
+
+    Attributes:
+        sender: the rank.
+        operations: what its message carries.
+        shape: of the message.
+        live: where the direct ones of them go.
+        direct: numbers of these.
+        direct_bytes: their size.
+        text: what the running digest is made of.
+    """
+
+    sender: int
+    operations: Sequence[planning.Op]
+    shape: Layout
+    live: Views
+    direct: frozenset[int]
+    direct_bytes: int
+    text: bytes
 
 
 class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -152,6 +175,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         operations = planning.receive_plan(self._entries, holders, wants, self._worker)
         check_plan(self._entries, holders, wants, operations)
         self._by_sender = planning.by_sender(operations)
+        self._digests = {str(sender): planning.digest(self._entries, each) for sender, each in self._by_sender.items()}
         self._loader_names = frozenset(wants.loader)
         for operation in operations:
             if operation.name not in self._loader_names:
@@ -205,10 +229,19 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         meeting.publish(f"{scope}/report/{self._worker}", report)
         self._guard.received()
 
-    def _chunk(self, chunk: range) -> dict[int, tuple[Sequence[planning.Op], Layout]]:
-        """What comes from each trainer rank for a chunk, and how its message looks."""
+    def _chunk(self, chunk: range) -> list[_Part]:
+        """What comes from each trainer rank for a chunk."""
         parts = {sender: planning.within(operations, chunk) for sender, operations in self._by_sender.items()}
-        return {sender: (part, layout(part, self._dtypes)) for sender, part in parts.items() if part}
+        return [self._part(sender, part) for sender, part in parts.items() if part]
+
+    def _part(self, sender: int, operations: Sequence[planning.Op]) -> _Part:
+        shape = layout(operations, self._dtypes)
+        direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
+        live = Views([operations[number].target for number in direct],
+                     [operations[number].box.sizes for number in direct])
+        return _Part(sender, operations, shape, live, frozenset(direct),
+                     sum(operations[number].box.numel * shape.places[number].dtype.itemsize for number in direct),
+                     planning.encoded(self._entries, operations))
 
     def _live(self) -> dict[str, torch.Tensor]:
         tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
@@ -220,11 +253,11 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         running = {sender: planning.Running(self._entries) for sender in self._by_sender}
         flying: list[tuple[Any, ...]] = []
         for number, chunk in enumerate(self._chunks):
-            messages = {sender: torch.empty(shape.num_bytes, dtype=torch.uint8, device=self.device)
-                        for sender, (_, shape) in chunk.items()}
+            messages = {part.sender: torch.empty(part.shape.num_bytes, dtype=torch.uint8, device=self.device)
+                        for part in chunk}
             flying.append((self._wire.exchange([], list(messages.items())), number, messages))
-            for sender, (part, _) in chunk.items():
-                running[sender].add(part)
+            for part in chunk:
+                running[part.sender].feed(part.text)
             if len(flying) > 1:
                 self._install(scope, flying.pop(0), live, report)
         for each in flying:
@@ -239,23 +272,27 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._wire.wait(works, lambda: meeting.check(scope))
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
-        for sender, (part, shape) in self._chunks[number].items():
-            boxes, targets = shape.boxes(messages[sender]), [self._target(each, live, staged) for each in part]
+        for part in self._chunks[number]:
+            boxes, targets = part.shape.boxes(messages[part.sender]), self._targets(part, live, staged)
             copy_all(targets, boxes)
             if self._options.verify:
-                self._verification.note(sender, number, part, boxes, targets)
-            report["wire_bytes"] += shape.num_bytes
-            report["direct_bytes"] += sum(
-                operation.box.numel * place.dtype.itemsize for operation, place in
-                zip(part, shape.places, strict=True) if operation.name not in self._loader_names)
+                self._verification.note(part.sender, number, part.operations, boxes, targets)
+            report["wire_bytes"] += part.shape.num_bytes
+            report["direct_bytes"] += part.direct_bytes
         self._loading.load([(self._spelled[name], tensor) for name, tensor in staged.items()])
         report["install_s"] += time.monotonic() - began
 
-    def _target(self, operation: planning.Op, live: dict[str, torch.Tensor],
-                staged: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Where the values of an operation go: a live tensor's box, or the box of a whole tensor to be loaded."""
-        if operation.name not in self._loader_names:
-            return box_at(live[operation.target.tensor], operation.target, operation.box.sizes)
+    def _targets(self, part: _Part, live: dict[str, torch.Tensor],
+                 staged: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Where values go: boxes of live tensors, and of whole tensors that are loaded then."""
+        targets = part.live.of(live)
+        if len(targets) == len(part.operations):
+            return targets
+        written = iter(targets)
+        return [next(written) if number in part.direct else self._staged(operation, staged)
+                for number, operation in enumerate(part.operations)]
+
+    def _staged(self, operation: planning.Op, staged: dict[str, torch.Tensor]) -> torch.Tensor:
         if operation.name not in staged:
             entry = self._entries[operation.entry]
             staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self.device)
@@ -263,8 +300,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _compare(self, scope: str, announced: list[dict[str, str]]) -> None:
         """Raise RefitError if a trainer rank is about to send other things than this worker is about to take in."""
-        mine = {str(sender): planning.digest(self._entries, operations)
-                for sender, operations in self._by_sender.items()}
+        mine = self._digests
         digests = announced[self._worker] if self._worker < len(announced) else {}
         wrong = sorted(int(sender) for sender in mine.keys() | digests.keys()
                        if mine.get(sender) != digests.get(sender))

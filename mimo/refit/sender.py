@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,10 +18,10 @@ import torch
 from mimo.refit import plan as planning
 from mimo.refit.checksums import checksums
 from mimo.refit.meeting import Meeting, RefitError, told
-from mimo.refit.messages import Layout, layout, pack
+from mimo.refit.messages import Layout, Views, layout, pack
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan_checks import check_holders
-from mimo.refit.slots import Address, Entry, Holders, Slot, Wants, entry_as_json
+from mimo.refit.slots import Entry, Holders, Slot, Wants, entry_as_json
 from mimo.refit.tables import holders_table, wanted_names, wants_from_table
 from mimo.refit.wire import Wire
 
@@ -61,12 +61,11 @@ class TrainerWeights(Protocol):
     holders: Holders
     slots: list[Slot]
 
-    def prepare(self) -> Callable[[Address, tuple[int, ...]], torch.Tensor]:
+    def prepare(self) -> Mapping[str, torch.Tensor]:
         """Before a sync: finish what an overlapped step has left open. Collective.
 
         Returns:
-            The live tensors' boxes by address and sizes, for this sync alone: tensors may have other memory at the
-            next.
+            The live tensors by the names of addresses, for this sync alone: they may have other memory at the next.
         """
         ...
 
@@ -88,6 +87,23 @@ class Trainer:
     broadcast: Callable[[Any], Any]
     address: str
     device: torch.device
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What goes to one worker for a chunk.
+
+    Attributes:
+        worker: its number.
+        shape: of the message.
+        sources: its boxes in this rank's tensors.
+        text: what the running digest is made of.
+    """
+
+    worker: int
+    shape: Layout
+    sources: Views
+    text: bytes
 
 
 class WeightSender:
@@ -191,10 +207,16 @@ class WeightSender:
             self._metadata = self._all_digests()
         self._result(SETUP, call)
 
-    def _chunk(self, chunk: range) -> list[tuple[int, Sequence[planning.SendOp], Layout]]:
-        """What goes to each worker for a chunk, and how its message looks."""
-        parts = {worker: planning.within(operations, chunk) for worker, operations in self._by_worker.items()}
-        return [(worker, part, layout(part, self._dtypes)) for worker, part in parts.items() if part]
+    def _chunk(self, chunk: range) -> list[_Part]:
+        """What goes to each worker for a chunk."""
+        found = []
+        for worker, operations in self._by_worker.items():
+            part = planning.within(operations, chunk)
+            if part:
+                sources = Views([each.source for each in part], [each.box.sizes for each in part])
+                found.append(_Part(worker, layout(part, self._dtypes), sources,
+                                   planning.encoded(self.weights.entries, part)))
+        return found
 
     def _read_wants(self) -> dict[int, Wants]:
         """What each worker wants of this rank's tensors; equal workers share one object.
@@ -230,7 +252,7 @@ class WeightSender:
         started = time.monotonic()
         if self._wire is None:
             raise RefitError(f"{scope}: this sender is closed: an earlier refit failed or it was ended; make a new one")
-        view = self.weights.prepare()
+        tensors = self.weights.prepare()
         call = None
         if self.trainer.rank == 0:
             call = self._call(scope, self._update, scope, {"sync": self._syncs, "version": version,
@@ -238,7 +260,7 @@ class WeightSender:
         self._meeting.arrive(scope, "ready")
         self._meeting.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
-        self._transfer(scope, view, report)
+        self._transfer(scope, tensors, report)
         self._meeting.arrive(scope, "sent")
         self._result(scope, call)
         if self.trainer.rank == 0:
@@ -254,8 +276,7 @@ class WeightSender:
         self._meeting.check(scope)  # an engine that was stopped may answer long after this sync was given up
         self.client.update_weights(update_info)
 
-    def _transfer(self, scope: str, view: Callable[[Address, tuple[int, ...]], torch.Tensor],
-                  report: RefitReport) -> None:
+    def _transfer(self, scope: str, tensors: Mapping[str, torch.Tensor], report: RefitReport) -> None:
         """Send every chunk, and then the running digest of each worker's messages."""
         assert self._wire is not None
         running = {worker: planning.Running(self.weights.entries) for worker in self._by_worker}
@@ -265,13 +286,12 @@ class WeightSender:
         for number, chunk in enumerate(self._chunks):
             began = time.monotonic()
             messages = []
-            for worker, operations, shape in chunk:
-                sources = [view(operation.source, operation.box.sizes) for operation in operations]
-                message = pack(shape, sources, self.trainer.device)
-                messages.append((self.trainer.world_size + worker, message))
-                running[worker].add(operations)
+            for part in chunk:
+                message = pack(part.shape, part.sources.of(tensors), self.trainer.device)
+                messages.append((self.trainer.world_size + part.worker, message))
+                running[part.worker].feed(part.text)
                 if self.options.verify:
-                    sums[worker][number] = checksums(shape.boxes(message))
+                    sums[part.worker][number] = checksums(part.shape.boxes(message))
             report.sent_bytes += sum(message.numel() for _, message in messages)
             flying.append((self._wire.exchange(messages, []), messages))
             packed = time.monotonic()

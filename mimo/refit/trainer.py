@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,8 @@ from mimo.model.build import BuiltModel
 from mimo.protocols import ModelProvider
 from mimo.refit.holdings import holdings
 from mimo.refit.live import LiveTensors, finish_gathers
-from mimo.refit.messages import box_at
 from mimo.refit.options import RefitOptions
 from mimo.refit.sender import EngineClient, Trainer, WeightSender
-from mimo.refit.slots import Address
 from mimo.weights.rules import WeightMap
 
 
@@ -44,12 +42,12 @@ class ModelWeights:
         self.spellings = module_spellings(maps, [entry.name for entry in held.entries])
         self._built = built
         self._live = LiveTensors(built)
+        self._paths = tuple(dict.fromkeys(slot.address.tensor for slot in self.slots))
 
-    def prepare(self) -> Callable[[Address, tuple[int, ...]], torch.Tensor]:
-        """Finish what an overlapped step left open; the boxes of the tensors as they are now. Collective."""
+    def prepare(self) -> dict[str, torch.Tensor]:
+        """Finish what an overlapped step left open; the tensors as they are now, by path. Collective."""
         finish_gathers(self._built)
-        tensors = {path: self._live.tensor(path) for path in dict.fromkeys(slot.address.tensor for slot in self.slots)}
-        return lambda address, sizes: box_at(tensors[address.tensor], address, sizes)
+        return {path: self._live.tensor(path) for path in self._paths}
 
 
 def module_spellings(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -224,6 +224,8 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
     parameters = sum(parameter.numel() for parameter in built.model.parameters())
     total = torch.tensor([parameters], dtype=torch.int64)
     dist.all_reduce(total, group=grids.host)
+    if grids.rank != 0:
+        return {}
     result = summary(chosen, grids, seconds, reports, plan_s, copy_rate, int(total))
     return result | {"largest_difference_between_arms": answers}
 

@@ -19,7 +19,6 @@ import torch
 
 from mimo.refit.engine import EngineOptions
 from mimo.refit.meeting import RefitError
-from mimo.refit.messages import box_at
 from mimo.refit.options import RefitOptions
 from mimo.refit.sender import Trainer, WeightSender
 from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, contiguous_strides
@@ -144,13 +143,26 @@ class PlainWeights:
             own = values[slot.box.starts[0]:slot.box.stops[0]]
             self.tensors[slot.name] = torch.empty_strided(slot.box.sizes, self._strides(slot.box.sizes)).copy_(own)
 
-    def prepare(self) -> Callable[[Address, tuple[int, ...]], torch.Tensor]:
+    def prepare(self) -> Mapping[str, torch.Tensor]:
         """See the protocol."""
-        def view(address: Address, sizes: tuple[int, ...]) -> torch.Tensor:
-            self.before_view(address.tensor)
-            return box_at(self.tensors[address.tensor], address, sizes)
+        return Watched(self.tensors, lambda name: self.before_view(name))
 
-        return view
+
+class Watched(dict[str, torch.Tensor]):
+    """Tensors by name, and something that is done before each of them is used.
+
+    Args:
+        tensors: by name.
+        before: called with the name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], before: Callable[[str], None]) -> None:
+        super().__init__(tensors)
+        self._before = before
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self._before(name)
+        return super().__getitem__(name)
 
 
 def spelling(names: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mimo.refit.messages import ALIGNMENT, box_at, check_inside, copy_all, layout, pack
+from mimo.refit.messages import ALIGNMENT, Views, check_inside, copy_all, layout, pack
 from mimo.refit.slots import Address, Box
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_the_address_of_a_box() -> None:
     tensor = torch.arange(48.).view(8, 6)[2:]
     address = Address("weight", 7, (6, 1))
     check_inside(tensor, address, (2, 3))
-    assert torch.equal(box_at(tensor, address, (2, 3)), tensor[1:3, 1:4])
+    assert torch.equal(Views([address], [(2, 3)]).of({"weight": tensor})[0], tensor[1:3, 1:4])
 
 
 @pytest.mark.parametrize(("address", "sizes"), [
