@@ -8,6 +8,7 @@ goes with every answer, and nothing is generated while weights are missing.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,8 @@ class RolloutEngine:
 
         register()
         self.options = options
+        # A trainer may give up a call and begin another while the first still runs.
+        self._turn = threading.Lock()
         self.version: str | None = None if options.load_format == "dummy" else "initial"
         arguments: dict[str, Any] = {"dtype": options.dtype, **options.extra}
         self._llm: Any = LLM(
@@ -162,7 +165,8 @@ class RolloutEngine:
             n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids) or None, ignore_eos=sampling.ignore_eos, logprobs=0,
             detokenize=False)
-        outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
+        with self._turn:
+            outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
         return [[_rollout(answer, version) for answer in output.outputs] for output in outputs]
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
@@ -175,7 +179,8 @@ class RolloutEngine:
         from vllm import SamplingParams
 
         asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._llm.generate(list(prompts), asked, use_tqdm=False)
+        with self._turn:
+            outputs = self._llm.generate(list(prompts), asked, use_tqdm=False)
         return [[float(each[token].logprob)
                  for token, each in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]]
                 for output in outputs]
@@ -202,7 +207,8 @@ class RolloutEngine:
 
     def _rpc(self, method: str | Callable[[Any], None], **arguments: Any) -> None:
         try:
-            self._llm.llm_engine.collective_rpc(method, kwargs=arguments)
+            with self._turn:
+                self._llm.llm_engine.collective_rpc(method, kwargs=arguments)
         except RefitError:
             raise
         except Exception as error:  # whatever a worker raises, in its own process or this one

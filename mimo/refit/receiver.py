@@ -33,6 +33,7 @@ from mimo.refit.wire import Wire
 from mimo.refit.worker_plan import worker_wants
 
 DUMMY_FORMATS = ("dummy",)
+LOST = "this worker has not met a trainer, or lost it: call init_weight_transfer_engine first"
 # Seconds for a trainer rank to say what it would have sent.
 ANSWER_S = 5.0
 
@@ -122,7 +123,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """From here on nothing is served, until a whole update has come in."""
         if self._wire is None:
-            raise RefitError("this worker has not met a trainer, or lost it: call init_weight_transfer_engine first")
+            raise RefitError(LOST)
         self._guard.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -148,7 +149,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
         """Run a part of the protocol; whatever it raises, all others learn of it."""
         meeting = self._meeting
-        assert meeting is not None
+        if meeting is None:
+            raise RefitError(LOST)
         try:
             part()
         except BaseException as error:

@@ -47,9 +47,13 @@ from typing import Any
 
 import pytest
 
+from mimo.refit.engine import EngineOptions
 from mimo.refit.host import EngineProcess
+from mimo.refit.options import RefitOptions
+from tests.support import refit, refit_live
 from tests.support.refit_faults import is_right, refuses
 from tests.support.refit_ranks import Fault, engine_in, forkserver, ranks_of
+from tests.support.spawn import WorkerPool
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S, MORE_S = 3.0, 6.0
@@ -188,3 +192,61 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.fixture(scope="module")
+def live_engine(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, EngineProcess]]:
+    """vLLM itself, with made-up weights of a saved mixture of experts."""
+    folder = tmp_path_factory.mktemp("refit-qwen3-moe")
+    pool.run(refit.save, "refit-qwen3-moe", str(folder), world_size=1)
+    process = EngineProcess(EngineOptions(
+        str(folder), "float32", max_model_len=64, max_num_seqs=8,
+        extra={"enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20},
+        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}))
+    yield str(folder), process
+    process.close()
+
+
+PROMPTS = [[5, 17, 80, 2, 33, 41], [90, 3, 3, 64]]
+LAYOUT = ("--llm-tp", "2", "--sequence-parallel")
+OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000, verify=True)
+
+
+def largest(both: tuple[list[list[float]], list[list[float]]]) -> float:
+    """Difference of two sides' log-probs."""
+    return max(abs(theirs - ours) for pair in zip(*both, strict=True) for theirs, ours in zip(*pair, strict=True))
+
+
+@pytest.mark.timeout(600)
+def test_a_live_engine_after_a_broken_sync(pool: WorkerPool, live_engine: tuple[str, EngineProcess]) -> None:
+    """Bugs 5, 17 and 33 too: the same weights sent again change nothing, others change what they should."""
+    folder, process = live_engine
+    told = pool.run(refit_live.break_and_mend, "refit-qwen3-moe", folder, LAYOUT, 2, process.handle, OPTIONS, PROMPTS,
+                    world_size=2, timeout_s=300)
+    for found in told:
+        assert largest(found["first"]) <= 1e-5 and largest(found["mended"]) <= 1e-5
+        assert found["again"] == found["first"][0]
+        assert largest((found["mended"][0], found["first"][0])) > 1e-2
+        assert "no complete weights" in found["refused"]
+    assert told[1]["errors"] == ["OSError: made to fail"]
+    assert told[0]["errors"] == ["RefitError: sync 3 failed: trainer rank 1: OSError: made to fail"]
+
+
+@pytest.mark.timeout(600)
+def test_a_live_engine_refuses_another_model(pool: WorkerPool, live_engine: tuple[str, EngineProcess],
+                                             tmp_path: Path) -> None:
+    _, process = live_engine
+    pool.run(refit.save, "refit-qwen3", str(tmp_path), world_size=1)
+    for told in pool.run(refit_live.refused, "refit-qwen3", str(tmp_path), LAYOUT, 2, process.handle, OPTIONS,
+                         world_size=2, timeout_s=300):
+        assert "set-up failed: worker 0: ValueError: the engine" in told and "mlp" in told
+
+
+@pytest.mark.timeout(600)
+def test_a_live_engine_that_is_killed(pool: WorkerPool, live_engine: tuple[str, EngineProcess]) -> None:
+    """The last test of this engine."""
+    folder, process = live_engine
+    for told in pool.run(refit_live.killed, "refit-qwen3-moe", folder, LAYOUT, 2, process.handle, OPTIONS,
+                         process.process.pid, world_size=2, timeout_s=300):
+        assert told.startswith("RefitError: ")
+        assert "worker 0: the other side has closed the connection" in told or "has ended: update_weights" in told
