@@ -23,6 +23,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_mamba_mixer.py": ("",),
     "test_nemotron.py": ("one_process[ep2-tp2]", "one_process[pp2]", "one_by_one[tp2]"),
     "test_nemotron_h.py": ("",),
+    "test_offload.py": ("[disjoint-overlap-bf16]", "says_so"),
     "test_packed_attention.py": ("",),
     "test_radio.py": ("published", "norms_names", "to_the_bit"),
     "test_recorded_bugs.py": ("",),

@@ -17,6 +17,7 @@ from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec
 from mimo.model.build import BuiltModel
+from mimo.model.residency import OPTIMIZER, WEIGHTS
 from mimo.optim.optimizer import HeteroOptimizer
 from mimo.platform.base import Platform
 
@@ -68,6 +69,7 @@ class RunState:
 
     def complete_parameters(self) -> None:
         """Finish a gather of parameters that an overlapped step left open."""
+        self.built.residency.require("a checkpoint", WEIGHTS)
         self.built.model.disable_forward_pre_hook()
         self.built.model.enable_forward_pre_hook()
 
@@ -78,6 +80,7 @@ class RunState:
 
     def held(self, saved: list[Saved]) -> list[Optimized]:
         """What the optimizers hold, allocated."""
+        self.built.residency.require("a checkpoint", OPTIMIZER)
         return optimized(self.optimizer, saved)
 
 

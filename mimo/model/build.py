@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.mimo_model import HeteroModel
+from mimo.model.residency import Residency
 from mimo.observe.watchdog import Watchdog
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
@@ -37,12 +38,14 @@ class BuiltModel:
         wrapped: DDP wrapper of each module that trains, for modules of this rank.
         trainable: every module of this rank -> whether any of its ranks trains anything.
         params_dtype: dtype of parameters and activations.
+        residency: what of the training state is offloaded.
     """
 
     model: HeteroModel
     wrapped: dict[str, DistributedDataParallel]
     trainable: dict[str, bool]
     params_dtype: torch.dtype
+    residency: Residency = field(default_factory=Residency)
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:

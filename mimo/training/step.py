@@ -21,6 +21,7 @@ from mimo.bridge.plan import destination_rows, source_rows
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
+from mimo.model.residency import GRADIENTS, KINDS, WEIGHTS
 from mimo.observe.device_timing import DeviceTimer
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.observe.watchdog import Watchdog
@@ -145,6 +146,8 @@ def run_schedule(
     force_all_reduce: bool = False,
 ) -> list[Any]:
     """Forward (and backward) of a step's microbatches; returns what the loss function reported, in order."""
+    needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
+    parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
     begin_schedule(parts, microbatches)
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
@@ -184,6 +187,7 @@ def train_step(
         ReportedElsewhereError: as above, on ranks that do not hold those samples' losses.
     """
     start = time.perf_counter()
+    parts.built.residency.require("a training step", *KINDS)
     for wrapped in parts.built.wrapped.values():
         wrapped.zero_grad_buffer()
     parts.optimizer.zero_grad()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mimo.checkpoint.agree import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
+from mimo.model.residency import WEIGHTS
 from mimo.protocols import ModelProvider
 from mimo.weights.export import ExportOptions, PlannedRule, base_extras, infos_of, plan_rules, write_companions
 from mimo.weights.load import agree
@@ -97,6 +98,7 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
             model, the folder has weights already or cannot be written.
     """
     options, out = options or ExportOptions(), Path(out_dir)
+    built.residency.require("an export", WEIGHTS)
     # A gather of parameters that an overlapped step left open is finished first.
     built.model.disable_forward_pre_hook()
     built.model.enable_forward_pre_hook()
