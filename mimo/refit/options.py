@@ -9,7 +9,7 @@ from mimo.refit.slots import DTYPE_BYTES
 
 # Routes that may be asked for: each tensor as fast as it can go, or all through the engine's own loading.
 ROUTES = ("auto", "loader")
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", "ipc")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RefitOptions:
     """How weights travel.
 
     Attributes:
-        backend: of the wire, `nccl` or `gloo`.
+        backend: of the wire: `nccl`, `gloo`, or `ipc` for an engine on the trainer's own GPUs.
         dtype: of weights on the wire, the engine's: `bfloat16`, `float16` or `float32`; what must stay float32 does.
         route: `auto`, or `loader` for every tensor.
         chunk_bytes: of whole tensors in one chunk, at most; two chunks are under way at a time.

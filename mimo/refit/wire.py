@@ -15,8 +15,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from mimo.refit.meeting import MAX_POLL_S, POLL_S, RefitError
-from mimo.refit.options import BACKENDS
 
+BACKENDS = ("gloo", "nccl")
 CLOSING_TAG = 1  # transfers have 0
 # Seconds after a broken transfer within which whoever broke it has said why.
 REASON_S = 1.0
@@ -109,6 +109,9 @@ class Wire:
                     raise RefitError(f"{what}: not done within {limit_s:g} s") from error
                 _hear(check)
                 raise RefitError(f"{what}: {_reason(str(error))}") from error
+
+    def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
+        """After a sync; a group takes nothing for one that it would have to give back."""
 
     def close(self) -> None:
         """End the group; a transfer in progress fails at once, here and on the other side."""
