@@ -56,6 +56,14 @@ def tensors_of(parts: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {"weights": weights, "gradients": gradients, "optimizer": state}
 
 
+def num_bytes(parts: Any) -> int:
+    """Of device memory behind all of them."""
+    device = next(parts.built.model.parameters()).device
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage()
+                for tensors in tensors_of(parts).values() for tensor in tensors.values() if tensor.device == device}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def with_memory(tensors: dict[str, torch.Tensor], device: torch.device) -> list[str]:
     """Names of those on the device that have some."""
     return [name for name, tensor in tensors.items()
@@ -63,7 +71,7 @@ def with_memory(tensors: dict[str, torch.Tensor], device: torch.device) -> list[
 
 
 def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
-          between: Callable[[Any], None] = lambda parts: None) -> Trained:
+          watch: Callable[[str, Any], None] = lambda when, parts: None) -> Trained:
     """Some steps; with `offload` everything goes to the host and comes back after each of them.
 
     Args:
@@ -71,7 +79,7 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
         flags: of the tests' small model.
         world_size: number of processes.
         offload: whether.
-        between: called while everything is away.
+        watch: called `before` things go and while they are `away`.
     """
     from mimo.training.offload import Offload
     from mimo.training.step import train_step
@@ -85,7 +93,7 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
             done.losses.append(result.loss)
             done.grad_norms.append(result.grad_norm)
             if offload and step < len(ROUNDS):
-                _away_and_back(parts, moved, ROUNDS[step], done, between)
+                _away_and_back(parts, moved, ROUNDS[step], done, watch)
         parts.built.model.disable_forward_pre_hook()
         done.weights = {(piece.key, piece.offset): piece.value for piece in read_parameters(parts.built.model)}
         done.state = [tensor.detach().clone().cpu() for tensor in tensors_of(parts)["optimizer"].values()]
@@ -93,15 +101,16 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
 
 
 def _away_and_back(parts: Any, moved: Any, kinds: tuple[str, ...], done: Trained,
-                   between: Callable[[Any], None]) -> None:
+                   watch: Callable[[str, Any], None]) -> None:
     tensors, device = tensors_of(parts), next(parts.built.model.parameters()).device
     pointers = {name: tensor.untyped_storage()._cdata for kind in kinds for name, tensor in tensors[kind].items()}
+    watch("before", parts)
     for kind in kinds:
         done.freed[kind] = move(moved, kind)
     done.left += [name for kind in kinds for name in with_memory(tensors[kind], device)]
+    watch("away", parts)
     # What the memory held must not come back by luck.
     others = [torch.full((each,), 0xA5, dtype=torch.uint8, device=device) for each in done.freed.values()]
-    between(parts)
     others.clear()
     moved.bring_back(kinds[-1])
     moved.bring_back()
