@@ -24,11 +24,12 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_nemotron.py": ("one_process[ep2-tp2]", "one_process[pp2]", "one_by_one[tp2]"),
     "test_nemotron_h.py": ("",),
     "test_offload.py": ("[disjoint-overlap-bf16]", "says_so"),
-    "test_packed_attention.py": ("",),
+    "test_packed_attention.py": ("tp2", "positions"),
     "test_radio.py": ("published", "norms_names", "to_the_bit"),
     "test_recorded_bugs.py": ("",),
     "test_rl_logprobs.py": ("columns", "[dp2-ppo]", "[five-microbatches-gspo]", "[tp2-cispo]", "left_padding"),
     "test_refit_holdings.py": ("",),
+    "test_refit.py": ("moe-tp2-ep2",),
     "test_routed_lanes.py": ("",),
     "test_single_model_checkpoint.py": ("is_named_on_every_rank", "one_error"),
 }
@@ -37,7 +38,8 @@ SLOW = (
     "test_quickstart.py::test_seeds_repeat_and_matter", "test_export_of_a_model_that_moved", "test_a_full_disk[shard",
     "test_verify_names_what_is_damaged", "test_the_examples_train[own_provider]", "test_killed_between_a_name",
     "test_a_run_restored_within_a_buffer", "test_bench_loader.py", "test_bench_checkpoint.py",
-    "test_data_stats.py::test_the_page", "e2e/test_parity.py", "e2e/test_bench_train.py",
+    "test_data_stats.py::test_the_page", "test_every_image_is_decoded_once", "e2e/test_stall.py",
+    "test_the_examples_train[own_data]", "test_inspect_tells_what", "test_inspect_names_what_differs", "e2e/test_parity.py", "e2e/test_bench_train.py",
 )
 
 

@@ -113,13 +113,13 @@ class RolloutEngine:
         # A trainer may give up a call and begin another while the first still runs.
         self._turn = threading.Lock()
         self.version: str | None = None if options.load_format == "dummy" else "initial"
-        arguments: dict[str, Any] = {"dtype": options.dtype, **options.extra}
-        self._llm: Any = LLM(
-            model=options.model, tensor_parallel_size=options.tensor_parallel_size,
-            pipeline_parallel_size=options.pipeline_parallel_size,
-            enable_expert_parallel=options.enable_expert_parallel, max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs, load_format=options.load_format, seed=options.seed,
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
+        arguments: dict[str, Any] = {
+            "dtype": options.dtype, "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
+            "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+        self._llm: Any = LLM(options.model, **arguments | options.extra)
 
     @property
     def num_workers(self) -> int:

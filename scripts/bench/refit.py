@@ -85,6 +85,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trainer", default="", help="the trainer's grid flags, such as '--llm-tp 2'")
     parser.add_argument("--engine-tp", type=int, default=1, help="workers of the engine")
     parser.add_argument("--engine-memory", type=float, default=0.6, help="part of a GPU that vLLM may use")
+    parser.add_argument("--engine-extra", type=json.loads, default={}, metavar="JSON",
+                        help="""further arguments of vllm.LLM, such as '{"quantization": "fp8_per_block"}'""")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arm", action="append", choices=("direct", "loader", "broadcast"),
                         help="left out: direct and, on CUDA, broadcast")
@@ -113,6 +115,7 @@ def engine_options(chosen: argparse.Namespace, folder: str, first_gpu: int) -> E
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first_gpu + index) for index in range(chosen.engine_tp))
     else:
         extra["kv_cache_memory_bytes"] = 64 << 20
+    extra |= chosen.engine_extra
     return EngineOptions(folder, chosen.dtype, tensor_parallel_size=chosen.engine_tp, max_model_len=256,
                          max_num_seqs=8, extra=extra, environment=environment)
 
@@ -388,7 +391,8 @@ def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[floa
             arms[name] |= {f"{part}_s": statistics.median(report.seconds[part] for report in reports[name])
                            for part in PARTS}
     result = {"model": chosen.model, "device": chosen.device, "dtype": chosen.dtype, "trainer": chosen.trainer,
-              "trainer_ranks": grids.layout.world_size, "engine_tp": chosen.engine_tp, "copy_gb_s": None,
+              "trainer_ranks": grids.layout.world_size, "engine_tp": chosen.engine_tp,
+              "engine_extra": chosen.engine_extra, "copy_gb_s": None,
               "rank_parameters_summed": parameters, "arms": arms}
     ours = arms.get("direct")
     if ours and copy_rate:
