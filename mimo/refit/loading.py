@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 
 class _Layers(torch.nn.Module):
@@ -46,7 +50,11 @@ class LoaderSession:
         self._tied = _sharing(model, self._layers)
         if self._layers:
             _forget_cpu_experts(model)
-            initialize_layerwise_reload(self._shown)
+            try:
+                initialize_layerwise_reload(self._shown)
+            except BaseException:
+                self.abandon()
+                raise
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Hand whole tensors to the model's loading. They are kept until their layer is complete."""
@@ -62,13 +70,17 @@ class LoaderSession:
             layer.quant_method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
-        """Give every layer its parameters back, with whatever values they have now."""
+        """Give every layer its parameters back, with whatever values they have now, and their loaders."""
         for layer in self._layers:
             info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
                     _place_kernel_tensors(layer, info)
                 info.reset()
+            # A bias stays where it is all the time, with a loader that now loads nothing.
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+                if "weight_loader" in dir(tensor):
+                    tensor.weight_loader = _get_original_loader(tensor)
 
 
 def _sharing(model: Any, layers: Sequence[torch.nn.Module]) -> list[Any]:

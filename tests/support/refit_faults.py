@@ -1,4 +1,4 @@
-"""The whole protocol of a refit around a model of eleven small tensors: trainer ranks, a client, workers, an engine.
+"""The whole protocol of a refit around a model of twelve small tensors: trainer ranks, a client, workers, an engine.
 
 Everything is the real thing but the model and `vllm.LLM`: a plain module in place of vLLM's, driven by vLLM's own
 worker methods. So a whole refit takes a fraction of a second, on threads of one process or with the engine in another.
@@ -26,7 +26,7 @@ from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, contigu
 VOCAB, HIDDEN, BLOCKS = 12, 6, 8
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (VOCAB, HIDDEN), "scale.weight": (HIDDEN,),
-    **{f"blocks.{block}.weight": (HIDDEN, HIDDEN) for block in range(BLOCKS)}, "head.weight": (VOCAB, HIDDEN)}
+    **{f"blocks.{block}.weight": (HIDDEN, HIDDEN) for block in range(BLOCKS)}, "scale.bias": (HIDDEN,), "head.weight": (VOCAB, HIDDEN)}
 NAMES = tuple(SHAPES)
 PROMPTS: list[dict[str, Any]] = [{"prompt_token_ids": [1, 5, 7, 2]}, {"prompt_token_ids": [3, 3, 11]}]
 # Two blocks, of 144 bytes each, travel together.
@@ -34,14 +34,15 @@ OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=10, chunk_byte
 
 
 class Scale(torch.nn.Module):
-    """A module that no table knows: its weight takes the route of vLLM's own loading."""
+    """A module that no table knows: its weights take the route of vLLM's own loading, far from each other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((HIDDEN,), float("nan")))
+        self.bias = torch.nn.Parameter(torch.full((HIDDEN,), float("nan")))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * self.weight
+        return hidden * self.weight + self.bias
 
 
 class PlainModel(torch.nn.Module):
@@ -98,7 +99,7 @@ def whole_weights(seed: int) -> dict[str, torch.Tensor]:
 
 def logprobs_of(weights: dict[str, torch.Tensor], tokens: Sequence[int]) -> list[float]:
     """What the model says of a prompt's tokens from the second on."""
-    hidden = weights["embed.weight"][list(tokens)] * weights["scale.weight"]
+    hidden = weights["embed.weight"][list(tokens)] * weights["scale.weight"] + weights["scale.bias"]
     for block in range(BLOCKS):
         hidden = hidden @ weights[f"blocks.{block}.weight"].T
     logprobs = (hidden @ weights["head.weight"].T).double().log_softmax(-1)
@@ -191,7 +192,8 @@ class PlainLLM:
         emptied: caches that were, in order.
     """
 
-    def __init__(self, tensor_parallel_size: int, load_format: str, weight_transfer_config: Any, **others: Any) -> None:
+    def __init__(self, model: str, *, tensor_parallel_size: int, load_format: str, weight_transfer_config: Any,
+                 **others: Any) -> None:
         self.emptied: list[str] = []
         self.others = others
         self.workers = [plain_worker(worker, tensor_parallel_size, load_format, weight_transfer_config)
