@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mimo.refit.meeting import RefitError
@@ -148,6 +149,37 @@ class RolloutEngine:
         self._reset_caches()
         self.version = weight_version or "unnamed"
 
+    def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
+        """Take in weights that `mimo.refit.disk.DiskWriter` has written to a folder.
+
+        Args:
+            folder: the writer's.
+            version: policy version to wait for; None: the newest there is.
+            timeout_s: seconds to wait for it.
+
+        Returns:
+            The version that is served now.
+
+        Raises:
+            RefitError: there are no complete weights in time, or they are not this model's: the engine serves what it
+                served before. Or loading them broke off: it refuses to generate until a refit succeeds.
+        """
+        from mimo.refit import disk_worker
+        from mimo.refit.manifest import read_manifest, wait_for_weights
+
+        found = wait_for_weights(Path(folder), version, timeout_s)
+        probes = self._rpc(disk_worker.probe_weights, folder=str(found))
+        taken = self._rpc(disk_worker.plan_weights, folder=str(found), probes=probes)
+        disk_worker.check_all_taken(found, taken)
+        loaded = read_manifest(found).version
+        self.version = None
+        self._reset_caches()
+        self._rpc(_forget_update)
+        self._rpc(disk_worker.load_weights, folder=str(found))
+        self._reset_caches()
+        self.version = loaded
+        return loaded
+
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling) -> list[list[Rollout]]:
         """Answers to each prompt.
 
@@ -205,10 +237,12 @@ class RolloutEngine:
                              "last one failed; it generates again after one that does")
         return self.version
 
-    def _rpc(self, method: str | Callable[[Any], None], **arguments: Any) -> None:
+    def _rpc(self, method: str | Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What every worker returns."""
         try:
             with self._turn:
-                self._llm.llm_engine.collective_rpc(method, kwargs=arguments)
+                returned: list[Any] = self._llm.llm_engine.collective_rpc(method, kwargs=arguments)
+                return returned
         except RefitError:
             raise
         except Exception as error:  # whatever a worker raises, in its own process or this one

@@ -45,7 +45,25 @@ def worker_wants(model: torch.nn.Module, entries: Sequence[Entry], spellings: Se
     Raises:
         ValueError: no spelling fits, tensors of the model are filled by nothing, or one would lose its precision.
     """
-    spelled = _spelled(model, entries, spellings, share)
+    probes = probe_spellings(model, entries, spellings)
+    return wants_as(model, entries, spellings, route, share(probes) if probes else [])
+
+
+def probe_spellings(model: torch.nn.Module, entries: Sequence[Entry],
+                    spellings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What this worker's loader makes of each spelling, as plain data; nothing where there is no choice.
+
+    Which choices there are is the same on all workers.
+    """
+    open_choices = {module: styles for module, styles in _candidates(entries, spellings).items() if len(styles) > 1}
+    return {module: {style: probe.as_json() for style, probe in styles.items()}
+            for module, styles in probe_styles(model, open_choices).items()}
+
+
+def wants_as(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequence[Mapping[str, Any]], route: str,
+             probes: Sequence[Mapping[str, Any]]) -> Taken:
+    """`worker_wants`, given what `probe_spellings` said on every worker. Raises ValueError as that."""
+    spelled = _spelled(_candidates(entries, spellings), probes)
     own = {name: entry.name for entry, name in zip(entries, spelled, strict=True)}
     renamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, spelled, strict=True)]
     recording = record(model, renamed)
@@ -60,26 +78,27 @@ def worker_wants(model: torch.nn.Module, entries: Sequence[Entry], spellings: Se
         dict(zip(own.values(), own, strict=True)), _layers(model, recording, wants.loader))
 
 
-def _spelled(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequence[Mapping[str, Any]],
-             share: Callable[[Any], list[Any]]) -> list[str]:
-    """The loader's name of every entry."""
+def _candidates(entries: Sequence[Entry],
+                spellings: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Entry]]]:
+    """Module -> style -> its entries, renamed; styles that differ only for other tensors are one."""
     candidates = {}
     for part in spellings:
         own = entries[part["first"]:part["first"] + part["count"]]
-        # Styles that differ only for other tensors are one.
         distinct = {tuple(names): style for style, names in reversed(part["styles"].items())}
         candidates[part["module"]] = {
             style: [dataclasses.replace(entry, name=name) for entry, name in zip(own, names, strict=True)]
             for names, style in reversed(distinct.items())}
-    open_choices = {module: styles for module, styles in candidates.items() if len(styles) > 1}
+    return candidates
+
+
+def _spelled(candidates: Mapping[str, Mapping[str, Sequence[Entry]]],
+             probes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The loader's name of every entry."""
     chosen = {module: next(iter(styles)) for module, styles in candidates.items()}
-    if open_choices:
-        probes = probe_styles(model, open_choices)
-        plain = {module: {style: probe.as_json() for style, probe in styles.items()}
-                 for module, styles in probes.items()}
+    if any(probes):
         chosen |= choose_style([
             {module: {style: Probe.from_json(probe) for style, probe in styles.items()}
-             for module, styles in worker.items()} for worker in share(plain)])
+             for module, styles in worker.items()} for worker in probes])
     return [entry.name for module, styles in candidates.items() for entry in styles[chosen[module]]]
 
 
