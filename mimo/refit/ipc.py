@@ -73,7 +73,6 @@ class WorkerEnd:
         assert self._next == len(self._incoming.chunks), "a chunk was not waited for"
         self._leave()
         self._sync, self._next = self._sync + 1, 0
-        _empty_cache(self._device)
 
     def close(self) -> None:
         """See `Transport`; in the midst of a sync, too."""
@@ -81,10 +80,11 @@ class WorkerEnd:
             self._leave()
 
     def _leave(self) -> None:
-        """First the mapping goes, then the proxy hears of it."""
+        """First the memory goes, then the proxy hears of it."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.release()
+            _empty_cache(self._device)
             self._flags.set(released(self._sync, self._rank))
 
 

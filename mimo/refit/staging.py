@@ -19,7 +19,6 @@ import torch
 from mimo.refit.meeting import RefitError
 
 HOST_NAME = "mimo-refit"  # as it stands in /proc/<pid>/maps
-OUT_OF_MEMORY = 2
 OPEN_LAZILY = 1  # the only flag that the driver knows
 
 
@@ -124,8 +123,10 @@ class _OwnCuda:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._device, address, handle = device, ctypes.c_uint64(), _Handle()
         _enter(device)
-        if _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)) == OUT_OF_MEMORY:
-            torch.cuda.empty_cache()  # what torch keeps for later is no use to others
+        try:
+            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        except RefitError:
+            torch.cuda.empty_cache()  # torch may keep memory for later, of no use to others
             _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self._address = address
         _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
