@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
     "refit-nemotron-h": hf_families.NEMOTRON | {
-        "head_dim": 32, "ssm_state_size": 8, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+        "head_dim": 32, "ssm_state_size": 8, "layers_block_type": ["attention", "mamba", "mlp", "attention"]},
 }
 
 
@@ -63,12 +63,12 @@ def change(parts: Any, step: int) -> None:
     if step == 0:
         return
     for module, part in named_modules_of(parts.built.model):
+        for parameter in part.parameters():  # first: what looks at the old memory must not see the new values
+            parameter.data = parameter.data.clone()
         for piece in module_pieces(part, parts.grids.collections[module]):
             seed = int(hashlib.sha256(f"{module} {piece.name} {step}".encode()).hexdigest()[:8], 16)
             noise = torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed))
-            piece.tensor.add_(0.1 * noise[piece.slices].to(piece.tensor.dtype))
-        for parameter in part.parameters():
-            parameter.data = parameter.data.clone()
+            piece.tensor.add_(0.02 * noise[piece.slices].to(piece.tensor.dtype))
 
 
 @torch.no_grad()
