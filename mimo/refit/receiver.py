@@ -29,7 +29,7 @@ from mimo.refit.plan_checks import check_plan, check_wants
 from mimo.refit.sender import SETUP
 from mimo.refit.slots import Wants, entry_from_json
 from mimo.refit.tables import holders_from_table, wants_table
-from mimo.refit.wire import Wire
+from mimo.refit.transport import Transport, open_wire
 from mimo.refit.worker_plan import worker_wants
 
 DUMMY_FORMATS = ("dummy",)
@@ -102,7 +102,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._meeting: Meeting | None = None
-        self._wire: Wire | None = None
+        self._wire: Transport | None = None
         self._guard = Guard(model)
         self._loading: LoaderSession | None = None
 
@@ -188,8 +188,9 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                            *(f"worker {worker}" for worker in range(num_workers))]
         meeting.arrive(SETUP, "planned")
         meeting.wait_for(SETUP, "planned", self._everybody)
-        self._wire = Wire(meeting.store, "weights", self._num_trainers + self._worker, self._num_trainers + num_workers,
-                          self._options.backend, self._options.timeout_s, self._everybody)
+        incoming = [{part.sender: part.shape.num_bytes for part in chunk} for chunk in self._chunks]
+        self._wire = open_wire(meeting, SETUP, self._options, self._num_trainers + self._worker, self._num_trainers,
+                               self.device, self._everybody, incoming)
         meeting.arrive(SETUP, "wired")
         meeting.wait_for(SETUP, "wired", self._everybody)
 
@@ -208,7 +209,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:
         meeting = self._meeting
-        assert meeting is not None
+        assert meeting is not None and self._wire is not None
         self._compare(scope, update_info.workers)
         self._verification = Verification()
         # Found before the layers that are reloaded give their parameters away.
@@ -219,6 +220,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         report = {"wire_bytes": 0, "direct_bytes": 0, "install_s": 0.0}
         try:
             running = self._take_in(scope, live, report)
+            self._wire.release(lambda: meeting.check(scope))
             self._loading.finish()
         except BaseException:
             self._loading.abandon()

@@ -23,7 +23,7 @@ from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan_checks import check_holders
 from mimo.refit.slots import Entry, Holders, Slot, Wants, entry_as_json
 from mimo.refit.tables import holders_table, wanted_names, wants_from_table
-from mimo.refit.wire import Wire
+from mimo.refit.transport import Transport, open_wire
 
 SETUP = "set-up"
 # Chunks whose messages may be under way while the next is packed.
@@ -127,7 +127,7 @@ class WeightSender:
         self.num_workers = num_workers
         self._dtypes = [entry.dtype for entry in weights.entries]
         self._syncs = 0
-        self._wire: Wire | None = None
+        self._wire: Transport | None = None
         self._meeting = self._meet()
         self._guarded(SETUP, self._set_up)
 
@@ -199,8 +199,8 @@ class WeightSender:
         # Nobody waits for connections to somebody who has refused.
         meeting.arrive(SETUP, "planned")
         meeting.wait_for(SETUP, "planned", self._everybody())
-        self._wire = Wire(meeting.store, "weights", trainer.rank, trainer.world_size + self.num_workers,
-                          self.options.backend, self.options.timeout_s, self._everybody())
+        self._wire = open_wire(meeting, SETUP, self.options, trainer.rank, trainer.world_size, trainer.device,
+                               self._everybody())
         meeting.arrive(SETUP, "wired")
         meeting.wait_for(SETUP, "wired", self._everybody())
         if trainer.rank == 0:
@@ -261,6 +261,7 @@ class WeightSender:
         self._meeting.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
         self._transfer(scope, tensors, report)
+        self._wire.release(lambda: self._meeting.check(scope), GRACE_S)
         self._meeting.arrive(scope, "sent")
         self._result(scope, call)
         if self.trainer.rank == 0:

@@ -11,6 +11,7 @@ import torch
 from mimo.checkpoint.agree import from_first_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
+from mimo.platform import current_platform
 from mimo.protocols import ModelProvider
 from mimo.refit.holdings import holdings
 from mimo.refit.live import LiveTensors, finish_gathers
@@ -74,6 +75,12 @@ def module_spellings(maps: Mapping[str, WeightMap], names: Sequence[str]) -> lis
     return found
 
 
+def _device(backend: str) -> torch.device:
+    """Where messages lie."""
+    on_gpu = backend == "nccl" or (backend == "ipc" and current_platform().name == "cuda")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, client: EngineClient,
             num_workers: int, options: RefitOptions, address: str = "") -> WeightSender:
     """Connect a trainer with an engine. Collective over the trainer's world.
@@ -92,7 +99,7 @@ def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         ValueError, RefitError: trainer and engine do not fit each other, or somebody did not answer.
     """
     weights = ModelWeights(built, grids, provider, family_config, options.dtype)
-    device = torch.device("cpu") if options.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    device = _device(options.backend)
     trainer = Trainer(grids.rank, grids.layout.world_size, lambda value: from_first_rank(grids, value),
                       from_first_rank(grids, address or socket.gethostname()), device)
     return WeightSender(weights, trainer, client, num_workers, options)
