@@ -24,6 +24,9 @@ DATASET_PROVIDERS = {
     "energon": "data.energon:provider",
     "mock": "data.mock:provider",
 }
+PROMPT_PROVIDERS = {
+    "arithmetic": "data.arithmetic:provider",
+}
 REWARDS = {
     "exact-match": "mimo.rl.rewards.exact_match:reward",
     "gsm8k": "mimo.rl.rewards.gsm8k:reward",
@@ -70,6 +73,11 @@ def model_provider(name: str) -> Any:
 def dataset_provider(name: str) -> Any:
     """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
     return resolve(name, "--dataset-provider", DATASET_PROVIDERS)
+
+
+def prompt_provider(name: str) -> Any:
+    """The prompt data set that `--dataset-provider` of train_rl.py names. Raises ValueError for an unknown one."""
+    return resolve(name, "--dataset-provider", PROMPT_PROVIDERS)
 
 
 def reward(name: str) -> Reward:

@@ -37,7 +37,12 @@ class FileConfig:
 
 
 def parse(argv: list[str] | None = None) -> RunConfig:
-    """Read the command line (`sys.argv` when None).
+    """Read the command line of a training run; see `parse_as`."""
+    return parse_as(RunConfig, argv, DESCRIPTION)
+
+
+def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, description: str) -> C:
+    """Read the command line of a run of any kind (`sys.argv` when None).
 
     Exits, as a command line does, after `--help` and `--print-config`, and with code 2 on a flag that tyro refuses.
 
@@ -50,19 +55,19 @@ def parse(argv: list[str] | None = None) -> RunConfig:
     merged: dict[str, Any] = {}
     for _, values in files:
         merged.update(values)
-    defaults = RunConfig()
-    sections = {field.name: type(getattr(defaults, field.name)) for field in dataclasses.fields(RunConfig)
+    defaults = run_type()
+    sections = {field.name: type(getattr(defaults, field.name)) for field in dataclasses.fields(run_type)
                 if getattr(defaults, field.name) is not None}
     model = known.model_provider or merged.get("model_provider", defaults.model.model_provider)
     dataset = known.dataset_provider or merged.get("dataset_provider", defaults.data.dataset_provider)
     sections["model_family"] = _config_type(registry.model_provider(str(model)), f"--model-provider {model}")
-    sections["dataset"] = _config_type(registry.dataset_provider(str(dataset)), f"--dataset-provider {dataset}")
+    sections["dataset"] = _config_type(run_type.find_dataset(str(dataset)), f"--dataset-provider {dataset}")
     _refuse_shared_names({"files": FileConfig, **sections})
     instances = _apply_files(sections, files)
     titles = {"model_family": f"{model} model" if model in registry.MODEL_PROVIDERS else "model-family",
-              "dataset": f"{dataset} data" if dataset in registry.DATASET_PROVIDERS else "dataset"}
-    flags = _parse_flags(instances, titles, argv)
-    config = RunConfig(**{name: getattr(flags, name) for name in sections})
+              "dataset": f"{dataset} data" if ":" not in str(dataset) else "dataset"}
+    flags = _parse_flags(instances, titles, argv, description)
+    config = run_type(**{name: getattr(flags, name) for name in sections})
     if flags.files.print_config:
         if _prints():
             print(to_toml(config), end="")
@@ -70,7 +75,7 @@ def parse(argv: list[str] | None = None) -> RunConfig:
     return with_training_stage(config)
 
 
-def with_training_stage(config: RunConfig) -> RunConfig:
+def with_training_stage[C: RunConfig](config: C) -> C:
     """The configuration with the parts frozen that the provider's training stage freezes.
 
     A stage that freezes nothing leaves --freeze as it is: stage 2 with a frozen encoder, for one.
@@ -150,7 +155,7 @@ def _apply_files(sections: dict[str, type], files: list[tuple[str, dict[str, Any
     return {title: section(**changes[title]) for title, section in sections.items()}
 
 
-def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[str]) -> Any:
+def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[str], description: str) -> Any:
     """Run tyro over one dataclass that has every section as a field."""
     specs: list[tuple[str, Any, Any]] = []
     for name, instance in {"files": FileConfig(), **instances}.items():
@@ -159,7 +164,7 @@ def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[s
     flags = dataclasses.make_dataclass("Flags", specs, frozen=True)
     registry_ = tyro.constructors.ConstructorRegistry()
     registry_.primitive_rule(_optional_rule)
-    return tyro.cli(flags, args=argv, prog=Path(sys.argv[0]).name, description=DESCRIPTION, registry=registry_,
+    return tyro.cli(flags, args=argv, prog=Path(sys.argv[0]).name, description=description, registry=registry_,
                     console_outputs=_prints(), config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mimo import registry
 from mimo.config.checkpoint import CheckpointConfig
 from mimo.config.data import DataConfig
 from mimo.config.ddp import DdpConfig
@@ -35,3 +36,8 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     model_family: Any = None
     dataset: Any = None
+
+    @staticmethod
+    def find_dataset(name: str) -> Any:
+        """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
+        return registry.dataset_provider(name)

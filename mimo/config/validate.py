@@ -198,7 +198,7 @@ def _check_ddp(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
     """Let a data set that is read by lanes refuse what cannot work."""
-    dataset = registry.dataset_provider(config.data.dataset_provider)
+    dataset = config.find_dataset(config.data.dataset_provider)
     if not isinstance(dataset, RoutedDataProvider) or not lanes_read_by(layout, rank):
         return
     provider, train = registry.model_provider(config.model.model_provider), config.train

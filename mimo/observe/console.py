@@ -69,10 +69,10 @@ class Console:
         else:
             tqdm.write(text, file=sys.stdout)
 
-    def advance(self, iteration: int, lm_loss: float) -> None:
-        """Move the bar to `iteration`."""
+    def advance(self, iteration: int, figure: str) -> None:
+        """Move the bar to `iteration`, with a figure beside it."""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"lm loss {lm_loss:.3f}", refresh=False)
+            self._bar.set_postfix_str(figure, refresh=False)
             self._bar.update(iteration - self._bar.n)
 
     def close(self) -> None:

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from mimo.config.observe import ObserveConfig
 from mimo.observe.console import Console, format_eval, format_steps
 from mimo.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Value
+
+
+class Record(Protocol):
+    """One iteration, as `RunLogger` takes it."""
+
+    @property
+    def iteration(self) -> int:
+        """1 for the first."""
+        ...
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples trained on so far."""
+        ...
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Iterations without an update so far."""
+        ...
+
+    @property
+    def headline(self) -> str:
+        """The figure to follow, beside a progress bar."""
+        ...
+
+    def to_dict(self) -> dict[str, Value]:
+        """All figures, flat."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +103,11 @@ class StepRecord:
     moe_losses: dict[str, float] = field(default_factory=dict)
     mtp_losses: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def headline(self) -> str:
+        """The loss."""
+        return f"lm loss {self.lm_loss:.3f}"
+
     def to_dict(self) -> dict[str, Value]:
         """Flat, under Megatron's key names; figures of a module are `<key>/<module>`."""
         figures: dict[str, Value] = {
@@ -113,7 +147,7 @@ class RunLogger:
     """Writes a run's figures on the logging rank; on every other rank each call returns at once."""
 
     def __init__(self, observe: ObserveConfig, *, active: bool, total_iterations: int, config_toml: str,
-                 resume_iteration: int = 0) -> None:
+                 resume_iteration: int = 0, format_records: Callable[[Sequence[Any], int], str] = format_steps) -> None:
         """Open the run folder.
 
         Args:
@@ -123,6 +157,7 @@ class RunLogger:
             config_toml: the run's flags as TOML, written to run_config.toml.
             resume_iteration: iteration of the checkpoint the run goes on from; 0 starts a fresh metrics.jsonl, above 0
                 keeps its lines up to that iteration.
+            format_records: the console line of the iterations since the last one, of the length of the run.
 
         Raises:
             ValueError: a flag is out of range, or a folder it names cannot be written.
@@ -133,8 +168,9 @@ class RunLogger:
         self._total_iterations = total_iterations
         self._resume_iteration = resume_iteration
         self._trackers: list[Tracker] = []
-        self._pending: list[StepRecord] = []
-        self._last: StepRecord | None = None
+        self._format_records = format_records
+        self._pending: list[Record] = []
+        self._last: Record | None = None
         self._console: Console | None = None
         self._start = time.monotonic()
         self._places: dict[str, Path] = {}
@@ -159,7 +195,7 @@ class RunLogger:
                 raise ValueError(f"--tensorboard-dir {observe.tensorboard_dir}: cannot be written: {error}") from error
             self._places["tensorboard"] = Path(observe.tensorboard_dir)
 
-    def log_step(self, record: StepRecord) -> None:
+    def log_step(self, record: Record) -> None:
         """Write one iteration: always to the trackers, every `log_interval` and at the end to the console."""
         if self._console is None:
             return
@@ -168,7 +204,7 @@ class RunLogger:
         for tracker in self._trackers:
             tracker.log(record.iteration, record.consumed_samples, figures)
         self._pending.append(record)
-        self._console.advance(record.iteration, record.lm_loss)
+        self._console.advance(record.iteration, record.headline)
         if record.iteration % self._log_interval == 0 or record.iteration >= self._total_iterations:
             self._flush_pending()
 
@@ -228,5 +264,5 @@ class RunLogger:
     def _flush_pending(self) -> None:
         """Print the line of the iterations that have none yet."""
         if self._console is not None and self._pending:
-            self._console.line(format_steps(self._pending, self._total_iterations))
+            self._console.line(self._format_records(self._pending, self._total_iterations))
             self._pending = []

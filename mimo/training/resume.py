@@ -21,12 +21,18 @@ def run_state(parts: TrainerParts, loader: StepLoader) -> RunState:
 
 
 def start(
-    state: RunState, provider: ModelProvider, loader: StepLoader, watchdog: Watchdog
+    state: RunState, provider: ModelProvider, loader: StepLoader | None, watchdog: Watchdog
 ) -> tuple[Progress, list[str]]:
     """Bring model, optimizers, schedule, generators and data to where the run begins. Collective over the world.
 
     A checkpoint found under --load wins over pretrained weights: a job that was started from them and is started again
     goes on from its own checkpoint.
+
+    Args:
+        state: what the checkpoints of the run hold.
+        provider: the model family.
+        loader: the data; None for a run that takes only weights from a checkpoint.
+        watchdog: told about every wait.
 
     Returns:
         How far the run is, and lines that tell a person what was loaded.
@@ -62,10 +68,11 @@ def start(
     return Progress(), lines
 
 
-def _continue_data(state: RunState, loader: StepLoader, loaded: Loaded, folder: Path) -> None:
+def _continue_data(state: RunState, loader: StepLoader | None, loaded: Loaded, folder: Path) -> None:
     """Bring the data to where the checkpoint was made, or stop every rank for the reason that one of them has."""
     error = None
     if loaded.streams is not None:
+        assert loader is not None, "a run without a loader takes only weights (--finetune)"
         try:
             loader.load_state_dict(loaded.streams)
         except ValueError as problem:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mimo.config.run import RunConfig
 from mimo.grid.spec import Layout
@@ -13,7 +15,10 @@ from mimo.observe.errors import fail_fast
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.platform.quiet import quieten_wheel
-from mimo.registry import dataset_provider, model_provider
+from mimo.registry import model_provider
+
+if TYPE_CHECKING:
+    from mimo.grid.groups import Grids
 
 
 def run(config: RunConfig, layout: Layout) -> int:
@@ -29,6 +34,17 @@ def run(config: RunConfig, layout: Layout) -> int:
     Raises:
         ValueError: a device that is not there, before any process group exists.
     """
+    return launch(config, layout, _train)
+
+
+def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Platform], None]) -> int:
+    """Run `body` on this rank with the process groups of a layout; as `run`.
+
+    Args:
+        config: the run's flags; `body` gets them with the device that was found.
+        layout: of the run.
+        body: all that the rank does; an error in it ends the process.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -38,7 +54,8 @@ def run(config: RunConfig, layout: Layout) -> int:
     platform = get_platform(config.train.device)
     config = replace(config, train=replace(config.train, device=platform.name))
     with fail_fast(f"rank {rank}"):
-        return _train(config, layout, platform, rank, world_size)
+        _with_groups(config, layout, platform, rank, world_size, body)
+    return 0
 
 
 def _show_log(rank: int) -> None:
@@ -49,12 +66,19 @@ def _show_log(rank: int) -> None:
     log.propagate = False
 
 
-def _train(config: RunConfig, layout: Layout, platform: Platform, rank: int, world_size: int) -> int:
+def _train(config: RunConfig, grids: Grids, platform: Platform) -> None:
+    from mimo.training.loop import TrainingLoop
+
+    provider, dataset = model_provider(config.model.model_provider), config.find_dataset(config.data.dataset_provider)
+    TrainingLoop(config, grids, platform, provider, dataset).run()
+
+
+def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, rank: int, world_size: int,
+                               body: Callable[[C, Grids, Platform], None]) -> None:
     # Imported here: megatron must come after the platform is installed.
     import torch.distributed as dist
 
     from mimo.grid.groups import Grids
-    from mimo.training.loop import TrainingLoop
 
     if config.train.deterministic_mode:
         platform.make_deterministic()
@@ -62,8 +86,6 @@ def _train(config: RunConfig, layout: Layout, platform: Platform, rank: int, wor
     # The watchdog speaks first and names what is waited for; the backend's own limit only backs it up.
     timeout_s = max(2 * config.train.watchdog_timeout_s, 60.0)
     platform.init_process_group(rank, world_size, timeout_s)
-    provider, dataset = model_provider(config.model.model_provider), dataset_provider(config.data.dataset_provider)
     with Grids(layout, platform.backend) as grids, fail_fast(grids.describe()):
-        TrainingLoop(config, grids, platform, provider, dataset).run()
+        body(config, grids, platform)
     dist.destroy_process_group()
-    return 0

@@ -1,0 +1,137 @@
+"""Generated sums in the format of GSM8K: a question, and an answer that ends with `#### 42`.
+
+Every prompt is a pure function of seed, split and index. Which sums are held out depends on nothing: they never occur
+in the train split, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from data import character_tokenizer
+from mimo.protocols import TokenSpec
+from mimo.rl.prompts import Prompt
+
+SPLITS = ("train", "valid")
+NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo")
+THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps")
+# Sums are held out by their checksum modulo this.
+SHARES = 1000
+
+
+@dataclass(frozen=True)
+class Config:
+    """Prompts `arithmetic`: generated sums."""
+
+    arithmetic_form: Literal["sum", "words"] = "sum"
+    """sum: "17+25="; words: "Ann has 17 apples and gets 25 more. How many apples does Ann have?"."""
+    arithmetic_max: int = 99
+    """Largest number that is added."""
+    arithmetic_valid_fraction: float = 0.1
+    """Share of the sums that is held out."""
+    tokenizer: str = ""
+    """Folder of a Hugging Face tokenizer; left out: one token a character, 100 in all (data/character_tokenizer.py)."""
+
+
+def is_held_out(config: Config, first: int, second: int) -> bool:
+    """Whether a sum belongs to the held-out split, in either order of its numbers."""
+    low, high = sorted((first, second))
+    return zlib.crc32(f"{low}+{high}".encode()) % SHARES < round(SHARES * config.arithmetic_valid_fraction)
+
+
+class Arithmetic:
+    """One split; a `mimo.rl.prompts.PromptSet`.
+
+    Attributes:
+        end_token_id: ends a completion.
+        pad_token_id: fills rows.
+    """
+
+    def __init__(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> None:
+        """Open the tokenizer.
+
+        Raises:
+            ValueError: naming flags and values, for what cannot work.
+        """
+        _check(config)
+        self._config, self._split, self._seed = config, split, seed
+        self._tokenizer = _load(config.tokenizer) if config.tokenizer else character_tokenizer.build()
+        name = f"--tokenizer {config.tokenizer}" if config.tokenizer else "the tokenizer of characters"
+        largest = max(self._tokenizer.get_vocab().values())
+        if largest >= tokens.vocab_size:
+            raise ValueError(f"{name} has token ids up to {largest}, the model's --vocab-size is {tokens.vocab_size}")
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"{name} has no token that ends a text (eos_token)")
+        self.end_token_id: int = self._tokenizer.eos_token_id
+        padding = self._tokenizer.pad_token_id
+        self.pad_token_id: int = self.end_token_id if padding is None else padding
+
+    def prompt(self, index: int) -> Prompt:
+        """The sum at a place."""
+        rng = np.random.default_rng([self._seed, SPLITS.index(self._split), index])
+        first, second = _draw(self._config, rng, self._split)
+        if self._config.arithmetic_form == "sum":
+            text = f"{first}+{second}="
+        else:
+            name, thing = str(rng.choice(NAMES)), str(rng.choice(THINGS))
+            text = (f"Question: {name} has {first} {thing} and gets {second} more. How many {thing} does {name} have?\n"
+                    "Answer: ")
+        # What a tokenizer puts around a text: its beginning belongs to a prompt, its end does not.
+        ids = self._tokenizer(text)["input_ids"]
+        if ids[-1] == self.end_token_id:
+            ids = ids[:-1]
+        return Prompt(f"arithmetic/{self._split}/{index:06d}", text, tuple(ids), f"#### {first + second}",
+                      {"numbers": (first, second)})
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+class ArithmeticProvider:
+    """The `arithmetic` prompts; see the module's text."""
+
+    Config: ClassVar[type] = Config
+
+    def validate(self, config: Config, tokens: TokenSpec) -> None:
+        """Raise ValueError, naming flags and values, for what cannot work."""
+        self.open(config, tokens, "train", 0)
+
+    def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> Arithmetic:
+        """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
+        return Arithmetic(config, tokens, split, seed)
+
+
+def _check(config: Config) -> None:
+    if config.arithmetic_max < 9:
+        raise ValueError(f"--arithmetic-max {config.arithmetic_max} is below 9: too few sums to hold some out")
+    if not 0.01 <= config.arithmetic_valid_fraction <= 0.9:
+        raise ValueError(f"--arithmetic-valid-fraction {config.arithmetic_valid_fraction}: must be between 0.01 and "
+                         "0.9")
+    # Of larger numbers there are so many that a hundredth of them is never none.
+    numbers = range(min(config.arithmetic_max, 99) + 1)
+    if not any(is_held_out(config, first, second) for first in numbers for second in numbers):
+        raise ValueError(f"--arithmetic-valid-fraction {config.arithmetic_valid_fraction} holds out none of the sums "
+                         f"up to --arithmetic-max {config.arithmetic_max}")
+
+
+def _load(folder: str) -> Any:
+    from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
+
+    return load_tokenizer(folder)
+
+
+def _draw(config: Config, rng: Any, split: str) -> tuple[int, int]:
+    """Two numbers whose sum belongs to the split."""
+    while True:
+        first, second = (int(number) for number in rng.integers(0, config.arithmetic_max + 1, size=2))
+        if is_held_out(config, first, second) == (split == "valid"):
+            return first, second
+
+
+provider = ArithmeticProvider()

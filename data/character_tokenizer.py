@@ -1,0 +1,42 @@
+"""A tokenizer whose tokens are characters, printable ASCII and the line break: for models of a few thousand weights.
+
+Write it where a Hugging Face tokenizer is asked for: python -m data.character_tokenizer FOLDER
+"""
+
+from __future__ import annotations
+
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+CHARACTERS = "\n" + "".join(chr(code) for code in range(ord(" "), ord("~") + 1))
+VOCAB_SIZE = len(SPECIAL) + len(CHARACTERS)
+assert set(string.digits + string.ascii_letters + string.punctuation) < set(CHARACTERS)
+
+
+def build() -> Any:
+    """The tokenizer. Ids: `<pad>` 0, `<s>` 1, `</s>` 2, `<unk>` 3, then `CHARACTERS`."""
+    # Seconds to import, and --help needs none of it.
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
+    # Byte-pair encoding without a pair.
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+                                   unk_token="<unk>", clean_up_tokenization_spaces=False)
+
+
+def write(folder: Path) -> Path:
+    """Save it as Hugging Face saves tokenizers; gives the folder."""
+    build().save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m data.character_tokenizer FOLDER")
+    print(write(Path(sys.argv[1])))

@@ -1,0 +1,114 @@
+"""All flags of a reinforcement-learning run, and every check of them that needs no process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mimo import registry
+from mimo.config import rl
+from mimo.config.data import DataConfig
+from mimo.config.rl import RlConfig
+from mimo.config.rollout import RolloutConfig, check_rollout
+from mimo.config.run import RunConfig
+from mimo.config.validate import validate
+from mimo.grid.spec import Layout
+
+DESCRIPTION = """Train a text model on rewards for its own completions (GRPO and its kin), which a vLLM engine draws.
+
+Flags win over --config files, later files over earlier ones. Keys of a file are flag names."""
+
+
+@dataclass(frozen=True)
+class PromptDataConfig(DataConfig):
+    """Data: which prompts."""
+
+    dataset_provider: str = "arithmetic"
+    """Prompt data set: a name (arithmetic) or pkg.module:attr."""
+
+
+@dataclass(frozen=True)
+class RlRunConfig(RunConfig):
+    """A run of train_rl.py: a trainer's sections, and those of the algorithm and of the engine."""
+
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    @staticmethod
+    def find_dataset(name: str) -> Any:
+        """The prompt provider that `--dataset-provider` names."""
+        return registry.prompt_provider(name)
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a global batch."""
+        return self.train.global_batch_size // self.rl.completions_per_prompt
+
+
+def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
+    """Check a whole run and give the trainer's layout. The first rank also opens the prompts.
+
+    Args:
+        config: the run.
+        world_size: number of trainer ranks.
+        rank: this one.
+
+    Raises:
+        ValueError: the first thing found wrong, naming flags, values and what would fit.
+    """
+    layout = validate(config, world_size, rank)
+    rl.validate(config.rl, llm_tp=config.layout.llm_tp, sequence_parallel=config.layout.sequence_parallel)
+    check_rollout(config.rollout, config.train.seq_length)
+    _check_batch(config)
+    _refuse_missing(config)
+    if rank == 0:
+        tokens = registry.model_provider(config.model.model_provider).token_spec(config.model_family)
+        config.find_dataset(config.data.dataset_provider).validate(config.dataset, tokens)
+    return layout
+
+
+def _check_batch(config: RlRunConfig) -> None:
+    train, algorithm = config.train, config.rl
+    each, budget = algorithm.completions_per_prompt, algorithm.max_tokens_per_microbatch
+    _refuse(train.global_batch_size % each != 0,
+            f"--global-batch-size {train.global_batch_size} counts completions; it is not divisible by "
+            f"--completions-per-prompt {each}; nearest are {train.global_batch_size // each * each or each} and "
+            f"{-(-train.global_batch_size // each) * each}")
+    _refuse(train.micro_batch_size != 1, f"--micro-batch-size {train.micro_batch_size}: microbatches are made by "
+            "--max-tokens-per-microbatch; leave it at 1")
+    _refuse(budget < train.seq_length, f"--max-tokens-per-microbatch {budget} is below --seq-length "
+            f"{train.seq_length}, the longest prompt with its completion")
+    _refuse(config.data.lane_loader != DataConfig().lane_loader,
+            f"--lane-loader {config.data.lane_loader}: the first rank reads the prompts; leave it out")
+
+
+def _refuse_missing(config: RlRunConfig) -> None:
+    """Refuse what other parts of the program can do and reinforcement learning cannot."""
+    train, algorithm, flags = config.train, config.rl, config.checkpoint
+    encoders = registry.model_provider(config.model.model_provider).encoders(config.model_family)
+    _refuse(bool(encoders), f"--model-provider {config.model.model_provider} has the encoder {', '.join(encoders)}: "
+            "train_rl.py takes text models")
+    _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
+    _refuse(bool(train.eval_interval or train.eval_iters),
+            f"--eval-interval {train.eval_interval} --eval-iters {train.eval_iters}: train_rl.py does not evaluate on "
+            "held-out prompts; leave them out")
+    _refuse(algorithm.kl_coeff > 0, f"--kl-coeff {algorithm.kl_coeff}: train_rl.py has no reference policy; use 0")
+    _refuse(algorithm.truncates_sampling, f"--top-p {algorithm.top_p} --top-k {algorithm.top_k}: rollouts sample from "
+            "the whole distribution; use --top-p 1 --top-k 0")
+    _refuse(flags.save is not None, f"--save {flags.save}: train_rl.py writes no checkpoints; leave it out")
+    _refuse(flags.load is not None and not flags.finetune,
+            f"--load {flags.load} without --finetune: train_rl.py takes the weights of a checkpoint and cannot go on "
+            "with a run; add --finetune")
+    _refuse(flags.exit_duration_in_mins is not None,
+            f"--exit-duration-in-mins {flags.exit_duration_in_mins} saves and exits, and train_rl.py writes no "
+            "checkpoints; leave it out")
+    family = vars(config.model_family)
+    for name in ("hidden_dropout", "attention_dropout"):
+        _refuse(bool(family.get(name)), f"--{name.replace('_', '-')} {family.get(name)}: the policy that is trained "
+                "would not be the one that the engine samples from; use 0")
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ValueError(message)

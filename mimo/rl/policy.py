@@ -1,0 +1,232 @@
+"""One policy update: rollouts of a global batch to microbatches, log-probs, loss, gradients, a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mimo.batch import Microbatch, TextBatch
+from mimo.config.rl import RlConfig
+from mimo.model.build import set_training
+from mimo.model.residency import KINDS
+from mimo.observe.errors import ReportedElsewhereError
+from mimo.protocols import LANGUAGE
+from mimo.rl.advantages import advantages
+from mimo.rl.batching import plan_microbatches
+from mimo.rl.entropy import entropy
+from mimo.rl.importance import (
+    IMPORTANCE_SUMS,
+    MISMATCH_MAXIMA,
+    MISMATCH_SUMS,
+    importance_weights,
+    mismatch_metrics,
+    mismatch_totals,
+)
+from mimo.rl.logprobs import log_probs
+from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_metrics, policy_loss
+from mimo.rl.rollouts import Completion
+from mimo.rl.rows import PackedRows, pack_rows
+from mimo.rl.sampled import SampledTokens
+from mimo.rl.totals import Totals, add_totals
+from mimo.rl.vocab import VocabShard, log_normaliser
+from mimo.training.step import TrainerParts, run_schedule
+
+Consume = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """What one update did, equal on all ranks.
+
+    Attributes:
+        metrics: figures of the global batch by name.
+        success: whether parameters were updated.
+        grad_norm: global norm before clipping; None when skipped.
+        num_zeros: zero gradients, where logged.
+        num_microbatches: of each data-parallel rank.
+        num_tokens: of all sequences, prompts included.
+    """
+
+    metrics: dict[str, float]
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    num_microbatches: int
+    num_tokens: int
+
+
+@dataclass
+class PolicyMicrobatch:
+    """Whole sequences that a rank takes at a time; tensors on the device, values at positions that predict tokens.
+
+    Attributes:
+        keys: of the completions.
+        batch: as the model takes it, on the host.
+        labels: int64 `[1, t]`.
+        sampled: positions that predict tokens of completions.
+        advantages: float32 `[t]`.
+        rollout_log_probs: float32 `[t]`, by the engine.
+    """
+
+    keys: tuple[str, ...]
+    batch: Microbatch
+    labels: torch.Tensor
+    sampled: SampledTokens
+    advantages: torch.Tensor
+    rollout_log_probs: torch.Tensor
+
+
+class PolicyTrainer:
+    """Updates the policy by what it has generated.
+
+    Args:
+        parts: this rank's trainer. Its sequence length is --max-tokens-per-microbatch, as pipeline stages hand over
+            microbatches of one size.
+        config: the algorithm.
+        vocab_size: true number of tokens.
+        pad_token_id: fills the end of a microbatch.
+    """
+
+    def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int) -> None:
+        self.parts, self.config, self.pad_token_id = parts, config, pad_token_id
+        self._shard = VocabShard(vocab_size, parts.grids.collections[LANGUAGE].tp, config.temperature)
+
+    def update(self, completions: Sequence[Completion]) -> PolicyResult:
+        """Take one step on the completions of a global batch. Collective over the world.
+
+        Args:
+            completions: all of them, the same on every rank.
+
+        Raises:
+            ValueError: the loss is not finite (with --check-for-nan-in-loss), before anything is updated, naming the
+                completions; or a sequence does not fit a microbatch.
+            ReportedElsewhereError: as above, on ranks that do not hold those completions' losses.
+        """
+        parts = self.parts
+        parts.built.residency.require("a policy update", *KINDS)
+        microbatches = self.microbatches(completions)
+        old = self.old_log_probs(microbatches)
+        for wrapped in parts.built.wrapped.values():
+            wrapped.zero_grad_buffer()
+        parts.optimizer.zero_grad()
+        totals: list[Totals] = []
+        with parts.schedule_timer.measure():
+            self._run(microbatches, partial(self._loss, microbatches, old, totals), forward_only=False)
+        everywhere = self._over_world(totals)
+        parts.grad_sync.scale(everywhere.sums["loss_count"])
+        metrics = loss_metrics(everywhere) | mismatch_metrics(everywhere)
+        if parts.config.train.check_for_nan_in_loss and not math.isfinite(metrics["loss"]):
+            _refuse_loss(microbatches, totals if parts.counts_losses else [], metrics["loss"])
+        with parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure():
+            success, grad_norm, num_zeros = parts.optimizer.step()
+        if success:
+            parts.scheduler.step(parts.config.train.global_batch_size)
+        return PolicyResult(metrics, success, grad_norm, num_zeros, len(microbatches),
+                            sum(each.length for each in completions))
+
+    def microbatches(self, completions: Sequence[Completion]) -> list[PolicyMicrobatch]:
+        """This rank's share of a global batch.
+
+        Args:
+            completions: of the global batch.
+
+        Raises:
+            ValueError: a sequence is longer than a microbatch, or they do not divide over the data-parallel ranks.
+        """
+        language = self.parts.grids.layout.language
+        plan = plan_microbatches([each.length for each in completions], language.dp,
+                                 self.config.max_tokens_per_microbatch)
+        scores = advantages([each.reward for each in completions], [each.prompt for each in completions],
+                            self.config.advantage)
+        own = plan[language.coordinates(self.parts.grids.rank)["dp"]]
+        return [self._pack([completions[member] for member in members], scores[members]) for members in own]
+
+    def old_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> list[torch.Tensor]:
+        """Log-probs of the policy as it is, `[t]` of each microbatch; empty but on the last stage. Collective."""
+        found: list[torch.Tensor] = []
+
+        def collect(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            found.append(log_probs(logits, microbatches[index].labels, self._shard)[0].detach())
+            return found[-1].sum(), torch.ones((), dtype=torch.int32, device=logits.device), None
+
+        model = self.parts.built.model
+        set_training(model, False)
+        with torch.no_grad(), self.parts.watchdog.waiting("log-probs before the update"):
+            self._run(microbatches, collect, forward_only=True)
+        set_training(model, True)
+        return found
+
+    def _run(self, microbatches: Sequence[PolicyMicrobatch], consume: Consume, *, forward_only: bool) -> None:
+        """All microbatches through the schedule, the last stage's logits `[1, t, vocab / tp]` to `consume`."""
+        numbers = itertools.count()
+
+        def step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
+            return model(next(batches), with_labels=False), partial(consume, next(numbers))
+
+        run_schedule(self.parts, [each.batch for each in microbatches], step, forward_only=forward_only)
+
+    def _loss(self, microbatches: Sequence[PolicyMicrobatch], old: Sequence[torch.Tensor], totals: list[Totals],
+              index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+        own = microbatches[index]
+        normaliser = log_normaliser(logits, self._shard)
+        policy = log_probs(logits, own.labels, self._shard, normaliser)[0]
+        weights, clipped = importance_weights(self.config, own.sampled, old[index], own.rollout_log_probs)
+        batch = PolicyBatch(own.sampled, own.advantages, old[index], importance_weights=weights)
+        total, count, figures = policy_loss(self.config, batch, policy, entropy(logits, self._shard, normaliser)[0])
+        totals.append(figures | clipped | mismatch_totals(own.sampled, old[index], own.rollout_log_probs))
+        return total, count, figures
+
+    def _pack(self, completions: Sequence[Completion], scores: torch.Tensor) -> PolicyMicrobatch:
+        width, device = max(each.length for each in completions), self.parts.platform.device
+        ids = torch.full((len(completions), width), self.pad_token_id)
+        is_token, is_sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        rollout = torch.zeros(ids.shape)
+        for row, each in enumerate(completions):
+            start = len(each.prompt_ids)
+            ids[row, :each.length] = torch.tensor((*each.prompt_ids, *each.token_ids))
+            is_token[row, :each.length] = True
+            is_sampled[row, start:each.length] = True
+            rollout[row, start:each.length] = torch.tensor(each.logprobs)
+        packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=self._multiple())
+        sampled = packed.sampled(is_sampled)
+        return PolicyMicrobatch(
+            tuple(each.key for each in completions), _as_text(packed, sum(each.length for each in completions)),
+            packed.labels.to(device),
+            SampledTokens(sampled.mask.to(device), sampled.sequence_ids.to(device), sampled.num_sequences),
+            packed.take(scores[:, None].expand(ids.shape)).to(device), packed.take(rollout).to(device))
+
+    def _multiple(self) -> int:
+        """Microbatches are padded to a multiple of this many tokens."""
+        layout = self.parts.config.layout
+        if self.parts.grids.layout.language.pp > 1:
+            return self.config.max_tokens_per_microbatch
+        return layout.llm_tp if layout.sequence_parallel else 1
+
+    def _over_world(self, totals: list[Totals]) -> Totals:
+        """Of the global batch, from ranks each of which holds its own tokens."""
+        names = (*LOSS_SUMS, *IMPORTANCE_SUMS, *MISMATCH_SUMS)
+        none = Totals.zeros(names, MISMATCH_MAXIMA, self.parts.platform.device)
+        with self.parts.watchdog.waiting("sum of losses and figures over the world"):
+            return (add_totals(totals) if self.parts.counts_losses else none).over_group()
+
+
+def _as_text(packed: PackedRows, num_tokens: int) -> Microbatch:
+    """Packed rows as the language side of a microbatch; its own labels and loss mask are not used."""
+    length = packed.input_ids.shape[1]
+    return Microbatch(TextBatch(
+        ("packed",), {}, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length), packed.position_ids, {},
+        num_tokens, packed.packed), {})
+
+
+def _refuse_loss(microbatches: Sequence[PolicyMicrobatch], totals: Sequence[Totals], loss: float) -> None:
+    message = f"the policy loss is {loss}; nothing was updated (--no-check-for-nan-in-loss goes on)"
+    for own, figures in zip(microbatches, totals, strict=False):  # one rank of each lane has figures
+        if not math.isfinite(figures.sums["loss"].item()):
+            raise ValueError(f"{message}; it comes from completions {', '.join(own.keys)}")
+    raise ReportedElsewhereError(f"{message}; the rank that it comes from names the completions")

@@ -1,0 +1,99 @@
+"""The figures of an iteration of reinforcement learning, and their line on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from mimo.observe.trackers import Value
+
+# Totals that are always 0 here.
+NOT_SHOWN = ("reference_kl",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRecord:
+    """One iteration.
+
+    Attributes:
+        iteration: 1 for the first.
+        consumed_samples: completions trained on so far, this iteration included if it took a step.
+        skipped_iterations: iterations without an update so far.
+        policy_version: of the weights that drew the completions: the updates before this one.
+        success: the optimizer took the step.
+        grad_norm: before clipping; None where the step was skipped.
+        num_zeros: zeros in the gradient; None where not counted.
+        learning_rate: of the step.
+        batch_size: completions.
+        num_tokens: of all sequences, prompts included.
+        num_microbatches: of each data-parallel rank.
+        world_size: trainer ranks.
+        figures: of completions, loss and mismatch, by name.
+        refit_bytes: that the engine took.
+        seconds: by part: refit, rollout, reward, update, and the whole iteration.
+    """
+
+    iteration: int
+    consumed_samples: int
+    skipped_iterations: int
+    policy_version: int
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    learning_rate: float
+    batch_size: int
+    num_tokens: int
+    num_microbatches: int
+    world_size: int
+    figures: Mapping[str, float]
+    refit_bytes: int
+    seconds: Mapping[str, float]
+
+    @property
+    def headline(self) -> str:
+        """The reward."""
+        return f"reward {self.figures['reward']:.3f}"
+
+    def to_dict(self) -> dict[str, Value]:
+        """Flat; figures of a training run have the same names as there."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            **{name.replace("_", "-"): value for name, value in self.figures.items() if name not in NOT_SHOWN},
+            "policy-version": self.policy_version,
+            "grad-norm": self.grad_norm,
+            "num-zeros": self.num_zeros,
+            "learning-rate": self.learning_rate,
+            "batch-size": self.batch_size,
+            "tokens": self.num_tokens,
+            "microbatches": self.num_microbatches,
+            "tokens-per-s-per-gpu": self.num_tokens / self.seconds["iteration"] / self.world_size,
+            "iteration-time": self.seconds["iteration"],
+            **{f"{part}-s": seconds for part, seconds in self.seconds.items() if part != "iteration"},
+            "refit-bytes": self.refit_bytes,
+            "skipped-iterations": self.skipped_iterations,
+            "success": self.success,
+        }
+
+
+def format_policy_steps(records: Sequence[PolicyRecord], total_iterations: int) -> str:
+    """The console line of the iterations since the last one: rewards and times are means over them."""
+    last = records[-1]
+    figures = last.figures
+    parts = [
+        f"iteration {last.iteration:5d}/{total_iterations:4d}",
+        f"samples {last.consumed_samples}",
+        f"reward {fmean(record.figures['reward'] for record in records):.4f}",
+        f"length {figures['completion-length']:.1f}",
+        f"entropy {figures['entropy']:.3f}",
+        f"loss {figures['loss']:.3E}",
+        f"gen-kl {figures['gen_kl']:.1E}",
+        f"lr {last.learning_rate:.1E}",
+        "step skipped" if last.grad_norm is None else f"grad norm {last.grad_norm:.2f}",
+        *(f"{part} {fmean(record.seconds[part] for record in records):.2f} s"
+          for part in ("refit", "rollout", "update")),
+    ]
+    if last.skipped_iterations:
+        parts.append(f"skipped {last.skipped_iterations}")
+    return " | ".join(parts)

@@ -1,0 +1,189 @@
+"""Prompts to scored completions: what the first rank asks of the engine, and what it refuses to train on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mimo.refit.engine import Rollout, Sampling
+from mimo.rl.prompts import Prompt, PromptSet
+from mimo.rl.rewards.protocol import Reward
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sequence to train on.
+
+    Attributes:
+        key: name of the prompt, and the number of the completion among its completions.
+        prompt: number of the prompt in the global batch.
+        prompt_ids: tokens of the prompt.
+        token_ids: tokens of the completion, its end token included where it has one.
+        logprobs: natural logarithm of the probability with which the engine drew each of them.
+        finish_reason: `stop`, or `length` where the limit cut it.
+        reward: its score.
+    """
+
+    key: str
+    prompt: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    reward: float
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The completions of a global batch, as plain data that every rank gets.
+
+    Attributes:
+        completions: those of a prompt one behind the other.
+        version: policy version that drew them.
+        rollout_s: seconds of the engine.
+        reward_s: seconds of the rewards.
+    """
+
+    completions: tuple[Completion, ...]
+    version: str
+    rollout_s: float = 0.0
+    reward_s: float = 0.0
+
+
+class Generator(Protocol):
+    """An engine, as far as rollouts need one."""
+
+    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling) -> list[list[Rollout]]:
+        """`sampling.n` answers to each prompt."""
+        ...
+
+
+@dataclass
+class RolloutSource:
+    """Draws and scores completions; on the first rank.
+
+    Attributes:
+        engine: completes prompts.
+        prompts: what to complete.
+        reward: scores completions.
+        reward_name: of it, for messages.
+        sampling: how completions are drawn.
+        seq_length: tokens of prompt and completion together, at most.
+    """
+
+    engine: Generator
+    prompts: PromptSet
+    reward: Reward
+    reward_name: str
+    sampling: Sampling
+    seq_length: int
+
+    def draw(self, first: int, count: int, version: str) -> Rollouts:
+        """Completions of `count` prompts from place `first` on.
+
+        Args:
+            first: place of the first prompt.
+            count: prompts.
+            version: of the weights that the last refit gave the engine.
+
+        Raises:
+            ValueError: a prompt is too long, an answer is not what was asked for, or the reward failed.
+            RefitError: the engine has ended, did not answer in time or has no weights.
+        """
+        prompts = [self.prompts.prompt(index) for index in range(first, first + count)]
+        for prompt in prompts:
+            self._check_length(prompt)
+        began = time.perf_counter()
+        answers = self.engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
+                                       self.sampling)
+        rollout_s = time.perf_counter() - began
+        check_answers(prompts, answers, self.sampling, version)
+        began = time.perf_counter()
+        completions = tuple(
+            Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
+                       answer.finish_reason, self._score(prompt, answer))
+            for place, (prompt, group) in enumerate(zip(prompts, answers, strict=True))
+            for number, answer in enumerate(group))
+        return Rollouts(completions, version, rollout_s, time.perf_counter() - began)
+
+    def _check_length(self, prompt: Prompt) -> None:
+        length = len(prompt.token_ids)
+        if not length:
+            raise ValueError(f"prompt {prompt.key} has no token")
+        if length + self.sampling.max_tokens > self.seq_length:
+            raise ValueError(
+                f"prompt {prompt.key} has {length} tokens; with --max-completion-tokens {self.sampling.max_tokens} "
+                f"they are more than --seq-length {self.seq_length}")
+
+    def _score(self, prompt: Prompt, answer: Rollout) -> float:
+        text = self.prompts.decode(answer.token_ids)
+        try:
+            score = float(self.reward(prompt.text, text, prompt.ground_truth, prompt.metadata))
+        except Exception as error:  # of any kind: a reward is the user's own code
+            raise ValueError(f"--reward {self.reward_name} failed on prompt {prompt.key}, completion {text[:200]!r}: "
+                             f"{type(error).__name__}: {error}") from error
+        if not math.isfinite(score):
+            raise ValueError(f"--reward {self.reward_name} gave {score} for prompt {prompt.key}, completion "
+                             f"{text[:200]!r}")
+        return score
+
+
+def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]], sampling: Sampling,
+                  version: str) -> None:
+    """Refuse answers that are not what was asked for.
+
+    Args:
+        prompts: that were asked.
+        answers: to each.
+        sampling: how they were to be drawn.
+        version: of the weights that the last refit gave the engine.
+
+    Raises:
+        ValueError: too few answers, another version, no tokens, or log-probs that do not belong to them.
+    """
+    if len(answers) != len(prompts):
+        raise ValueError(f"the engine answered {len(answers)} of {len(prompts)} prompts")
+    for prompt, group in zip(prompts, answers, strict=True):
+        where = f"the engine's answers to prompt {prompt.key}"
+        if len(group) != sampling.n:
+            raise ValueError(f"{where}: {len(group)} instead of --completions-per-prompt {sampling.n}")
+        for answer in group:
+            if answer.version != version:
+                raise ValueError(f"{where} are of policy version {answer.version!r}; the last refit gave the engine "
+                                 f"version {version!r}")
+            if not 0 < len(answer.token_ids) <= sampling.max_tokens:
+                raise ValueError(f"{where}: one has {len(answer.token_ids)} tokens, of 1 to --max-completion-tokens "
+                                 f"{sampling.max_tokens}")
+            if len(answer.logprobs) != len(answer.token_ids):
+                raise ValueError(f"{where}: {len(answer.logprobs)} log-probs for {len(answer.token_ids)} tokens")
+            wrong = [value for value in answer.logprobs if not math.isfinite(value) or value > 0]
+            if wrong:
+                raise ValueError(f"{where}: {wrong[0]} is no log-probability")
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Figures of the completions alone: rewards, lengths, how many were cut, how many prompts teach nothing."""
+    completions = rollouts.completions
+    count = len(completions)
+    rewards = [each.reward for each in completions]
+    mean = sum(rewards) / count
+    lengths = [len(each.token_ids) for each in completions]
+    groups: dict[int, set[float]] = {}
+    for each in completions:
+        groups.setdefault(each.prompt, set()).add(each.reward)
+    return {
+        "reward": mean,
+        "reward-std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / count),
+        "equal-reward-prompts": sum(len(found) == 1 for found in groups.values()) / len(groups),
+        "completion-length": sum(lengths) / count,
+        "completion-length-max": float(max(lengths)),
+        "truncated-completions": sum(each.finish_reason == "length" for each in completions) / count,
+    }

@@ -1,0 +1,42 @@
+"""A run of reinforcement learning from flags to exit code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mimo.config.rl_run import RlRunConfig
+from mimo.grid.spec import Layout
+from mimo.platform import get_platform
+from mimo.platform.base import Platform
+from mimo.registry import model_provider
+from mimo.training.run import launch
+
+if TYPE_CHECKING:
+    from mimo.grid.groups import Grids
+
+
+def run(config: RlRunConfig, layout: Layout) -> int:
+    """Train as configured, as one process of a torchrun launch (or alone).
+
+    Args:
+        config: the run's flags.
+        layout: what `mimo.config.rl_run.validate_rl` made of them.
+
+    Returns:
+        Exit code: 0 at the end of the run or after SIGTERM.
+
+    Raises:
+        ValueError: a device that is not there or on which there are no rollouts, before any process group exists.
+    """
+    platform = get_platform(config.train.device)
+    if platform.name != "cpu":
+        raise ValueError(f"--device {platform.name}: train_rl.py runs on the CPU; use --device cpu")
+    return launch(config, layout, _loop)
+
+
+def _loop(config: RlRunConfig, grids: Grids, platform: Platform) -> None:
+    # Imported here: megatron must come after the platform is installed.
+    from mimo.rl.loop import RlLoop
+
+    provider, prompts = model_provider(config.model.model_provider), config.find_dataset(config.data.dataset_provider)
+    RlLoop(config, grids, platform, provider, prompts).run()

@@ -1,0 +1,87 @@
+"""Generated sums: deterministic, held out for good, right answers, characters as tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from data import arithmetic, character_tokenizer
+from data.arithmetic import Config, is_held_out, provider
+from mimo.protocols import TokenSpec
+from mimo.rl.rewards.gsm8k import reward
+
+TOKENS = TokenSpec(character_tokenizer.VOCAB_SIZE, image_token_id=-1, image_size=0, num_channels=0)
+
+
+@pytest.mark.parametrize("form", ["sum", "words"])
+def test_prompts_are_a_function_of_seed_split_and_index(form):
+    config = Config(arithmetic_form=form)
+    one, same, other = (provider.open(config, TOKENS, "train", seed) for seed in (3, 3, 4))
+    texts = [one.prompt(index).text for index in range(20)]
+    assert [same.prompt(index).text for index in reversed(range(20))] == texts[::-1]
+    assert len({*texts}) > 15 and [other.prompt(index).text for index in range(20)] != texts
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_no_sum_is_in_both_splits(split):
+    config = Config(arithmetic_max=12)
+    for seed in (0, 1):
+        prompts = provider.open(config, TOKENS, split, seed)
+        for index in range(100):
+            first, second = prompts.prompt(index).metadata["numbers"]
+            assert is_held_out(config, first, second) == is_held_out(config, second, first) == (split == "valid")
+
+
+@pytest.mark.parametrize("form", ["sum", "words"])
+def test_the_ground_truth_is_what_the_reward_reads(form):
+    prompts = provider.open(Config(arithmetic_form=form), TOKENS, "train", 1)
+    for index in range(10):
+        prompt = prompts.prompt(index)
+        total = sum(prompt.metadata["numbers"])
+        assert reward(prompt.text, f"it is {total}\n#### {total}", prompt.ground_truth, {}) == 1.0
+        assert reward(prompt.text, f"#### {total + 1}", prompt.ground_truth, {}) == 0.0
+        assert all(str(number) in prompt.text for number in prompt.metadata["numbers"])
+
+
+def test_a_character_is_a_token_and_comes_back():
+    prompts = provider.open(Config(arithmetic_form="words"), TOKENS, "train", 1)
+    prompt = prompts.prompt(0)
+    assert len(prompt.token_ids) == len(prompt.text)
+    assert prompts.decode(prompt.token_ids) == prompt.text
+    assert prompts.decode((*prompt.token_ids, prompts.end_token_id, prompts.pad_token_id)) == prompt.text
+
+
+def test_the_tokenizer_on_disk_is_the_same(tmp_path):
+    folder = character_tokenizer.write(tmp_path / "tokenizer")
+    written = provider.open(Config(tokenizer=str(folder)), TOKENS, "train", 1)
+    assert written.prompt(5) == provider.open(Config(), TOKENS, "train", 1).prompt(5)
+    assert (written.end_token_id, written.pad_token_id) == (2, 0)
+
+
+def test_an_end_that_a_tokenizer_adds_does_not_end_the_prompt(tmp_path, monkeypatch):
+    tokenizer = character_tokenizer.build()
+    monkeypatch.setattr(arithmetic.character_tokenizer, "build", lambda: Ending(tokenizer))
+    assert provider.open(Config(), TOKENS, "train", 1).prompt(0).token_ids[-1] != 2
+
+
+class Ending:
+    """A tokenizer that puts its end token behind every text."""
+
+    def __init__(self, inner):
+        self.eos_token_id, self.pad_token_id, self.get_vocab = inner.eos_token_id, inner.pad_token_id, inner.get_vocab
+        self._inner = inner
+
+    def __call__(self, text):
+        return {"input_ids": [*self._inner(text)["input_ids"], self.eos_token_id]}
+
+
+@pytest.mark.parametrize(("fields", "tokens", "expected"), [
+    ({"arithmetic_max": 5}, TOKENS, "--arithmetic-max 5 is below 9"),
+    ({"arithmetic_valid_fraction": 0.0}, TOKENS, "--arithmetic-valid-fraction 0.0: must be between"),
+    ({"tokenizer": "nowhere"}, TOKENS, "--tokenizer nowhere: there is no such folder"),
+    ({}, TokenSpec(98, image_token_id=-1, image_size=0, num_channels=0),
+     "the tokenizer of characters has token ids up to 99, the model's --vocab-size is 98"),
+    ({}, TokenSpec(99, image_token_id=-1, image_size=0, num_channels=0), "up to 99, the model's --vocab-size is 99"),
+])
+def test_what_cannot_work_is_refused_by_flag(fields, tokens, expected):
+    with pytest.raises(ValueError, match=expected):
+        provider.validate(Config(**fields), tokens)

@@ -1,0 +1,115 @@
+"""Flags of train_rl.py: one set with the trainer's, what is refused, and what the engine is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mimo.config.cli import parse_as, to_toml
+from mimo.config.rl import RlConfig
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
+from mimo.config.rollout import RolloutConfig
+from mimo.config.run import RunConfig
+from mimo.config.toml_file import typed_fields
+from mimo.rl.engine import engine_options, leave_launcher, refit_options
+
+FLAGS = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 64
+--vocab-size 100 --no-bf16 --device cpu --transformer-impl local --seq-length 64 --max-completion-tokens 16
+--max-tokens-per-microbatch 128 --global-batch-size 16 --completions-per-prompt 4 --train-iters 3""".split()
+
+
+def parsed(*flags: str) -> RlRunConfig:
+    return parse_as(RlRunConfig, [*FLAGS, *flags], DESCRIPTION)
+
+
+def test_flags_of_trainer_algorithm_engine_and_prompts_are_flat():
+    config = parsed("--clip-ratio-high", "0.3", "--engine-tp", "2", "--arithmetic-max", "20", "--lr", "1e-4")
+    assert (config.rl.clip_ratio_high, config.rollout.engine_tp, config.dataset.arithmetic_max, config.optim.lr) == (
+        0.3, 2, 20, 1e-4)
+    assert config.prompts_per_step == 4
+    assert validate_rl(config, 1).world_size == 1
+
+
+def test_the_configuration_reads_back_from_its_file(tmp_path):
+    config = parsed("--kl-type", "k2", "--rollout-timeout-s", "30")
+    (tmp_path / "run_config.toml").write_text(to_toml(config))
+    assert parse_as(RlRunConfig, ["--config", str(tmp_path / "run_config.toml")], DESCRIPTION) == config
+
+
+def test_names_of_flags_are_those_of_no_other_section():
+    others = {name for field in dataclasses.fields(RunConfig) if field.default_factory is not dataclasses.MISSING
+              for name in typed_fields(field.default_factory)}
+    assert not (others | set(typed_fields(RlConfig))) & set(typed_fields(RolloutConfig))
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("--global-batch-size 18", "--global-batch-size 18 counts completions; .* nearest are 16 and 20"),
+    ("--micro-batch-size 2", "--micro-batch-size 2: microbatches are made by --max-tokens-per-microbatch"),
+    ("--max-tokens-per-microbatch 63", "--max-tokens-per-microbatch 63 is below --seq-length 64"),
+    ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
+    ("--engine-tp 0", "--engine-tp 0 is below 1"),
+    ("--engine-kv-cache-mib 0", "--engine-kv-cache-mib 0 is below 1"),
+    ("--rollout-timeout-s 0", "--rollout-timeout-s 0.0 is not above 0 and at most 1700"),
+    ("--engine-start-timeout-s nan", "--engine-start-timeout-s nan is not above 0"),
+    ("--refit-timeout-s 1e4", "--refit-timeout-s 10000.0 is not above 0 and at most 1700"),
+    ("--temperature 0", "--temperature 0.0 is not a number above 0"),
+    ("--top-p 0.9", "--top-p 0.9 --top-k 0: rollouts sample from the whole distribution"),
+    ("--top-k 5", "--top-p 1.0 --top-k 5: rollouts sample from the whole distribution"),
+    ("--kl-coeff 0.1", "--kl-coeff 0.1: train_rl.py has no reference policy"),
+    ("--eval-iters 2 --eval-interval 1", "--eval-interval 1 --eval-iters 2: train_rl.py does not evaluate"),
+    ("--save somewhere", "--save somewhere: train_rl.py writes no checkpoints"),
+    ("--load somewhere", "--load somewhere without --finetune: .* add --finetune"),
+    ("--exit-duration-in-mins 1", "--exit-duration-in-mins 1.0 saves and exits"),
+    ("--hidden-dropout 0.1", "--hidden-dropout 0.1: the policy that is trained"),
+    ("--dry-run", "--dry-run is for train_hetero.py"),
+    ("--lane-loader per-lane", "--lane-loader per-lane: the first rank reads the prompts"),
+    ("--dataset-provider digits", "--dataset-provider digits: unknown; built in are arithmetic"),
+    ("--vocab-size 99", "the tokenizer of characters has token ids up to 99, the model's --vocab-size is 99"),
+    ("--reward nothing", "--reward nothing: unknown"),
+])
+def test_what_makes_no_sense_or_is_not_there_is_refused_by_name(flags, expected):
+    with pytest.raises(ValueError, match=expected):
+        validate_rl(parsed(*flags.split()), 1)
+
+
+def test_a_model_with_an_encoder_is_refused():
+    with pytest.raises(ValueError, match="--model-provider mock has the encoder vision: train_rl.py takes text models"):
+        validate_rl(parse_as(RlRunConfig, """--model-provider mock --device cpu --transformer-impl local --train-iters 1
+            --layout colocated --global-batch-size 8 --max-completion-tokens 16""".split(), DESCRIPTION), 1)
+
+
+def test_only_the_first_rank_opens_the_prompts():
+    config = parsed("--tokenizer", "nowhere")
+    validate_rl(config, 1, rank=1)
+    with pytest.raises(ValueError, match="--tokenizer nowhere"):
+        validate_rl(config, 1, rank=0)
+
+
+def test_the_engine_samples_from_what_it_reports(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    config = parsed("--engine-tp", "2", "--engine-pp", "2", "--engine-ep", "--engine-max-num-seqs", "7", "--seed", "5")
+    options = engine_options(config, Path("folder"))
+    assert (options.model, options.dtype, options.num_workers, options.enable_expert_parallel) == (
+        "folder", "float32", 4, True)
+    assert (options.max_model_len, options.max_num_seqs, options.seed, options.load_format) == (64, 7, 5, "dummy")
+    assert options.extra["logprobs_mode"] == "processed_logprobs"
+    assert options.environment["HF_HUB_OFFLINE"] == "0"
+    assert refit_options(parsed("--bf16", "--refit-verify")).dtype == "bfloat16"
+
+
+def test_an_engine_is_none_of_the_launchers_workers(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_TOKEN_PATH", "kept")
+    try:
+        leave_launcher()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "RANK" not in os.environ and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    assert "MASTER_ADDR" not in os.environ and os.environ["HF_TOKEN_PATH"] == "kept"

@@ -1,0 +1,114 @@
+"""From prompts to scored completions: what is asked of the engine, what is refused, what is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from mimo.refit.engine import Rollout, Sampling
+from mimo.rl.prompts import Prompt
+from mimo.rl.rollouts import Completion, Rollouts, RolloutSource, check_answers, rollout_metrics
+
+SAMPLING = Sampling(max_tokens=4, n=2, stop_token_ids=(2,))
+GOOD = Rollout((7, 2), (-0.5, -0.1), "3", "stop")
+
+
+class Prompts:
+    end_token_id, pad_token_id = 2, 0
+
+    def prompt(self, index):
+        return Prompt(f"p{index}", "?" * (index + 1), tuple(range(10, 11 + index)), f"truth {index}", {"place": index})
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+
+class Engine:
+    """Answers every prompt alike, and notes what it was asked."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = answers, []
+
+    def generate(self, prompts, sampling):
+        self.asked.append((prompts, sampling))
+        return [list(self.answers) for _ in prompts]
+
+
+def source(answers=(GOOD, GOOD), reward=lambda *_: 1.0, seq_length=10):
+    return RolloutSource(Engine(answers), Prompts(), reward, "own:reward", SAMPLING, seq_length)
+
+
+def test_completions_carry_what_the_engine_and_the_reward_said():
+    other = Rollout((8, 9, 9, 9), (-1.0, -2.0, 0.0, -3.0), "3", "length")
+    seen = []
+
+    def reward(prompt, completion, ground_truth, metadata):
+        seen.append((prompt, completion, ground_truth, metadata["place"]))
+        return 0.25 * len(seen)
+
+    asked = source((GOOD, other), reward)
+    rollouts = asked.draw(4, 2, "3")
+    assert asked.engine.asked == [([{"prompt_token_ids": [10, 11, 12, 13, 14]},
+                                    {"prompt_token_ids": [10, 11, 12, 13, 14, 15]}], SAMPLING)]
+    assert seen == [("?????", "7 2", "truth 4", 4), ("?????", "8 9 9 9", "truth 4", 4),
+                    ("??????", "7 2", "truth 5", 5), ("??????", "8 9 9 9", "truth 5", 5)]
+    assert rollouts.version == "3" and [each.key for each in rollouts.completions] == ["p4#0", "p4#1", "p5#0", "p5#1"]
+    assert [each.prompt for each in rollouts.completions] == [0, 0, 1, 1]
+    assert [each.reward for each in rollouts.completions] == [0.25, 0.5, 0.75, 1.0]
+    assert rollouts.completions[3] == Completion(
+        "p5#1", 1, (10, 11, 12, 13, 14, 15), other.token_ids, other.logprobs, "length", 1.0)
+    assert rollouts.completions[3].length == 10
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"version": "2"}, "of policy version '2'; the last refit gave the engine version '3'"),
+    ({"token_ids": (), "logprobs": ()}, "one has 0 tokens, of 1 to --max-completion-tokens 4"),
+    ({"token_ids": (1,) * 5, "logprobs": (-1.0,) * 5}, "one has 5 tokens"),
+    ({"logprobs": (-0.5,)}, "1 log-probs for 2 tokens"),
+    ({"logprobs": (-0.5, math.nan)}, "nan is no log-probability"),
+    ({"logprobs": (-math.inf, -0.5)}, "-inf is no log-probability"),
+    ({"logprobs": (0.5, -0.5)}, "0.5 is no log-probability"),
+])
+def test_an_answer_that_cannot_be_trained_on_is_refused(changes, expected):
+    with pytest.raises(ValueError, match=f"^the engine's answers to prompt p0.*{expected}"):
+        source((GOOD, dataclasses.replace(GOOD, **changes))).draw(0, 1, "3")
+
+
+def test_missing_answers_are_refused():
+    prompts = [Prompts().prompt(0), Prompts().prompt(1)]
+    with pytest.raises(ValueError, match="answered 1 of 2 prompts"):
+        check_answers(prompts, [[GOOD, GOOD]], SAMPLING, "3")
+    with pytest.raises(ValueError, match="p1: 1 instead of --completions-per-prompt 2"):
+        check_answers(prompts, [[GOOD, GOOD], [GOOD]], SAMPLING, "3")
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_engine_is_asked():
+    asked = source(seq_length=8)
+    with pytest.raises(ValueError, match="prompt p4 has 5 tokens; with --max-completion-tokens 4 they are more than "
+                       "--seq-length 8"):
+        asked.draw(3, 2, "3")
+    assert asked.engine.asked == []
+
+
+def test_a_reward_that_fails_is_named():
+    def failing(prompt, completion, ground_truth, metadata):
+        raise KeyError("nothing")
+
+    with pytest.raises(ValueError, match="--reward own:reward failed on prompt p0, completion '7 2': KeyError"):
+        source(reward=failing).draw(0, 1, "3")
+    with pytest.raises(ValueError, match="--reward own:reward gave nan for prompt p0"):
+        source(reward=lambda *_: math.nan).draw(0, 1, "3")
+    with pytest.raises(ValueError, match="--reward own:reward failed .* TypeError"):
+        source(reward=lambda *_: None).draw(0, 1, "3")
+
+
+def test_figures_of_completions():
+    def completion(prompt, reward, length, reason="stop"):
+        return Completion("k", prompt, (1,), (5,) * length, (-1.0,) * length, reason, reward)
+
+    found = rollout_metrics(Rollouts((completion(0, 1.0, 2), completion(0, 1.0, 4, "length"),
+                                      completion(1, 0.0, 1), completion(1, 1.0, 1)), "0"))
+    assert found == {"reward": 0.75, "reward-std": pytest.approx(math.sqrt(0.1875)), "equal-reward-prompts": 0.5,
+                     "completion-length": 2.0, "completion-length-max": 4.0, "truncated-completions": 0.25}

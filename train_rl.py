@@ -1,0 +1,49 @@
+"""Reinforcement learning of a text model: GRPO and its kin, with completions from a vLLM engine.
+
+Examples:
+    torchrun --nproc-per-node 2 train_rl.py --device cpu --llm-dp 2 --global-batch-size 64 --train-iters 100
+    python train_rl.py --load-hf model --tokenizer model --device cpu --train-iters 10
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from mimo.config.cli import parse_as
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
+from mimo.config.validate import run_world_size
+
+# Seconds that the ranks which say nothing leave to the one that speaks, far apart as they may have started.
+SILENCE_S = 30.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, then train.
+
+    Returns:
+        The exit code: 0, 2 for a run that cannot start, or that of the trainer.
+    """
+    # A provider named pkg.module:attr may lie in the folder the command was typed in.
+    sys.path.append(os.getcwd())
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = parse_as(RlRunConfig, argv, DESCRIPTION)
+        layout = validate_rl(config, run_world_size(config, os.environ), rank)
+        # Imported late: torch and Megatron take seconds, and --help needs neither.
+        from mimo.rl.run import run
+
+        # An error once training has begun never comes back here: the rank that meets it reports it and exits.
+        return run(config, layout)
+    except ValueError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun ends all ranks as soon as one exits: the one that speaks has to be the first.
+            time.sleep(SILENCE_S)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
