@@ -28,6 +28,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_radio.py": ("published", "norms_names", "to_the_bit"),
     "test_recorded_bugs.py": ("",),
     "test_rl_logprobs.py": ("columns", "[dp2-ppo]", "[five-microbatches-gspo]", "[tp2-cispo]", "left_padding"),
+    "test_refit_disk.py": ("an_export_writes[text", "leaves_nothing"),
     "test_refit_holdings.py": ("",),
     "test_refit.py": ("moe-tp2-ep2",),
     "test_routed_lanes.py": ("",),

@@ -78,8 +78,8 @@ def load_weights(worker: Any, folder: str) -> None:
         ValueError, RefitError: files are not what they were when they were looked at.
     """
     engine = _engine_of(worker)
-    _guard_of(engine).arm(complete=engine.vllm_config.load_config.load_format not in DUMMY_FORMATS)
-    _guard_of(engine).close()
+    engine.guard.arm(complete=engine.vllm_config.load_config.load_format not in DUMMY_FORMATS)
+    engine.guard.close()
     manifest, source = _opened(Path(folder))
     taken = _known(engine, manifest)
     if taken is None:
@@ -89,8 +89,8 @@ def load_weights(worker: Any, folder: str) -> None:
         _load(engine, taken, [entry for entry in manifest.entries if entry.name in wanted], source)
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
-    _guard_of(engine).received()
-    _guard_of(engine).open()
+    engine.guard.received()
+    engine.guard.open()
 
 
 def check_all_taken(folder: Path, taken: Iterable[Sequence[str]]) -> None:
@@ -150,7 +150,3 @@ def _engine_of(worker: Any) -> MimoWeightTransferEngine:
     engine = own.weight_transfer_engine
     assert isinstance(engine, MimoWeightTransferEngine), type(engine)
     return engine
-
-
-def _guard_of(engine: MimoWeightTransferEngine) -> Any:
-    return vars(engine)["_guard"]

@@ -8,11 +8,17 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from mimo.model.build import BuiltModel, named_modules_of
+from mimo.model.residency import WEIGHTS
 from mimo.refit.slots import Address
 
 
 def finish_gathers(built: BuiltModel) -> None:
-    """Finish the gathers of parameters that an overlapped optimizer step left open. Collective; before every sync."""
+    """Finish the gathers of parameters that an overlapped optimizer step left open. Collective; before every sync.
+
+    Raises:
+        OffloadedError: there are no weights to gather.
+    """
+    built.residency.require("a refit", WEIGHTS)
     built.model.disable_forward_pre_hook()
     built.model.enable_forward_pre_hook()
 

@@ -93,7 +93,11 @@ class _Part:
 
 
 class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives weights from the trainer's ranks; refuses to serve while it has only some of them."""
+    """Receives weights from the trainer's ranks; refuses to serve while it has only some of them.
+
+    Attributes:
+        guard: stands in the model; whoever else brings weights closes and opens it, too.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -103,7 +107,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._meeting: Meeting | None = None
         self._wire: Transport | None = None
-        self._guard = Guard(model)
+        self.guard = Guard(model)
         self._loading: LoaderSession | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -117,14 +121,14 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._meeting = Meeting.open(init_info.address, init_info.port, f"worker {self._worker}", init_info.timeout_s)
         # Weights made up to start quickly are served to nobody.
-        self._guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)
+        self.guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)
         self._guarded(SETUP, self._set_up)
 
     def start_weight_update(self) -> None:
         """From here on nothing is served, until a whole update has come in."""
         if self._wire is None:
             raise RefitError(LOST)
-        self._guard.close()
+        self.guard.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take in what the trainer's ranks send. Raises as `init_transfer_engine`."""
@@ -133,7 +137,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Serve the new weights. Raises RefitError where not all of them came."""
-        self._guard.open()
+        self.guard.open()
 
     def shutdown(self) -> None:
         """Leave the trainer; the weights stay."""
@@ -231,7 +235,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._options.verify:
             self._verify(scope)
         meeting.publish(f"{scope}/report/{self._worker}", report)
-        self._guard.received()
+        self.guard.received()
 
     def _chunk(self, chunk: range) -> list[_Part]:
         """What comes from each trainer rank for a chunk."""
