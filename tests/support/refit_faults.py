@@ -26,7 +26,8 @@ from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, contigu
 VOCAB, HIDDEN, BLOCKS = 12, 6, 8
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (VOCAB, HIDDEN), "scale.weight": (HIDDEN,),
-    **{f"blocks.{block}.weight": (HIDDEN, HIDDEN) for block in range(BLOCKS)}, "scale.bias": (HIDDEN,), "head.weight": (VOCAB, HIDDEN)}
+    **{f"blocks.{block}.weight": (HIDDEN, HIDDEN) for block in range(BLOCKS)}, "scale.bias": (HIDDEN,),
+    "head.weight": (VOCAB, HIDDEN)}
 NAMES = tuple(SHAPES)
 PROMPTS: list[dict[str, Any]] = [{"prompt_token_ids": [1, 5, 7, 2]}, {"prompt_token_ids": [3, 3, 11]}]
 # Two blocks, of 144 bytes each, travel together.

@@ -23,7 +23,7 @@ from vllm.v1.worker import gpu_worker
 from mimo.refit import plan as planning
 from mimo.refit import receiver
 from mimo.refit.engine import RolloutEngine
-from mimo.refit.meeting import RefitError
+from mimo.refit.meeting import Meeting, RefitError
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
 from mimo.refit.wire import Wire
 from tests.support.memory import peak_bytes
@@ -362,7 +362,9 @@ def test_an_update_that_its_trainer_never_ended() -> None:
 
 
 def test_an_engine_that_never_answers_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, engine = connected(2, 1, timeout_s=1)
+    ranks, engine = connected()
+    for sender in ranks.senders:
+        sender._meeting.timeout_s = 1
     release = threading.Event()
     monkeypatch.setattr(engine, "finish_weight_update", lambda version: release.wait(30))
     first, second = messages_of(ranks.send("policy"))
@@ -417,3 +419,17 @@ def test_a_sequence_that_is_not_the_announced_one(monkeypatch: pytest.MonkeyPatc
     for told in messages_of(ranks.send("policy")):
         assert "trainer rank 1 sent worker 0 another sequence of tensors than was announced" in told
     assert refuses(engine)
+
+
+def test_a_first_rank_without_a_store_is_told_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not keep the others waiting for the address."""
+    start = Meeting.open.__func__  # type: ignore[attr-defined]
+
+    def fail(cls: type[Meeting], *args: Any, is_host: bool = False) -> Meeting:
+        if is_host:
+            raise RefitError("no port is free")
+        opened: Meeting = start(cls, *args)
+        return opened
+
+    monkeypatch.setattr(Meeting, "open", classmethod(fail))
+    assert messages_of(Ranks.of(2).connect(None, 1, IMPATIENT)) == ["set-up failed: no port is free"] * 2
