@@ -55,6 +55,11 @@ class EngineHandle:
         """As the engine's."""
         self.call("finish_weight_update", weight_version)
 
+    def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
+        """As the engine's; the call itself takes no longer than others."""
+        loaded: str = self.call("load_from_disk", folder, version, timeout_s)
+        return loaded
+
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling) -> list[list[Rollout]]:
         """As the engine's."""
         answers: list[list[Rollout]] = self.call("generate", prompts, sampling)

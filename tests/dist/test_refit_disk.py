@@ -64,7 +64,7 @@ def test_an_engine_loads_what_a_trainer_has_written(pool: WorkerPool, tmp_path: 
     process = EngineProcess(engine_options(folder))
     try:
         with pytest.raises(RefitError, match="no complete weights in"):
-            process.handle.call("load_from_disk", str(root), None, 0.1)
+            process.handle.load_from_disk(str(root), None, 0.1)
         by_rank = pool.run(refit_disk.sync, name, str(folder), ("--llm-tp", "2", "--sequence-parallel"), 2,
                            process.handle, str(root), prompts, 3, world_size=2, timeout_s=300)
         # What is damaged is refused, and the last good weights answer.
@@ -72,7 +72,7 @@ def test_an_engine_loads_what_a_trainer_has_written(pool: WorkerPool, tmp_path: 
         file = next(iter(read_manifest(newest).file_bytes))
         (newest / file).write_bytes((newest / file).read_bytes()[:-8])
         with pytest.raises(RefitError, match="its manifest says"):
-            process.handle.call("load_from_disk", str(root), None, 5.0)
+            process.handle.load_from_disk(str(root), None, 5.0)
         again = process.handle.prompt_logprobs([{"prompt_token_ids": tokens} for tokens in prompts.values()])
     finally:
         process.close()

@@ -14,7 +14,7 @@ from tests.support.global_state import read_parameters
 
 NUM_STEPS = 4
 # What goes away after each step, in order; before the next one all of it comes back.
-ROUNDS = (("gradients", "optimizer", "weights"), ("weights",), ("optimizer", "gradients", "weights"))
+ROUNDS = (("gradients", "optimizer", "weights"), ("weights",), ("weights", "optimizer", "gradients"))
 
 
 @dataclass

@@ -91,7 +91,7 @@ def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size:
             ours = refit.logprobs_of(parts, hf_families._batches(rank, flags, world_size), hf_families.VOCAB_SIZE)
             theirs = None
             if rank == 0:
-                assert handle.call("load_from_disk", root, f"step {step}", 30.0) == f"step {step}"
+                assert handle.load_from_disk(root, f"step {step}", 30.0) == f"step {step}"
                 answers = handle.prompt_logprobs([{"prompt_token_ids": tokens} for tokens in prompts.values()])
                 theirs = dict(zip(prompts, answers, strict=True))
             dist.barrier(group=parts.grids.host)
