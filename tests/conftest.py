@@ -40,7 +40,8 @@ SLOW = (
     "test_verify_names_what_is_damaged", "test_the_examples_train[own_provider]", "test_killed_between_a_name",
     "test_a_run_restored_within_a_buffer", "test_bench_loader.py", "test_bench_checkpoint.py",
     "test_data_stats.py::test_the_page", "test_every_image_is_decoded_once", "e2e/test_stall.py",
-    "test_the_examples_train[own_data]", "test_inspect_tells_what", "test_inspect_names_what_differs", "e2e/test_parity.py", "e2e/test_bench_train.py",
+    "test_the_examples_train[own_data]", "test_inspect_tells_what", "test_inspect_names_what_differs",
+    "e2e/test_parity.py", "e2e/test_bench_train.py",
 )
 
 

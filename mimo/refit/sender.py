@@ -154,7 +154,8 @@ class WeightSender:
 
     def _meet(self) -> Meeting:
         who, limit = f"trainer rank {self.trainer.rank}", self.options.timeout_s
-        meeting, answer = None, None
+        meeting: Meeting | None = None
+        answer: int | str | None = None
         if self.trainer.rank == 0:
             try:
                 meeting = Meeting.open("0.0.0.0", 0, who, limit, is_host=True)
