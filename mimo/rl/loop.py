@@ -118,7 +118,7 @@ class RlLoop:
             sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.completions_per_prompt,
                                 stop_token_ids=(prompts.end_token_id,))
             self.source = RolloutSource(handle, prompts, registry.reward(rl.reward), rl.reward, sampling,
-                                        self.config.train.seq_length)
+                                        self.config.train.seq_length, self.watchdog.progress)
             padding = prompts.pad_token_id
         self.policy = PolicyTrainer(self.parts, rl, self._tokens.vocab_size, from_first_rank(self.grids, padding))
 
@@ -160,10 +160,13 @@ class RlLoop:
         rollouts, count, limit_s = None, self.config.prompts_per_step, self.config.rollout.rollout_timeout_s
         if self.source is not None:
             with (self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S),
-                  self.watchdog.waiting("completions and rewards", version=version)):
-                rollouts = self.source.draw(self.progress.iteration * count, count, str(version))
-        with (self.watchdog.limit(limit_s + 2 * FIRST_RANK_SPEAKS_S),
-              self.watchdog.waiting("the first rank, which asks the rollout engine", version=version)):
+                  self.watchdog.waiting("completions of the rollout engine", version=version)):
+                answers = self.source.ask(self.progress.iteration * count, count, str(version))
+            with self.watchdog.waiting("rewards"):
+                rollouts = self.source.score(answers)
+        limit_s += self.config.train.watchdog_timeout_s + 2 * FIRST_RANK_SPEAKS_S
+        with (self.watchdog.limit(limit_s),
+              self.watchdog.waiting("completions and rewards, which the first rank asks for", version=version)):
             shared: Rollouts = from_first_rank(self.grids, rollouts)
         return shared
 

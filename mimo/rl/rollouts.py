@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,23 @@ class Generator(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What the engine said.
+
+    Attributes:
+        prompts: that it was asked.
+        answers: to each.
+        version: policy version that drew them.
+        seconds: that it took.
+    """
+
+    prompts: tuple[Prompt, ...]
+    answers: list[list[Rollout]]
+    version: str
+    seconds: float
+
+
 @dataclass
 class RolloutSource:
     """Draws and scores completions; on the first rank.
@@ -77,6 +94,7 @@ class RolloutSource:
         reward_name: of it, for messages.
         sampling: how completions are drawn.
         seq_length: tokens of prompt and completion together, at most.
+        progress: told after each completion that is scored.
     """
 
     engine: Generator
@@ -85,9 +103,10 @@ class RolloutSource:
     reward_name: str
     sampling: Sampling
     seq_length: int
+    progress: Callable[[], None]
 
-    def draw(self, first: int, count: int, version: str) -> Rollouts:
-        """Completions of `count` prompts from place `first` on.
+    def ask(self, first: int, count: int, version: str) -> Answers:
+        """Answers to `count` prompts from place `first` on.
 
         Args:
             first: place of the first prompt.
@@ -95,24 +114,28 @@ class RolloutSource:
             version: of the weights that the last refit gave the engine.
 
         Raises:
-            ValueError: a prompt is too long, an answer is not what was asked for, or the reward failed.
+            ValueError: a prompt is too long, or an answer is not what was asked for.
             RefitError: the engine has ended, did not answer in time or has no weights.
         """
-        prompts = [self.prompts.prompt(index) for index in range(first, first + count)]
+        prompts = tuple(self.prompts.prompt(index) for index in range(first, first + count))
         for prompt in prompts:
             self._check_length(prompt)
         began = time.perf_counter()
         answers = self.engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
                                        self.sampling)
-        rollout_s = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
+        return Answers(prompts, answers, version, seconds)
+
+    def score(self, asked: Answers) -> Rollouts:
+        """The answers as completions with their rewards. Raises ValueError, naming the prompt, where a reward fails."""
         began = time.perf_counter()
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
                        answer.finish_reason, self._score(prompt, answer))
-            for place, (prompt, group) in enumerate(zip(prompts, answers, strict=True))
+            for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
-        return Rollouts(completions, version, rollout_s, time.perf_counter() - began)
+        return Rollouts(completions, asked.version, asked.seconds, time.perf_counter() - began)
 
     def _check_length(self, prompt: Prompt) -> None:
         length = len(prompt.token_ids)
@@ -133,6 +156,7 @@ class RolloutSource:
         if not math.isfinite(score):
             raise ValueError(f"--reward {self.reward_name} gave {score} for prompt {prompt.key}, completion "
                              f"{text[:200]!r}")
+        self.progress()
         return score
 
 

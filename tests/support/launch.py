@@ -1,4 +1,4 @@
-"""Start `train_hetero.py` the way a person does, and read what it leaves."""
+"""Start an entry script the way a person does, and read what it leaves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start_torchrun(num_processes: int, *flags: str, **environment: str) -> subprocess.Popen[str]:
-    """Start the entry script under torchrun; output and errors in one text."""
+def start_torchrun(num_processes: int, *flags: str, script: str = "train_hetero.py",
+                   **environment: str) -> subprocess.Popen[str]:
+    """Start an entry script under torchrun; output and errors in one text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
-               str(ROOT / "train_hetero.py"), *flags]
+               str(ROOT / script), *flags]
     settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
                 "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | settings | environment, text=True,
@@ -35,10 +36,10 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> subprocess.Compl
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def torchrun(num_processes: int, *flags: str, timeout_s: float = 280,
+def torchrun(num_processes: int, *flags: str, timeout_s: float = 280, script: str = "train_hetero.py",
              **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the entry script under torchrun to its end."""
-    return finish(start_torchrun(num_processes, *flags, **environment), timeout_s)
+    """Run an entry script under torchrun to its end."""
+    return finish(start_torchrun(num_processes, *flags, script=script, **environment), timeout_s)
 
 
 def find_worker(launcher: int, rank: int) -> int:

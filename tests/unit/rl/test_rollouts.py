@@ -37,7 +37,11 @@ class Engine:
 
 
 def source(answers=(GOOD, GOOD), reward=lambda *_: 1.0, seq_length=10):
-    return RolloutSource(Engine(answers), Prompts(), reward, "own:reward", SAMPLING, seq_length)
+    return RolloutSource(Engine(answers), Prompts(), reward, "own:reward", SAMPLING, seq_length, lambda: None)
+
+
+def draw(asked, first, count):
+    return asked.score(asked.ask(first, count, "3"))
 
 
 def test_completions_carry_what_the_engine_and_the_reward_said():
@@ -49,7 +53,7 @@ def test_completions_carry_what_the_engine_and_the_reward_said():
         return 0.25 * len(seen)
 
     asked = source((GOOD, other), reward)
-    rollouts = asked.draw(4, 2, "3")
+    rollouts = draw(asked, 4, 2)
     assert asked.engine.asked == [([{"prompt_token_ids": [10, 11, 12, 13, 14]},
                                     {"prompt_token_ids": [10, 11, 12, 13, 14, 15]}], SAMPLING)]
     assert seen == [("?????", "7 2", "truth 4", 4), ("?????", "8 9 9 9", "truth 4", 4),
@@ -73,7 +77,7 @@ def test_completions_carry_what_the_engine_and_the_reward_said():
 ])
 def test_an_answer_that_cannot_be_trained_on_is_refused(changes, expected):
     with pytest.raises(ValueError, match=f"^the engine's answers to prompt p0.*{expected}"):
-        source((GOOD, dataclasses.replace(GOOD, **changes))).draw(0, 1, "3")
+        source((GOOD, dataclasses.replace(GOOD, **changes))).ask(0, 1, "3")
 
 
 def test_missing_answers_are_refused():
@@ -88,7 +92,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_engine_is_asked():
     asked = source(seq_length=8)
     with pytest.raises(ValueError, match="prompt p4 has 5 tokens; with --max-completion-tokens 4 they are more than "
                        "--seq-length 8"):
-        asked.draw(3, 2, "3")
+        asked.ask(3, 2, "3")
     assert asked.engine.asked == []
 
 
@@ -97,11 +101,11 @@ def test_a_reward_that_fails_is_named():
         raise KeyError("nothing")
 
     with pytest.raises(ValueError, match="--reward own:reward failed on prompt p0, completion '7 2': KeyError"):
-        source(reward=failing).draw(0, 1, "3")
+        draw(source(reward=failing), 0, 1)
     with pytest.raises(ValueError, match="--reward own:reward gave nan for prompt p0"):
-        source(reward=lambda *_: math.nan).draw(0, 1, "3")
+        draw(source(reward=lambda *_: math.nan), 0, 1)
     with pytest.raises(ValueError, match="--reward own:reward failed .* TypeError"):
-        source(reward=lambda *_: None).draw(0, 1, "3")
+        draw(source(reward=lambda *_: None), 0, 1)
 
 
 def test_figures_of_completions():

@@ -1,0 +1,70 @@
+"""A policy update is the same on every layout and for every division into microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from mimo.config.rl import RlConfig
+from tests.support import policy_updates
+from tests.support.global_state import assemble, worst_errors
+from tests.support.policy_updates import LENGTHS, PROMPTS, Outcome
+from tests.support.spawn import WorkerPool
+
+TOLERANCE = 1e-5
+CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1)
+# name -> ranks, flags, tokens of a microbatch, microbatches of each rank
+LAYOUTS = {
+    "more-microbatches": (1, "", 20, 4),
+    "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2", 24, 2),
+    "tp2": (2, "--llm-tp 2 --sequence-parallel", 24, 4),
+    "pp2": (2, "--llm-pp 2", 24, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(pool: WorkerPool) -> Outcome:
+    """One process, one microbatch."""
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=100)
+    (outcome,) = pool.run(policy_updates.update, (), 1, config, world_size=1)
+    return outcome
+
+
+def test_an_update_moves_the_policy_towards_rewarded_completions(expected):
+    first, second = expected.results
+    assert first.success and first.num_microbatches == 1 and first.grad_norm > 0
+    assert first.num_tokens == sum(LENGTHS) + 2 * sum(map(len, PROMPTS))
+    # The policy of the loss is that of the log-probs before the update.
+    assert first.metrics["ratio"] == pytest.approx(1, abs=1e-6) and first.metrics["clipped_low"] == 0
+    assert first.metrics["gen_kl"] > 1e-3 and 0 < first.metrics["importance_clipped_fraction"] < 1
+    assert 3 < first.metrics["entropy"] < math.log(policy_updates.VOCAB_SIZE)
+    assert all(math.isfinite(value) for each in expected.results for value in each.metrics.values())
+    before, after = assemble(expected.before), assemble(expected.after)
+    still = [name for name, values in before.items() if np.array_equal(values, after[name])]
+    assert still == [] and second.metrics["loss"] != first.metrics["loss"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
+    world_size, flags, budget, num_microbatches = LAYOUTS[layout]
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
+    found = pool.run(policy_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
+    for outcome in found:
+        assert not outcome.error
+        for mine, wanted in zip(outcome.results, expected.results, strict=True):
+            assert mine.num_microbatches == num_microbatches and mine.num_tokens == wanted.num_tokens
+            assert mine.metrics == pytest.approx(wanted.metrics, rel=TOLERANCE, abs=TOLERANCE)
+            assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE)
+    errors = worst_errors(assemble(expected.after), [outcome.after for outcome in found])
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+
+
+def test_a_loss_that_is_not_finite_updates_nothing_and_is_named(pool):
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=24)
+    found = pool.run(policy_updates.update, ("--llm-dp", "2"), 2, config, True, world_size=2)
+    for outcome in found:
+        assert outcome.error.startswith("ValueError: the policy loss is nan; nothing was updated"), outcome.error
+        assert "it comes from completions prompt" in outcome.error and outcome.results == []

@@ -1,0 +1,74 @@
+"""`train_rl.py` from flags to exit code: a small mixture of experts on two processes, with a live engine."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import records, torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FLAGS = """--device cpu --no-bf16 --transformer-impl local --model-provider causal_lm --num-layers 2 --hidden-size 64
+--num-attention-heads 2 --num-query-groups 1 --kv-channels 32 --ffn-hidden-size 64 --vocab-size 100 --num-experts 4
+--moe-router-topk 2 --moe-ffn-hidden-size 32 --qk-layernorm --llm-dp 2 --llm-ep 2 --seq-length 32
+--max-completion-tokens 12 --max-tokens-per-microbatch 96 --global-batch-size 32 --completions-per-prompt 8
+--train-iters 3 --lr 1e-2 --lr-decay-style constant --watchdog-timeout-s 60""".split()
+
+
+def test_three_steps_train_on_completions_of_the_weights_as_they_are(tmp_path: Path) -> None:
+    done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:digits", "--refit-verify",
+                    "--run-dir", str(tmp_path), script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    steps = records(tmp_path)
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    assert [step["policy-version"] for step in steps] == [0, 1, 2]
+    assert [step["consumed_samples"] for step in steps] == [32, 64, 96]
+    for step in steps:
+        assert step["success"] and math.isfinite(step["loss"]) and step["grad-norm"] > 0
+        # Engine and trainer have the same weights: after two updates that they see, stale ones would be far off.
+        assert 0 <= step["gen-kl"] < 1e-5 and step["max-abs-dlogp"] < 1e-3
+        assert step["importance-ratio"] == pytest.approx(1, abs=1e-4) and step["importance-clipped-fraction"] == 0
+        assert 0 < step["completion-length"] <= 12 and step["refit-bytes"] > 100_000
+    assert steps[2]["entropy"] < steps[0]["entropy"] - 0.02, "the weights have changed"
+    assert done.stdout.strip().splitlines()[-1] == f"reward: {steps[2]['reward']:.4f}"
+
+
+def test_a_reward_that_raises_ends_the_run_and_its_engine(tmp_path: Path) -> None:
+    done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:failing", "--run-dir", str(tmp_path),
+                    script="train_rl.py", PID_FILE=str(tmp_path / "pid"))
+    assert done.returncode != 0
+    assert "--reward tests.support.rl_rewards:failing failed on prompt arithmetic/train/000000" in done.stdout
+    assert "KeyError: 'no such answer'" in done.stdout
+    engine = Path("/proc") / (tmp_path / "pid").read_text()
+    deadline = time.monotonic() + 20
+    while engine.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not engine.exists()
+
+
+def test_a_reward_that_hangs_ends_the_run_by_name(tmp_path: Path) -> None:
+    done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:hanging", "--run-dir", str(tmp_path),
+                    "--watchdog-timeout-s", "20", script="train_rl.py")
+    assert done.returncode != 0
+    assert "stall on rank 0" in done.stdout and "waiting for rewards" in done.stdout, done.stdout[-3000:]
+    assert "in hanging" in (tmp_path / "stall-rank0.txt").read_text(), "where it was, as a Python stack"
+
+
+def test_an_engine_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:killing", "--run-dir", str(tmp_path),
+                    script="train_rl.py")
+    assert done.returncode != 0
+    assert [step["iteration"] for step in records(tmp_path)] == [1], "what was drawn before was trained on"
+    assert "RefitError: " in done.stdout, done.stdout[-3000:]
+    assert re.search(r"the engine at 127\.0\.0\.1:\d+ has ended", done.stdout), done.stdout[-3000:]
+
+
+def test_an_engine_that_does_not_come_up_in_time_ends_the_run(tmp_path: Path) -> None:
+    done = torchrun(2, *FLAGS, "--engine-start-timeout-s", "0.5", "--run-dir", str(tmp_path), script="train_rl.py")
+    assert done.returncode != 0
+    assert "did not start within 0.5 s" in done.stdout, done.stdout[-3000:]

@@ -1,0 +1,36 @@
+"""Rewards of a run under test: one that is easy to raise, and some that end it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def digits(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Share of the longest completion's characters that are digits."""
+    return sum(character.isdigit() for character in completion) / 12
+
+
+def failing(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Notes the engine's process in the file that PID_FILE names, and raises."""
+    (engine,) = multiprocessing.active_children()
+    Path(os.environ["PID_FILE"]).write_text(str(engine.pid))
+    raise KeyError("no such answer")
+
+
+def killing(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Kills the engine, whose answers it scores."""
+    for engine in multiprocessing.active_children():
+        engine.kill()
+        engine.join()
+    return float(len(completion))
+
+
+def hanging(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Never comes back."""
+    time.sleep(1e6)
+    return 0.0
