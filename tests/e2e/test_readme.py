@@ -16,8 +16,8 @@ import pytest
 
 from mimo import registry
 from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, parse_command
-from mimo.config.cli import FileConfig, parse
-from mimo.config.run import RunConfig
+from mimo.config.cli import FileConfig, parse, parse_as
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.toml_file import flag_name, typed_fields
 from mimo.config.validate import run_world_size, validate
 from tests.support.digit_shards import write_shards
@@ -58,12 +58,12 @@ def commands(page: Path) -> list[str]:
     return [command for line in lines if (command := line.split("#")[0].strip())]
 
 
-def training_commands() -> list[tuple[int | None, list[str]]]:
-    """Processes (None without torchrun) and flags of every command that starts the trainer."""
+def training_commands(script: str = "train_hetero.py") -> list[tuple[int | None, list[str]]]:
+    """Processes (None without torchrun) and flags of every command that starts a trainer."""
     found = []
     for page in PAGES:
         for command in commands(page):
-            launcher, entry, flags = command.partition("train_hetero.py")
+            launcher, entry, flags = command.partition(script)
             if entry:
                 processes = re.search(r"--nproc-per-node (\d+)", launcher)
                 found.append((int(processes[1]) if processes else None, shlex.split(flags)))
@@ -104,6 +104,12 @@ def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_
     validate(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
 
 
+@pytest.mark.parametrize(("processes", "flags"), training_commands("train_rl.py"))
+def test_every_command_of_reinforcement_learning_is_accepted(processes: int | None, flags: list[str]) -> None:
+    config = parse_as(RlRunConfig, flags, DESCRIPTION)
+    validate_rl(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
+
+
 def mimo_commands() -> list[list[str]]:
     return [shlex.split(command)[1:] for page in PAGES for command in commands(page) if command.startswith("mimo ")]
 
@@ -116,15 +122,16 @@ def test_every_mimo_command_is_accepted(words: list[str]) -> None:
 
 def test_every_flag_exists() -> None:
     configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags]
-    configs += [*(type(section) for section in vars(RunConfig()).values() if section is not None)]
+    configs += [*(type(section) for section in vars(RlRunConfig()).values() if section is not None)]
     configs += [
         registry.model_provider(name).Config
-        for name in ("llava", "mock", "nemotron-moe-vlm-20l", "tests.support.own_provider:provider")
+        for name in ("causal_lm", "llava", "mock", "nemotron-moe-vlm-20l", "tests.support.own_provider:provider")
     ]
     configs += [
         registry.dataset_provider(name).Config
         for name in ("digits", "energon", "mock", "tests.support.own_data:provider")
     ]
+    configs.append(registry.prompt_provider("arithmetic").Config)
     types = {name: kind for config in configs for name, kind in typed_fields(config).items()}
     known = {flag_name(name) for name in types} | {
         flag_name(f"no_{name}") for name, kind in types.items() if kind is bool
