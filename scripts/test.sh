@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 marks="not slow and not gpu"
-limit_s=1200
+limit_s=2400
 if [[ "${1:-}" == --slow ]]; then
     shift
     marks="not gpu"
