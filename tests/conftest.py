@@ -14,7 +14,6 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_checkpoint_strict.py": ("every_deleted", "every_corrupted_item", "no_code"),
     "test_deepseek.py": ("hugging_face[yarn",),
     "test_dynamic_resolution.py": ("both_pipelines", "1-encoder"),
-    "test_energon_training.py": ("go_on_exactly[routed]",),
     "test_equality.py": ("the_batch_is_mixed", "dense-encoder-dp1-llm-dp2", "dense-encoder-tp2", "moe-llm-ep2",
                          "moe-encoder-pp2-llm-pp2", "dense-colocated-encoder-dp2"),
     "test_hf_families.py": ("llama", "tied"),
@@ -26,7 +25,8 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_offload.py": ("[disjoint-overlap-bf16]", "says_so"),
     "test_packed_attention.py": ("tp2", "positions"),
     "test_radio.py": ("published", "norms_names", "to_the_bit"),
-    "test_recorded_bugs.py": ("",),
+    "test_recorded_bugs.py": ("test_bug_6", "test_bug_7", "test_bug_8", "test_bug_9", "test_bug_10", "test_bug_22",
+                              "every_layout[llm-tp2]", "test_bug_28", "test_bug_29"),
     "test_rl_logprobs.py": ("columns", "[dp2-ppo]", "[five-microbatches-gspo]", "[tp2-cispo]", "left_padding"),
     "test_refit_disk.py": ("an_export_writes[text", "leaves_nothing"),
     "test_rl_policy.py": ("moves_the_policy", "[dp2-ep2]"),
@@ -46,6 +46,7 @@ SLOW = (
     "test_workers_of_several_lanes_read_on_after_any_row", "own_loader_of_each_lane_reads[2-4-1]",
     "own_loader_of_each_lane_reads[1-3-1]", "own_loader_of_each_lane_reads[1-1-3]", "lose_and_repeat_nothing[49",
     "test_a_pack_without_a_decodable_image", "at_once_and_after_a_few_rows[1-", "test_lanes_that_are_not_neighbours",
+    "own_loader_of_each_lane_reads[1-2-", "lose_and_repeat_nothing[3-4-1]", "test_rows_of_a_blend_continue",
     "test_results_do_not_bring_megatron_along", "test_packs_of_a_worker_do_not_depend",
 )
 
