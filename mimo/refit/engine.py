@@ -81,7 +81,6 @@ class Sampling:
         max_tokens: of an answer.
         temperature: 0: the likeliest token.
         n: answers to each prompt.
-        seed: of the draws; None: the engine's own generator.
         stop_token_ids: tokens that end an answer.
         ignore_eos: go on after the model's own end token.
     """
@@ -89,7 +88,6 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     n: int = 1
-    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -194,7 +192,7 @@ class RolloutEngine:
         from vllm import SamplingParams
 
         drawn = SamplingParams(
-            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=sampling.seed,
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature,
             stop_token_ids=list(sampling.stop_token_ids) or None, ignore_eos=sampling.ignore_eos, logprobs=0,
             detokenize=False)
         with self._turn:
@@ -216,20 +214,6 @@ class RolloutEngine:
         return [[float(each[token].logprob)
                  for token, each in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]]
                 for output in outputs]
-
-    def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back (CUDA, with `enable_sleep_mode`): 1 keeps weights on the host, 2 nothing."""
-        if level > 1:
-            self.version = None
-        self._llm.sleep(level=level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again: `weights`, `kv_cache`, or all."""
-        self._llm.wake_up(tags=list(tags) if tags else None)
-
-    def close(self) -> None:
-        """Leave the trainer and end the engine's processes."""
-        self._llm.llm_engine.engine_core.shutdown()
 
     def _require_version(self) -> str:
         if self.version is None:

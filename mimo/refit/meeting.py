@@ -91,9 +91,9 @@ class Meeting:
         except RuntimeError:
             return None  # the store is gone
 
-    def arrive(self, scope: str, stage: str, note: str = "") -> None:
+    def arrive(self, scope: str, stage: str) -> None:
         """Say that this participant has come to a stage."""
-        self.store.set(f"{scope}/{stage}/{self.who}", note or "here")
+        self.store.set(f"{scope}/{stage}/{self.who}", "here")
 
     def wait_for(self, scope: str, stage: str, everybody: Sequence[str], grace_s: float = 0.0) -> None:
         """Wait until all have come to a stage, so many seconds longer than usual.

@@ -50,19 +50,6 @@ class SendOp(Op):
     source: Address
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Where processes run, by any name that is equal for those of one host.
-
-    Attributes:
-        ranks: host of each rank of the trainer.
-        workers: host of each worker.
-    """
-
-    ranks: Sequence[str]
-    workers: Sequence[str]
-
-
 def chunks(entries: Sequence[Entry], max_bytes: int) -> list[range]:
     """Numbers of consecutive entries that travel together.
 
@@ -80,8 +67,7 @@ def chunks(entries: Sequence[Entry], max_bytes: int) -> list[range]:
     return [*found, range(first, len(entries))] if entries else []
 
 
-def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, receiver: int,
-                 hosts: Hosts | None = None) -> list[Op]:
+def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, receiver: int) -> list[Op]:
     """What a worker receives, entry by entry.
 
     Args:
@@ -89,7 +75,6 @@ def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, recei
         holders: what the ranks of the trainer hold.
         wants: what the worker takes in.
         receiver: index of the worker.
-        hosts: where processes run; given, a sender on the worker's own host comes first. The same on both ends.
 
     Raises:
         ValueError: the worker wants a tensor that is not in the chunk plan or that no rank holds.
@@ -101,24 +86,23 @@ def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, recei
         raise ValueError(f"worker {receiver} wants tensors that the trainer does not have: "
                          f"{listed(missing)}")
     wanted, overlaps = wanted_slots(wants, known), _Overlaps()
-    turns: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+    turns: dict[int, int] = {}
     operations = []
     for number, entry in enumerate(entries):
         for slot, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
             piece = overlaps.of(held.box, slot.box)
             if piece is None:
                 continue
-            if held.ranks not in turns:
-                near = _near(held.ranks, receiver, hosts)
-                turns[held.ranks] = near, _turn(receiver, len(near))
-            near, turn = turns[held.ranks]
-            operations.append(Op(number, entry.name, piece, near[(turn + number) % len(near)], receiver,
+            count = len(held.ranks)
+            if count not in turns:
+                turns[count] = _turn(receiver, count)
+            operations.append(Op(number, entry.name, piece, held.ranks[(turns[count] + number) % count], receiver,
                                  overlaps.address(slot.address, slot.box, piece)))
     return operations
 
 
-def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot], wants: Mapping[int, Wants], rank: int,
-              hosts: Hosts | None = None) -> list[SendOp]:
+def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot], wants: Mapping[int, Wants],
+              rank: int) -> list[SendOp]:
     """What a rank of the trainer sends, entry by entry.
 
     Args:
@@ -128,7 +112,6 @@ def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot],
         wants: what each worker takes in, by index; workers that share one object are planned together. Names that this
             rank does not hold may be left out.
         rank: this rank.
-        hosts: where processes run. The same on both ends.
 
     Raises:
         ValueError: this rank does not hold what the holders say, or has a tensor that is not in the chunk plan.
@@ -142,7 +125,7 @@ def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot],
     for receiver in sorted(wants):
         alike.setdefault(id(wants[receiver]), []).append(receiver)
     held_entries = {name: entries[number] for name, number in numbers.items()}
-    groups = [(wanted_slots(wants[receivers[0]], held_entries), _Takers(receivers, rank, hosts))
+    groups = [(wanted_slots(wants[receivers[0]], held_entries), _Takers(receivers, rank))
               for receivers in alike.values()]
     overlaps = _Overlaps()
     operations = []
@@ -235,16 +218,11 @@ def described(entries: Sequence[Entry], operations: Iterable[Op]) -> list[str]:
     return [_line(entries, operation) for operation in operations]
 
 
-def described_entries(entries: Iterable[Entry]) -> list[str]:
-    """Each entry in words: name, dtype, shape, and whether it must stay float32."""
-    return [f"{entry.name} {entry.dtype} {list(entry.shape)}{' kept float32' * entry.keep_fp32}" for entry in entries]
-
-
 def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: str) -> str:
     """Where two ends first disagree, in words; empty where they do not.
 
     Args:
-        mine: one end's operations or entries, as `described` or `described_entries` has them.
+        mine: one end's operations, as `described` has them.
         theirs: the other's.
         me: who the one is, such as `trainer rank 3`.
         them: who the other is.
@@ -291,29 +269,20 @@ class _Overlaps:
 class _Takers:
     """Which of several workers that want the same take a box from one rank."""
 
-    def __init__(self, receivers: Sequence[int], rank: int, hosts: Hosts | None) -> None:
-        self._receivers, self._rank, self._hosts = receivers, rank, hosts
-        # For the ranks of a holder: (replicas, number of this rank among them, workers by their turn), of each host.
-        self._turns: dict[tuple[int, ...], list[tuple[int, int, list[list[int]]]]] = {}
+    def __init__(self, receivers: Sequence[int], rank: int) -> None:
+        self._receivers, self._rank = receivers, rank
+        # For the ranks of a holder: number of this rank among them, workers by their turn.
+        self._turns: dict[tuple[int, ...], tuple[int, list[list[int]]]] = {}
 
     def of(self, ranks: tuple[int, ...], number: int) -> list[int]:
         """Those that take an entry's box from this rank, which is one of the `ranks` that hold it."""
         if ranks not in self._turns:
-            near_by: dict[tuple[int, ...], list[list[int]]] = {}
+            turns: list[list[int]] = [[] for _ in ranks]
             for receiver in self._receivers:
-                near = _near(ranks, receiver, self._hosts)
-                turns = near_by.setdefault(near, [[] for _ in near])
-                turns[_turn(receiver, len(near))].append(receiver)
-            self._turns[ranks] = [(len(near), near.index(self._rank), turns) for near, turns in near_by.items()
-                                  if self._rank in near]
-        return [receiver for count, place, turns in self._turns[ranks] for receiver in turns[(place - number) % count]]
-
-
-def _near(ranks: tuple[int, ...], receiver: int, hosts: Hosts | None) -> tuple[int, ...]:
-    """The ranks among which a worker chooses: those on its host, or all where there are none."""
-    if hosts is None:
-        return ranks
-    return tuple(rank for rank in ranks if hosts.ranks[rank] == hosts.workers[receiver]) or ranks
+                turns[_turn(receiver, len(ranks))].append(receiver)
+            self._turns[ranks] = ranks.index(self._rank), turns
+        place, turns = self._turns[ranks]
+        return turns[(place - number) % len(ranks)]
 
 
 def _turn(receiver: int, count: int) -> int:

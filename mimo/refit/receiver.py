@@ -45,13 +45,11 @@ class InitInfo(WeightTransferInitInfo):
     Attributes:
         address, port: of its store.
         timeout_s: seconds that one wait may take.
-        first_worker: number of this engine's first worker where several engines are fed together.
     """
 
     address: str
     port: int
     timeout_s: float
-    first_worker: int = 0
 
 
 @dataclass
@@ -60,12 +58,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     Attributes:
         sync: its number, from 1.
-        version: policy version of the weights.
         workers: of each worker, trainer rank -> digest of what that rank sends it.
     """
 
     sync: int
-    version: str
     workers: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -118,7 +114,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.shutdown()
         parallel = self.parallel_config
-        self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._meeting = Meeting.open(init_info.address, init_info.port, f"worker {self._worker}", init_info.timeout_s)
         # Weights made up to start quickly are served to nobody.
         self.guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)

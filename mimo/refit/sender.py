@@ -197,8 +197,8 @@ class WeightSender:
             call = self._call(SETUP, self.client.init_weight_transfer_engine, {
                 "address": trainer.address, "port": meeting.port, "timeout_s": self.options.timeout_s})
         wants = self._read_wants()
-        self._operations = planning.send_plan(weights.entries, weights.holders, weights.slots, wants, trainer.rank)
-        self._by_worker = planning.by_receiver(self._operations)
+        operations = planning.send_plan(weights.entries, weights.holders, weights.slots, wants, trainer.rank)
+        self._by_worker = planning.by_receiver(operations)
         self._chunks = [self._chunk(chunk) for chunk in planning.chunks(weights.entries, self.options.chunk_bytes)]
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
@@ -262,8 +262,7 @@ class WeightSender:
         tensors = self.weights.prepare()
         call = None
         if self.trainer.rank == 0:
-            call = self._call(scope, self._update, scope, {"sync": self._syncs, "version": version,
-                                                    "workers": self._metadata})
+            call = self._call(scope, self._update, scope, {"sync": self._syncs, "workers": self._metadata})
         self._meeting.arrive(scope, "ready")
         self._meeting.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started

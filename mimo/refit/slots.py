@@ -2,7 +2,8 @@
 
 The trainer's ranks and the engine's workers each describe the part they hold as `Slot`s: which box of which Hugging
 Face tensor lies where in which of their own tensors. Planning is then the intersection of boxes and knows neither
-Megatron nor vLLM. Nothing here needs torch, and everything turns into JSON and back (`as_json`, `from_json`).
+Megatron nor vLLM. Nothing here needs torch, and slots and entries turn into JSON and back;
+`mimo.refit.tables` has what is sent of many.
 """
 
 from __future__ import annotations
@@ -141,16 +142,7 @@ class Wants:
 
     def digest(self) -> str:
         """Equal for workers that take in the same."""
-        return hashlib.sha256(json.dumps(self.as_json()).encode()).hexdigest()[:32]
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain lists."""
-        return {"direct": [slot_as_json(slot) for slot in self.direct], "loader": list(self.loader)}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """The other way."""
-        return cls(tuple(map(slot_from_json, value["direct"])), tuple(value["loader"]))
+        return hashlib.sha256(json.dumps([list(map(slot_as_json, self.direct)), self.loader]).encode()).hexdigest()[:32]
 
 
 def slot_as_json(slot: Slot) -> list[Any]:
@@ -174,18 +166,6 @@ def entry_from_json(value: Sequence[Any]) -> Entry:
     """The other way."""
     name, dtype, shape, keep_fp32 = value
     return Entry(name, dtype, tuple(shape), keep_fp32)
-
-
-def holders_as_json(holders: Holders) -> dict[str, Any]:
-    """Holders as plain lists."""
-    return {name: [[list(held.box.starts), list(held.box.stops), list(held.ranks)] for held in boxes]
-            for name, boxes in holders.items()}
-
-
-def holders_from_json(value: dict[str, Any]) -> Holders:
-    """The other way."""
-    return {name: [Holder(Box(tuple(starts), tuple(stops)), tuple(ranks)) for starts, stops, ranks in boxes]
-            for name, boxes in value.items()}
 
 
 def contiguous_strides(sizes: Iterable[int]) -> tuple[int, ...]:
