@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import shlex
-import socket
 import statistics
 import sys
 import tempfile
@@ -31,9 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mimo.refit.engine import EngineOptions, RolloutEngine
+from mimo.refit.engine import EngineOptions
 from mimo.refit.host import EngineHandle, EngineProcess
 from mimo.refit.options import RefitOptions, RefitReport
+from scripts.bench.broadcast_arm import add_broadcast, broadcast_arm, free_port, use
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
          "attention_bias": False, "rope_theta": 1e6, "max_position_embeddings": 4096, "vocab_size": 151936,
@@ -139,13 +139,6 @@ def train(chosen: argparse.Namespace, folder: str, handle: EngineHandle, num_ran
             each.join(30)
             each.kill()
     return result
-
-
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace, folder: str, handle: EngineHandle,
@@ -257,15 +250,6 @@ def agreement(chosen: argparse.Namespace, built: Any, grids: Any, handle: Engine
     return max(float((one - answers[0]).abs().max()) for one in answers[1:])
 
 
-def use(grids: Any, handle: EngineHandle, backend: str) -> None:
-    """Have the engine's workers take weights by a backend, or by one of our arms."""
-    import torch.distributed as dist
-
-    if grids.rank == 0:
-        handle.call("use_backend", backend)
-    dist.barrier(group=grids.host)
-
-
 def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
                handle: EngineHandle, backend: str) -> Callable[[str], RefitReport]:
     """This project's path; each arm has workers' engines of its own."""
@@ -276,85 +260,6 @@ def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, pr
                            chunk_bytes=chosen.chunk_mib << 20)
     sender = connect(built, grids, provider, family_config, handle, handle.num_workers, options, "127.0.0.1")
     return sender.send
-
-
-def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, handle: EngineHandle,
-                  dtype: str) -> Callable[[str], None]:
-    """vLLM's own packed broadcast from the trainer's first rank, as vLLM 0.26 and 0.32 have it."""
-    import torch
-
-    from mimo.checkpoint.agree import from_first_rank
-    from mimo.refit.holdings import holdings
-    from mimo.refit.source import MegatronSource
-    from mimo.refit.whole import WholeTensors
-
-    held = holdings(built, grids, provider, family_config, dtype)
-    source = MegatronSource(WholeTensors(built, held, torch.device("cuda", torch.cuda.current_device())))
-    port = from_first_rank(grids, free_port())
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    if "NCCLTrainerInitInfo" in vars(nccl_engine):
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-        trainer = WeightTransferTrainerFactory.trainer_init(
-            nccl_engine.NCCLTrainerInitInfo("127.0.0.1", port, handle.num_workers + 1, rank=grids.rank),
-            client=handle, source=source)
-        return lambda version: trainer.send_weights()
-    return older_broadcast(grids, handle, source, port)
-
-
-def older_broadcast(grids: Any, handle: EngineHandle, source: Any, port: int) -> Callable[[str], None]:
-    """As vLLM 0.26's examples do it."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
-
-    if grids.rank != 0:
-        def follow(version: str) -> None:
-            for _ in source:
-                pass
-
-        return follow
-    threads = ThreadPoolExecutor(1)
-    info = {"master_address": "127.0.0.1", "master_port": port, "world_size": handle.num_workers + 1}
-    joined = threads.submit(handle.init_weight_transfer_engine, info | {"rank_offset": 1})
-    group = NCCLWeightTransferEngine.trainer_init(info)
-    joined.result()
-    metadata = source.metadata()
-    update = {"names": [each.name for each in metadata], "packed": True,
-              "dtype_names": [str(each.dtype).removeprefix("torch.") for each in metadata],
-              "shapes": [list(each.shape) for each in metadata]}
-
-    def send(version: str) -> None:
-        handle.start_weight_update()
-        received = threads.submit(handle.update_weights, update)
-        NCCLWeightTransferEngine.trainer_send_weights(iter(source), NCCLTrainerSendWeightsArgs(group, packed=True))
-        received.result()
-        handle.finish_weight_update(version)
-
-    return send
-
-
-def add_broadcast() -> None:
-    """In the engine's process: let a call choose which weight-transfer engine its workers use."""
-    def use_backend(engine: Any, name: str) -> None:
-        engine._llm.llm_engine.collective_rpc(choose_backend, args=(name,))
-
-    RolloutEngine.use_backend = use_backend  # type: ignore[attr-defined]
-
-
-def choose_backend(worker: Any, name: str) -> None:
-    """In a worker: the weight-transfer engine of an arm, made when it is first asked for."""
-    from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    own = vars(worker).get("worker") or worker
-    known = vars(own).setdefault("_refit_arms", {"mimo": own.weight_transfer_engine})
-    if name not in known:
-        known[name] = WeightTransferEngineFactory.create_engine(
-            WeightTransferConfig(backend="nccl" if name == "nccl" else "mimo"), own.vllm_config, own.device,
-            own.model_runner.get_model())
-    own.weight_transfer_engine = known[name]
 
 
 def rate_of_copies() -> float | None:
