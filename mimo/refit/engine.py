@@ -178,12 +178,14 @@ class RolloutEngine:
         self.version = loaded
         return loaded
 
-    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling) -> list[list[Rollout]]:
+    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
+                 seeds: Sequence[int] = ()) -> list[list[Rollout]]:
         """Answers to each prompt.
 
         Args:
             prompts: vLLM's: `{"prompt_token_ids": [...]}` or `{"prompt": text}`, with `multi_modal_data` for images.
             sampling: how.
+            seeds: one for each prompt, from which its answers are drawn; none: from the engine's own generator.
 
         Raises:
             RefitError: the engine has no complete weights.
@@ -191,10 +193,10 @@ class RolloutEngine:
         version = self._require_version()
         from vllm import SamplingParams
 
-        drawn = SamplingParams(
-            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature,
+        drawn = [SamplingParams(
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=seed,
             stop_token_ids=list(sampling.stop_token_ids) or None, ignore_eos=sampling.ignore_eos, logprobs=0,
-            detokenize=False)
+            detokenize=False) for seed in (seeds or [None] * len(prompts))]
         with self._turn:
             outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
         return [[_rollout(answer, version) for answer in output.outputs] for output in outputs]
@@ -214,6 +216,18 @@ class RolloutEngine:
         return [[float(each[token].logprob)
                  for token, each in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]]
                 for output in outputs]
+
+    def sleep(self) -> None:
+        """Give the device's memory back; needs `enable_sleep_mode`. The weights are lost: the next refit brings them."""
+        self.version = None
+        self._reset_caches()
+        with self._turn:
+            self._llm.sleep(level=2)
+
+    def wake_up(self, *tags: str) -> None:
+        """Take memory for `weights`, for `kv_cache`, or for both, once more. A refit needs that for weights."""
+        with self._turn:
+            self._llm.wake_up(tags=list(tags) or None)
 
     def _require_version(self) -> str:
         if self.version is None:

@@ -60,10 +60,19 @@ class EngineHandle:
         loaded: str = self.call("load_from_disk", folder, version, timeout_s)
         return loaded
 
-    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling) -> list[list[Rollout]]:
+    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
+                 seeds: Sequence[int] = ()) -> list[list[Rollout]]:
         """As the engine's."""
-        answers: list[list[Rollout]] = self.call("generate", prompts, sampling)
+        answers: list[list[Rollout]] = self.call("generate", prompts, sampling, seeds)
         return answers
+
+    def sleep(self) -> None:
+        """As the engine's."""
+        self.call("sleep")
+
+    def wake_up(self, *tags: str) -> None:
+        """As the engine's."""
+        self.call("wake_up", *tags)
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
         """As the engine's."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from mimo.refit.engine import Rollout, Sampling
 from mimo.rl.prompts import Prompt, PromptSet
 from mimo.rl.rewards.protocol import Reward
@@ -61,8 +63,9 @@ class Rollouts:
 class Generator(Protocol):
     """An engine, as far as rollouts need one."""
 
-    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling) -> list[list[Rollout]]:
-        """`sampling.n` answers to each prompt."""
+    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
+                 seeds: Sequence[int] = ()) -> list[list[Rollout]]:
+        """`sampling.n` answers to each prompt, drawn from its seed where there are any."""
         ...
 
 
@@ -95,6 +98,7 @@ class RolloutSource:
         sampling: how completions are drawn.
         seq_length: tokens of prompt and completion together, at most.
         progress: told after each completion that is scored.
+        seed: of the draws; None: the engine draws as it likes, faster and never twice the same.
     """
 
     engine: Generator
@@ -104,6 +108,7 @@ class RolloutSource:
     sampling: Sampling
     seq_length: int
     progress: Callable[[], None]
+    seed: int | None = None
 
     def ask(self, first: int, count: int, version: str) -> Answers:
         """Answers to `count` prompts from place `first` on.
@@ -121,8 +126,9 @@ class RolloutSource:
         for prompt in prompts:
             self._check_length(prompt)
         began = time.perf_counter()
+        seeds = () if self.seed is None else [draw_seed(self.seed, first + place) for place in range(count)]
         answers = self.engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
-                                       self.sampling)
+                                       self.sampling, seeds)
         seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
         return Answers(prompts, answers, version, seconds)
@@ -158,6 +164,13 @@ class RolloutSource:
                              f"{text[:200]!r}")
         self.progress()
         return score
+
+
+def draw_seed(seed: int, index: int) -> int:
+    """From which the engine draws the completions of the prompt at a place: the same in a run that was resumed."""
+    drawn = np.random.SeedSequence([seed, index]).generate_state(2)
+    # vLLM adds the number of the completion; torch takes what fits a signed 64-bit integer.
+    return int(drawn[0]) << 30 | int(drawn[1]) >> 2
 
 
 def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]], sampling: Sampling,

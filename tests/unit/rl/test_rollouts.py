@@ -9,7 +9,7 @@ import pytest
 
 from mimo.refit.engine import Rollout, Sampling
 from mimo.rl.prompts import Prompt
-from mimo.rl.rollouts import Completion, Rollouts, RolloutSource, check_answers, rollout_metrics
+from mimo.rl.rollouts import Completion, Rollouts, RolloutSource, check_answers, draw_seed, rollout_metrics
 
 SAMPLING = Sampling(max_tokens=4, n=2, stop_token_ids=(2,))
 GOOD = Rollout((7, 2), (-0.5, -0.1), "3", "stop")
@@ -31,8 +31,8 @@ class Engine:
     def __init__(self, answers):
         self.answers, self.asked = answers, []
 
-    def generate(self, prompts, sampling):
-        self.asked.append((prompts, sampling))
+    def generate(self, prompts, sampling, seeds=()):
+        self.asked.append((prompts, sampling, list(seeds)))
         return [list(self.answers) for _ in prompts]
 
 
@@ -55,7 +55,7 @@ def test_completions_carry_what_the_engine_and_the_reward_said():
     asked = source((GOOD, other), reward)
     rollouts = draw(asked, 4, 2)
     assert asked.engine.asked == [([{"prompt_token_ids": [10, 11, 12, 13, 14]},
-                                    {"prompt_token_ids": [10, 11, 12, 13, 14, 15]}], SAMPLING)]
+                                    {"prompt_token_ids": [10, 11, 12, 13, 14, 15]}], SAMPLING, [])]
     assert seen == [("?????", "7 2", "truth 4", 4), ("?????", "8 9 9 9", "truth 4", 4),
                     ("??????", "7 2", "truth 5", 5), ("??????", "8 9 9 9", "truth 5", 5)]
     assert rollouts.version == "3" and [each.key for each in rollouts.completions] == ["p4#0", "p4#1", "p5#0", "p5#1"]
@@ -116,3 +116,13 @@ def test_figures_of_completions():
                                       completion(1, 0.0, 1), completion(1, 1.0, 1)), "0"))
     assert found == {"reward": 0.75, "reward-std": pytest.approx(math.sqrt(0.1875)), "equal-reward-prompts": 0.5,
                      "completion-length": 2.0, "completion-length-max": 4.0, "truncated-completions": 0.25}
+
+
+def test_every_prompt_has_a_seed_of_its_own_whatever_it_is_asked_with():
+    asked = dataclasses.replace(source(), seed=7)
+    asked.ask(3, 2, "3")
+    asked.ask(4, 1, "3")
+    (_, _, both), (_, _, one) = asked.engine.asked
+    assert len(both) == 2 and both[1:] == one and both[0] != both[1]
+    assert draw_seed(7, 4) == one[0] and draw_seed(8, 4) != one[0]
+    assert all(0 <= draw_seed(7, index) < 2**62 for index in range(100))
