@@ -22,8 +22,8 @@ BLOCK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class _Emptied:
-    """A storage and the bytes that it had."""
+class Held:
+    """A storage and the bytes that it has, or had before it was emptied."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -46,8 +46,8 @@ class Offload:
 
     def __init__(self, built: BuiltModel, optimizer: HeteroOptimizer) -> None:
         self._built, self._optimizer = built, optimizer
-        self._emptied: dict[str, list[_Emptied]] = {}
-        self._host: dict[str, _HostMemory] = {}
+        self._emptied: dict[str, list[Held]] = {}
+        self._host: dict[str, HostMemory] = {}
         self._shadowed: list[tuple[Any, str, Any]] = []
 
     @property
@@ -67,7 +67,7 @@ class Offload:
             return 0
         self._built.model.disable_forward_pre_hook()
         self._built.model.enable_forward_pre_hook()
-        return self._move(WEIGHTS, self._weight_storages())
+        return self._move(WEIGHTS, weight_storages(self._built))
 
     def gradients(self) -> int:
         """Give up the gradient buffers. Returns as `weights`."""
@@ -79,7 +79,7 @@ class Offload:
 
     def optimizer(self) -> int:
         """Move fp32 copies of weights and the moments, of every module. Returns as `weights`."""
-        weights = {storage._cdata for storage in self._weight_storages()} if WEIGHTS not in self.offloaded else {
+        weights = {storage._cdata for storage in weight_storages(self._built)} if WEIGHTS not in self.offloaded else {
             emptied.storage._cdata for emptied in self._emptied[WEIGHTS]}
         state = _distinct(_state_tensors(self._optimizer))
         # Without fp32 copies an optimizer updates the weights themselves.
@@ -106,22 +106,16 @@ class Offload:
             if kind in (kinds or KINDS) and kind in self.offloaded:
                 self._fill(kind)
 
-    def _weight_storages(self) -> list[torch.UntypedStorage]:
-        model = self._built.model
-        return _distinct((*model.parameters(), *model.buffers(), *(
-            buffer.param_data for wrapped in self._built.wrapped.values() for buffer in _buffers_of(wrapped)
-            if buffer.param_data is not None)))
-
     def _move(self, kind: str, storages: list[torch.UntypedStorage]) -> int:
         if kind in self.offloaded:
             return 0
         device = self._device()
         # CPU tensors of a model on a GPU (step counters) are where they should be.
-        emptied = [_Emptied(storage, storage.nbytes()) for storage in storages
+        emptied = [Held(storage, storage.nbytes()) for storage in storages
                    if storage.device.type == device.type and storage.nbytes()]
         if kind != GRADIENTS:
-            self._host.setdefault(kind, _HostMemory(pinned=device.type == "cuda")).save(emptied)
-        _synchronize(device)  # copies, and whatever other streams still do with this memory
+            self._host.setdefault(kind, HostMemory(pinned=device.type == "cuda")).save(emptied)
+        synchronize(device)  # copies, and whatever other streams still do with this memory
         self._built.residency.offloaded.add(kind)
         self._emptied[kind] = emptied
         self._refuse_steps()
@@ -141,7 +135,7 @@ class Offload:
                 _bytes_of(each.storage).zero_()
         else:
             self._host[kind].load(emptied)
-        _synchronize(self._device())
+        synchronize(self._device())
         del self._emptied[kind]
         self._built.residency.offloaded.discard(kind)
         if not self.offloaded:
@@ -172,7 +166,14 @@ class Offload:
         return lambda *args, **kwargs: self._built.residency.require(f"{name} of a training step", *KINDS)
 
 
-class _HostMemory:
+def weight_storages(built: BuiltModel) -> list[torch.UntypedStorage]:
+    """Behind the parameters and buffers of every module of this rank and the wheel's buffers of them, each once."""
+    return _distinct((*built.model.parameters(), *built.model.buffers(), *(
+        buffer.param_data for wrapped in built.wrapped.values() for buffer in _buffers_of(wrapped)
+        if buffer.param_data is not None)))
+
+
+class HostMemory:
     """Host memory for the contents of storages, which lie in it end to end.
 
     Args:
@@ -183,7 +184,7 @@ class _HostMemory:
         self._pinned = pinned
         self._blocks: list[torch.Tensor] = []
 
-    def save(self, emptied: list[_Emptied]) -> None:
+    def save(self, emptied: list[Held]) -> None:
         """Copy the storages' contents here; done once the device is synchronised."""
         missing = sum(each.num_bytes for each in emptied) - sum(block.numel() for block in self._blocks)
         while missing > 0:
@@ -193,12 +194,22 @@ class _HostMemory:
         for here, there in self._pairs(emptied):
             here.copy_(there, non_blocking=self._pinned)
 
-    def load(self, emptied: list[_Emptied]) -> None:
+    def load(self, emptied: list[Held]) -> None:
         """Copy them back; done once the device is synchronised."""
         for here, there in self._pairs(emptied):
             there.copy_(here, non_blocking=self._pinned)
 
-    def _pairs(self, emptied: list[_Emptied]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def exchange(self, held: list[Held]) -> None:
+        """Contents of the storages that were saved here go here, and those go there; done once it is synchronised.
+
+        Takes memory of the device for a block at a time.
+        """
+        for here, there in self._pairs(held):
+            before = there.clone()
+            there.copy_(here, non_blocking=self._pinned)
+            here.copy_(before, non_blocking=self._pinned)
+
+    def _pairs(self, emptied: list[Held]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of blocks and of storages that belong together."""
         number = begin = 0
         for each in emptied:
@@ -244,6 +255,7 @@ def _state_tensors(optimizer: HeteroOptimizer) -> Iterator[torch.Tensor]:
                     yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
