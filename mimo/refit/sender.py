@@ -112,7 +112,7 @@ class WeightSender:
     Args:
         weights: what the ranks hold.
         trainer: this rank.
-        client: the engine; only the first rank calls it.
+        client: the engine; only the first rank calls it, and others may have none.
         num_workers: of the engine, over all data-parallel replicas.
         options: how.
 
@@ -121,7 +121,7 @@ class WeightSender:
             it lacks, that would be rounded), or some rank failed.
     """
 
-    def __init__(self, weights: TrainerWeights, trainer: Trainer, client: EngineClient, num_workers: int,
+    def __init__(self, weights: TrainerWeights, trainer: Trainer, client: EngineClient | None, num_workers: int,
                  options: RefitOptions) -> None:
         self.weights, self.trainer, self.client, self.options = weights, trainer, client, options
         self.num_workers = num_workers
@@ -151,6 +151,11 @@ class WeightSender:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
+
+    @property
+    def _engine(self) -> EngineClient:
+        assert self.client is not None, "the first rank alone calls the engine"
+        return self.client
 
     def _meet(self) -> Meeting:
         who, limit = f"trainer rank {self.trainer.rank}", self.options.timeout_s
@@ -194,7 +199,7 @@ class WeightSender:
                 "entries": [entry_as_json(entry) for entry in weights.entries], "spellings": list(weights.spellings),
                 "holders": holders_table(weights.holders), "options": self.options.as_json(),
                 "num_trainers": trainer.world_size, "num_workers": self.num_workers})
-            call = self._call(SETUP, self.client.init_weight_transfer_engine, {
+            call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
                 "address": trainer.address, "port": meeting.port, "timeout_s": self.options.timeout_s})
         wants = self._read_wants()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slots, wants, trainer.rank)
@@ -272,16 +277,16 @@ class WeightSender:
         self._result(scope, call)
         if self.trainer.rank == 0:
             self._read_reports(scope, report)
-            self._result(scope, self._call(scope, self.client.finish_weight_update, version))
+            self._result(scope, self._call(scope, self._engine.finish_weight_update, version))
             self._meeting.arrive(scope, "finished")
             self._forget(self._syncs - 2)
         self._meeting.wait_for(scope, "finished", ["trainer rank 0"], GRACE_S)
         report.seconds["total"] = time.monotonic() - started
 
     def _update(self, scope: str, update_info: dict[str, Any]) -> None:
-        self.client.start_weight_update()
+        self._engine.start_weight_update()
         self._meeting.check(scope)  # an engine that was stopped may answer long after this sync was given up
-        self.client.update_weights(update_info)
+        self._engine.update_weights(update_info)
 
     def _transfer(self, scope: str, tensors: Mapping[str, torch.Tensor], report: RefitReport) -> None:
         """Send every chunk, and then the running digest of each worker's messages."""

@@ -81,8 +81,8 @@ def _device(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, client: EngineClient,
-            num_workers: int, options: RefitOptions, address: str = "") -> WeightSender:
+def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
+            client: EngineClient | None, num_workers: int, options: RefitOptions, address: str = "") -> WeightSender:
     """Connect a trainer with an engine. Collective over the trainer's world.
 
     Args:
@@ -90,7 +90,7 @@ def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         grids: process groups.
         provider: the model family.
         family_config: its configuration.
-        client: the engine; only the first rank calls it.
+        client: the engine; only the first rank calls it, and others may have none.
         num_workers: of the engine.
         options: how weights travel.
         address: name or address under which workers reach the first rank; empty: this machine's name.

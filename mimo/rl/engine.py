@@ -6,12 +6,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Protocol
 
 from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import ModelProvider
 from mimo.refit.engine import EngineOptions
 from mimo.refit.host import EngineProcess
 from mimo.refit.options import RefitOptions
+from mimo.refit.replicas import RolloutClient
 
 # What torchrun tells its workers. In an engine's process they would make its own process group join the trainer's.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -20,6 +22,41 @@ LAUNCHER_PREFIX = "TORCHELASTIC_"
 # Of an engine on the CPU, where the environment does not say otherwise: nothing is looked up on a hub or compiled, and
 # hundreds of lines of its start are not shown.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+class Engine(Protocol):
+    """The rollout engine of a run, whose processes the first rank has started; only that rank has it."""
+
+    @property
+    def client(self) -> RolloutClient:
+        """Calls it."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Under which its workers reach the first rank."""
+        ...
+
+    def close(self) -> None:
+        """End its processes, whatever they do."""
+        ...
+
+
+class ChildEngine:
+    """One engine, in a child process.
+
+    Args:
+        process: of the engine.
+    """
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self.client: RolloutClient = process.handle
+        self.address = os.environ["MASTER_ADDR"]
+
+    def close(self) -> None:
+        """End it."""
+        self._process.close()
 
 
 def engine_dtype(config: RlRunConfig) -> str:
@@ -52,7 +89,7 @@ def engine_options(config: RlRunConfig, folder: Path) -> EngineOptions:
         environment=environment)
 
 
-def start_engine(config: RlRunConfig, provider: ModelProvider) -> EngineProcess:
+def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:
     """Describe the model in the run's folder and start its engine.
 
     Args:
@@ -71,8 +108,8 @@ def start_engine(config: RlRunConfig, provider: ModelProvider) -> EngineProcess:
     except OSError as error:
         raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
     flags = config.rollout
-    return EngineProcess(engine_options(config, folder), flags.engine_start_timeout_s, flags.rollout_timeout_s,
-                         setup=leave_launcher)
+    return ChildEngine(EngineProcess(engine_options(config, folder), flags.engine_start_timeout_s,
+                                     flags.rollout_timeout_s, setup=leave_launcher))
 
 
 def leave_launcher() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,9 @@ from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider
 from mimo.refit.engine import Sampling
-from mimo.refit.host import EngineHandle, EngineProcess
 from mimo.refit.options import RefitReport
 from mimo.refit.trainer import connect
-from mimo.rl.engine import refit_options, start_engine
+from mimo.rl.engine import Engine, refit_options, start_engine
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.prompts import PromptProvider
 from mimo.rl.records import PolicyRecord, format_policy_steps
@@ -92,7 +90,7 @@ class RlLoop:
         self._tokens = self.provider.token_spec(self.config.model_family)
         return lines
 
-    def _start_engine(self) -> EngineProcess | None:
+    def _start_engine(self) -> Engine | None:
         """The engine, on the first rank."""
         if self.grids.rank != 0:
             return None
@@ -100,24 +98,25 @@ class RlLoop:
         with self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S), self.watchdog.waiting("start of the rollout engine"):
             return start_engine(self.config, self.provider)
 
-    def _connect(self, engine: EngineProcess | None) -> None:
+    def _connect(self, engine: Engine | None) -> None:
         """Meet the engine, which every rank sends weights to and the first one talks to."""
         flags, rl = self.config.rollout, self.config.rl
         with (self.watchdog.limit(flags.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
-            handle: EngineHandle = from_first_rank(self.grids, engine.handle if engine is not None else None)
+            num_workers = from_first_rank(self.grids, engine.client.num_workers if engine is not None else None)
         # An engine's first answer may take as long as its calls may.
         with (self.watchdog.limit(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the rollout engine's agreement on weights")):
-            self.sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family, handle,
-                                  handle.num_workers, refit_options(self.config), os.environ["MASTER_ADDR"])
+            self.sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
+                                  engine.client if engine is not None else None, num_workers,
+                                  refit_options(self.config), engine.address if engine is not None else "")
         self.source: RolloutSource | None = None
         padding = None
-        if self.grids.rank == 0:
+        if engine is not None:
             prompts = self.prompt_provider.open(self.config.dataset, self._tokens, "train", self.config.train.seed)
             sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.completions_per_prompt,
                                 stop_token_ids=(prompts.end_token_id,))
-            self.source = RolloutSource(handle, prompts, registry.reward(rl.reward), rl.reward, sampling,
+            self.source = RolloutSource(engine.client, prompts, registry.reward(rl.reward), rl.reward, sampling,
                                         self.config.train.seq_length, self.watchdog.progress)
             padding = prompts.pad_token_id
         self.policy = PolicyTrainer(self.parts, rl, self._tokens.vocab_size, from_first_rank(self.grids, padding))
