@@ -1,6 +1,7 @@
 """Generated sums in the format of GSM8K: a question, and an answer that ends with `#### 42`.
 
-Every prompt is a pure function of seed, split and index. Which sums are held out depends on nothing: they never occur
+As prompts to complete (train_rl.py), and with their answers as targets (train_hetero.py): the same sums at the same
+places. Each is a pure function of seed, split and index. Which sums are held out depends on nothing: they never occur
 in the train split, whatever the seed.
 """
 
@@ -9,12 +10,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from data import character_tokenizer
-from mimo.protocols import TokenSpec
+from data.indexed import IndexedStream
+from mimo.protocols import Lane, Sample, TokenSpec
 from mimo.rl.prompts import Prompt
 
 SPLITS = ("train", "valid")
@@ -60,7 +63,7 @@ class Arithmetic:
         """
         _check(config)
         self._config, self._split, self._seed = config, split, seed
-        self._tokenizer = _load(config.tokenizer) if config.tokenizer else character_tokenizer.build()
+        self._tokenizer = _tokenizer(config.tokenizer)
         name = f"--tokenizer {config.tokenizer}" if config.tokenizer else "the tokenizer of characters"
         largest = max(self._tokenizer.get_vocab().values())
         if largest >= tokens.vocab_size:
@@ -92,9 +95,16 @@ class Arithmetic:
         """Text of a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def sample(self, index: int) -> Sample:
+        """The sum at a place with its answer and the end token, which are the targets."""
+        prompt = self.prompt(index)
+        answer = [*self._tokenizer(prompt.ground_truth, add_special_tokens=False)["input_ids"], self.end_token_id]
+        return Sample(prompt.key, np.array([*prompt.token_ids, *answer], np.int64),
+                      np.arange(len(prompt.token_ids) + len(answer)) >= len(prompt.token_ids))
+
 
 class ArithmeticProvider:
-    """The `arithmetic` prompts; see the module's text."""
+    """The `arithmetic` sums, for both programs; see the module's text."""
 
     Config: ClassVar[type] = Config
 
@@ -105,6 +115,21 @@ class ArithmeticProvider:
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> Arithmetic:
         """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
         return Arithmetic(config, tokens, split, seed)
+
+    def stream(self, config: Config, tokens: TokenSpec, lane: Lane) -> IndexedStream:
+        """Open one lane of sums with their answers. Raises ValueError as `validate`."""
+        sums = self.open(config, tokens, lane.split, lane.seed)
+        return IndexedStream(lane, sums.sample)
+
+    def num_samples(self, config: Config, split: str) -> int | None:
+        """None: sums are drawn without end."""
+        return None
+
+    def decode(self, config: Config, tokens: list[int]) -> str:
+        """Text up to the end token."""
+        tokenizer = _tokenizer(config.tokenizer)
+        end = tokenizer.eos_token_id
+        return str(tokenizer.decode(tokens[: tokens.index(end) if end in tokens else None], skip_special_tokens=True))
 
 
 def _check(config: Config) -> None:
@@ -120,7 +145,11 @@ def _check(config: Config) -> None:
                          f"up to --arithmetic-max {config.arithmetic_max}")
 
 
-def _load(folder: str) -> Any:
+@lru_cache(maxsize=4)
+def _tokenizer(folder: str) -> Any:
+    """That of a folder, or of characters for none."""
+    if not folder:
+        return character_tokenizer.build()
     from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
 
     return load_tokenizer(folder)

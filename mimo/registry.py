@@ -20,6 +20,7 @@ MODEL_PROVIDERS = {
     "nemotron_h": "providers.nemotron_h:provider",
 }
 DATASET_PROVIDERS = {
+    "arithmetic": "data.arithmetic:provider",
     "digits": "data.digits:provider",
     "energon": "data.energon:provider",
     "mock": "data.mock:provider",

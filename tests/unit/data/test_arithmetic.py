@@ -6,7 +6,8 @@ import pytest
 
 from data import arithmetic, character_tokenizer
 from data.arithmetic import Config, is_held_out, provider
-from mimo.protocols import TokenSpec
+from mimo import registry
+from mimo.protocols import Lane, RoutedDataProvider, TokenSpec
 from mimo.rl.rewards.gsm8k import reward
 
 TOKENS = TokenSpec(character_tokenizer.VOCAB_SIZE, image_token_id=-1, image_size=0, num_channels=0)
@@ -85,3 +86,25 @@ class Ending:
 def test_what_cannot_work_is_refused_by_flag(fields, tokens, expected):
     with pytest.raises(ValueError, match=expected):
         provider.validate(Config(**fields), tokens)
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_samples_to_learn_from_are_the_prompts_with_their_answers(split):
+    config = Config(arithmetic_form="words")
+    prompts = provider.open(config, TOKENS, split, 3)
+    stream = provider.stream(config, TOKENS, Lane("language", 1, 2, 3, split))
+    for index in (1, 3, 5):
+        prompt, sample = prompts.prompt(index), next(stream)
+        assert sample.key == prompt.key
+        tokens = sample.tokens.tolist()
+        assert tuple(tokens[: len(prompt.token_ids)]) == prompt.token_ids
+        answer = [token for token, is_target in zip(tokens, sample.target_mask, strict=True) if is_target]
+        assert sample.target_mask.sum() == len(tokens) - len(prompt.token_ids)
+        assert answer[-1] == prompts.end_token_id and prompts.decode(answer) == prompt.ground_truth
+        assert provider.decode(config, [*answer, *answer]) == prompt.ground_truth, "up to the end token"
+        assert reward(prompt.text, provider.decode(config, answer), prompt.ground_truth, {}) == 1.0
+
+
+def test_both_programs_know_it_by_one_name():
+    assert registry.dataset_provider("arithmetic") is registry.prompt_provider("arithmetic") is provider
+    assert not isinstance(provider, RoutedDataProvider), "every rank makes its own sums"
