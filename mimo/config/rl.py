@@ -59,6 +59,11 @@ class RlConfig:
     """Largest weight that is kept; left out: 5 with icepop, 1.002 with sequence."""
     max_tokens_per_microbatch: int = 8192
     """Tokens of the whole sequences, prompts included, that share a microbatch."""
+    eval_prompts: int = 0
+    """Held-out prompts of an evaluation, one completion each: before the first update, every --eval-interval
+    iterations and at the end; 0 does not evaluate."""
+    eval_temperature: float = 0.0
+    """Divides the logits in evaluations; 0: the likeliest token."""
 
     @property
     def importance_band(self) -> tuple[float, float]:
@@ -96,6 +101,9 @@ def validate(config: RlConfig, *, llm_tp: int = 1, sequence_parallel: bool = Fal
     _refuse(sequence_parallel and budget % llm_tp != 0,
             f"--max-tokens-per-microbatch {budget} is not divisible by --llm-tp {llm_tp}, which --sequence-parallel "
             f"needs; nearest are {budget // llm_tp * llm_tp or llm_tp} and {-(-budget // llm_tp) * llm_tp}")
+    _refuse(config.eval_prompts < 0, f"--eval-prompts {config.eval_prompts} is below 0")
+    _refuse(not _is_least(config.eval_temperature, 0),
+            f"--eval-temperature {config.eval_temperature} is not a number from 0 on")
     registry.reward(config.reward)
 
 

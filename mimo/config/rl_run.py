@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mimo import registry
@@ -57,10 +57,13 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
     """
-    layout = validate(config, world_size, rank)
+    # Evaluations here are of prompts, which the trainer's own checks know nothing of.
+    layout = validate(replace(config, train=replace(config.train, eval_interval=0)), world_size, rank)
     rl.validate(config.rl, llm_tp=config.layout.llm_tp, sequence_parallel=config.layout.sequence_parallel)
     check_rollout(config.rollout, config.train.seq_length)
     _check_batch(config)
+    _check_evaluation(config)
+    _check_mode(config)
     _refuse_missing(config)
     if rank == 0:
         tokens = registry.model_provider(config.model.model_provider).token_spec(config.model_family)
@@ -83,26 +86,33 @@ def _check_batch(config: RlRunConfig) -> None:
             f"--lane-loader {config.data.lane_loader}: the first rank reads the prompts; leave it out")
 
 
+def _check_evaluation(config: RlRunConfig) -> None:
+    train, prompts = config.train, config.rl.eval_prompts
+    _refuse(train.eval_iters != 0, f"--eval-iters {train.eval_iters} is for train_hetero.py; --eval-prompts says how "
+            "many held-out prompts an evaluation completes")
+    _refuse(train.eval_interval < 0, f"--eval-interval {train.eval_interval} is below 0")
+    _refuse(train.eval_interval > 0 and not prompts,
+            f"--eval-interval {train.eval_interval} with --eval-prompts 0 evaluates nothing: set --eval-prompts")
+
+
+def _check_mode(config: RlRunConfig) -> None:
+    mode, correction = config.rollout.rollout_mode, config.rl.importance_correction
+    _refuse(mode != "sync" and correction == "none",
+            f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
+            "last update, and the loss takes them for the present one's. Use --importance-correction token, icepop or "
+            "sequence")
+
+
 def _refuse_missing(config: RlRunConfig) -> None:
     """Refuse what other parts of the program can do and reinforcement learning cannot."""
-    train, algorithm, flags = config.train, config.rl, config.checkpoint
+    train, algorithm = config.train, config.rl
     encoders = registry.model_provider(config.model.model_provider).encoders(config.model_family)
     _refuse(bool(encoders), f"--model-provider {config.model.model_provider} has the encoder {', '.join(encoders)}: "
             "train_rl.py takes text models")
     _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
-    _refuse(bool(train.eval_interval or train.eval_iters),
-            f"--eval-interval {train.eval_interval} --eval-iters {train.eval_iters}: train_rl.py does not evaluate on "
-            "held-out prompts; leave them out")
     _refuse(algorithm.kl_coeff > 0, f"--kl-coeff {algorithm.kl_coeff}: train_rl.py has no reference policy; use 0")
     _refuse(algorithm.truncates_sampling, f"--top-p {algorithm.top_p} --top-k {algorithm.top_k}: rollouts sample from "
             "the whole distribution; use --top-p 1 --top-k 0")
-    _refuse(flags.save is not None, f"--save {flags.save}: train_rl.py writes no checkpoints; leave it out")
-    _refuse(flags.load is not None and not flags.finetune,
-            f"--load {flags.load} without --finetune: train_rl.py takes the weights of a checkpoint and cannot go on "
-            "with a run; add --finetune")
-    _refuse(flags.exit_duration_in_mins is not None,
-            f"--exit-duration-in-mins {flags.exit_duration_in_mins} saves and exits, and train_rl.py writes no "
-            "checkpoints; leave it out")
     family = vars(config.model_family)
     for name in ("hidden_dropout", "attention_dropout"):
         _refuse(bool(family.get(name)), f"--{name.replace('_', '-')} {family.get(name)}: the policy that is trained "

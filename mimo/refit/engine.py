@@ -193,10 +193,11 @@ class RolloutEngine:
         version = self._require_version()
         from vllm import SamplingParams
 
+        given: Sequence[int | None] = seeds or [None] * len(prompts)
         drawn = [SamplingParams(
             n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=seed,
             stop_token_ids=list(sampling.stop_token_ids) or None, ignore_eos=sampling.ignore_eos, logprobs=0,
-            detokenize=False) for seed in (seeds or [None] * len(prompts))]
+            detokenize=False) for seed in given]
         with self._turn:
             outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
         return [[_rollout(answer, version) for answer in output.outputs] for output in outputs]
@@ -218,7 +219,7 @@ class RolloutEngine:
                 for output in outputs]
 
     def sleep(self) -> None:
-        """Give the device's memory back; needs `enable_sleep_mode`. The weights are lost: the next refit brings them."""
+        """Give the device's memory back; needs `enable_sleep_mode`. Weights are lost until the next refit."""
         self.version = None
         self._reset_caches()
         with self._turn:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mimo import registry
 from mimo.checkpoint.agree import from_first_rank, gather
+from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress, RunState
 from mimo.config.cli import to_toml
 from mimo.config.rl_run import RlRunConfig
@@ -21,17 +22,17 @@ from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider
 from mimo.refit.engine import Sampling
 from mimo.refit.options import RefitReport
+from mimo.refit.replicas import RolloutClient
 from mimo.refit.trainer import connect
+from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices
 from mimo.rl.engine import Engine, refit_options, start_engine
+from mimo.rl.place import Place
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.prompts import PromptProvider
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.rollouts import Rollouts, RolloutSource, rollout_metrics
 from mimo.training.resume import start
 from mimo.training.setup import setup_trainer
-
-# Seconds that ranks which only wait for the first one are more patient than it is: it can say what went wrong.
-FIRST_RANK_SPEAKS_S = 10.0
 
 
 class RlLoop:
@@ -54,10 +55,12 @@ class RlLoop:
         self.watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe(),
                                  report_path=Path(config.observe.run_dir) / f"stall-rank{grids.rank}.txt")
         self.progress = Progress()
+        self.place = Place()
+        self.saver: Saver | None = None
 
     def run(self) -> None:
-        """Train to the end, or until a rank is told to stop; summarise."""
-        logger, engine = None, None
+        """Train to the end, or until a rank is told to stop; evaluate; summarise."""
+        logger, engine, began = None, None, time.monotonic()
         stop = StopSignal(self.watchdog)
         try:
             lines = self._set_up()
@@ -65,12 +68,18 @@ class RlLoop:
             engine = self._start_engine()
             self._connect(engine)
             logger = RunLogger(self.config.observe, active=self.is_logging_rank, total_iterations=self.total_iterations,
-                               config_toml=to_toml(self.config), format_records=format_policy_steps)
+                               config_toml=to_toml(self.config), resume_iteration=self.progress.iteration,
+                               format_records=format_policy_steps)
             for line in lines:
                 logger.message(line)
-            stopped = self._train(logger, stop)
+            stopped = self._train(logger, stop, began)
+            self._save()
+            if self.saver is not None:
+                self.saver.finish()
+            if stopped is None:
+                self._evaluate(logger, self.config.train.num_generations)
             logger.summary(self._last_figures, stopped=stopped)
-            self.sender.close()
+            self.collector.sender.close()
             if engine is not None:
                 engine.close()
         finally:
@@ -85,8 +94,15 @@ class RlLoop:
         train = replace(self.config.train, seq_length=self.config.rl.max_tokens_per_microbatch)
         self.parts = parts = setup_trainer(replace(self.config, train=train), self.provider, self.grids, self.platform,
                                            self.watchdog)
-        state = RunState(self.config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler)
-        _, lines = start(state, self.provider, None, self.watchdog)
+        self.state = RunState(self.config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler,
+                              self.place.streams(is_first_rank=self.grids.rank == 0))
+        flags = self.config.checkpoint
+        if flags.save is not None:
+            self.saver = Saver(self.state, self.watchdog)
+        self.progress, lines = start(self.state, self.provider, self.place, self.watchdog)
+        if self.saver is not None and flags.load == flags.save and self.progress.iteration:
+            # It is there: a finished run that is started again has nothing to write.
+            self.saver.last_iteration = self.progress.iteration
         self._tokens = self.provider.token_spec(self.config.model_family)
         return lines
 
@@ -100,84 +116,116 @@ class RlLoop:
 
     def _connect(self, engine: Engine | None) -> None:
         """Meet the engine, which every rank sends weights to and the first one talks to."""
-        flags, rl = self.config.rollout, self.config.rl
+        flags = self.config.rollout
         with (self.watchdog.limit(flags.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
             num_workers = from_first_rank(self.grids, engine.client.num_workers if engine is not None else None)
         # An engine's first answer may take as long as its calls may.
         with (self.watchdog.limit(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the rollout engine's agreement on weights")):
-            self.sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
-                                  engine.client if engine is not None else None, num_workers,
-                                  refit_options(self.config), engine.address if engine is not None else "")
-        self.source: RolloutSource | None = None
+            sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
+                             engine.client if engine is not None else None, num_workers,
+                             refit_options(self.config), engine.address if engine is not None else "")
         padding = None
+        source: RolloutSource | None = None
+        held_out: RolloutSource | None = None
         if engine is not None:
-            prompts = self.prompt_provider.open(self.config.dataset, self._tokens, "train", self.config.train.seed)
-            sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.completions_per_prompt,
-                                stop_token_ids=(prompts.end_token_id,))
-            self.source = RolloutSource(engine.client, prompts, registry.reward(rl.reward), rl.reward, sampling,
-                                        self.config.train.seq_length, self.watchdog.progress)
-            padding = prompts.pad_token_id
-        self.policy = PolicyTrainer(self.parts, rl, self._tokens.vocab_size, from_first_rank(self.grids, padding))
+            source, held_out = self._source(engine.client, "train"), self._source(engine.client, "valid")
+            padding = source.prompts.pad_token_id
+        self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.place,
+                                   Devices())
+        self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
+                                    from_first_rank(self.grids, padding))
 
-    def _train(self, logger: RunLogger, stop: StopSignal) -> str | None:
+    def _source(self, client: RolloutClient, split: str) -> RolloutSource:
+        """Prompts of a split, and how they are completed and scored."""
+        config, rl, flags = self.config, self.config.rl, self.config.rollout
+        prompts = self.prompt_provider.open(config.dataset, self._tokens, split, config.train.seed)
+        trains = split == "train"
+        sampling = Sampling(flags.max_completion_tokens, rl.temperature if trains else rl.eval_temperature,
+                            rl.completions_per_prompt if trains else 1, stop_token_ids=(prompts.end_token_id,))
+        return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,
+                             self.watchdog.progress, config.train.seed if flags.rollout_seeds else None)
+
+    def _train(self, logger: RunLogger, stop: StopSignal, began: float) -> str | None:
         """Run iterations; returns why it stopped early, or None."""
         self._last_figures: dict[str, float | str] = {}
-        while self.progress.iteration < self.total_iterations:
-            began = time.perf_counter()
-            version = self.progress.iteration
-            report = self._refit(version)
-            rollouts = self._roll_out(version)
-            before = time.perf_counter()
-            result = self.policy.update(rollouts.completions)
-            update_s = time.perf_counter() - before
-            self.progress.iteration += 1
-            if result.success:
-                self.progress.consumed_samples += self.config.train.global_batch_size
-            else:
-                self.progress.skipped_iterations += 1
-            self.watchdog.progress(iteration=self.progress.iteration)
-            seconds = {"refit": report.seconds["total"], "rollout": rollouts.rollout_s, "reward": rollouts.reward_s,
-                       "update": update_s, "iteration": time.perf_counter() - began}
-            logger.log_step(self._record(version, report, rollouts, result, seconds))
+        train, flags, progress = self.config.train, self.config.checkpoint, self.progress
+        limit_s = (flags.exit_duration_in_mins or float("inf")) * 60
+        if not progress.iteration and not self._is_done:
+            self._evaluate(logger)
+        while not self._is_done:
+            self._iterate(logger)
+            over_time = time.monotonic() - began > limit_s
             with self.watchdog.waiting("agreement on whether to stop"):
-                asked = next((name for name in gather(self.grids, stop.name) if name is not None), None)
+                own = stop.name or ("--exit-duration-in-mins" if over_time else None)
+                agreed = gather(self.grids, (own, self.saver is not None and self.saver.is_writing))
+            if self.saver is not None:
+                self.saver.poll(any(writing for _, writing in agreed))
+            asked = next((name for name, _ in agreed if name is not None), None)
             if asked is not None:
                 return asked
+            if flags.save_interval and progress.iteration % flags.save_interval == 0:
+                self._save()
+            if train.eval_interval and progress.iteration % train.eval_interval == 0 and not self._is_done:
+                self._evaluate(logger)
         return None
 
-    def _refit(self, version: int) -> RefitReport:
-        """Give the engine the weights as they are; on every rank the first one's report."""
-        limit_s = 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
-        with self.watchdog.limit(limit_s), self.watchdog.waiting("refit of the rollout engine", version=version):
-            report: RefitReport = from_first_rank(self.grids, self.sender.send(str(version)))
-        return report
+    def _iterate(self, logger: RunLogger) -> None:
+        """Completions, and one update on them."""
+        began, version = time.perf_counter(), self.progress.iteration
+        goes_ahead = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.total_iterations
+        rollouts = self.collector.collect(version)
+        report = self.collector.report
+        if goes_ahead:
+            self.collector.ahead()
+        before = time.perf_counter()
+        result = self.policy.update(rollouts.completions)
+        update_s = time.perf_counter() - before
+        if goes_ahead:
+            self.collector.settle(version + 1)
+        self.progress.iteration += 1
+        if result.success:
+            self.progress.consumed_samples += self.config.train.global_batch_size
+        else:
+            self.progress.skipped_iterations += 1
+        self.watchdog.progress(iteration=self.progress.iteration)
+        assert report is not None
+        seconds = {"refit": report.seconds["total"], "rollout": rollouts.rollout_s, "reward": rollouts.reward_s,
+                   "rollout-wait": self.collector.waited_s, "log-probs": result.log_probs_s,
+                   "update": update_s - result.log_probs_s, "iteration": time.perf_counter() - began}
+        logger.log_step(self._record(report, rollouts, result, seconds))
 
-    def _roll_out(self, version: int) -> Rollouts:
-        """The completions of a global batch, on every rank."""
-        rollouts, count, limit_s = None, self.config.prompts_per_step, self.config.rollout.rollout_timeout_s
-        if self.source is not None:
-            with (self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S),
-                  self.watchdog.waiting("completions of the rollout engine", version=version)):
-                answers = self.source.ask(self.progress.iteration * count, count, str(version))
-            with self.watchdog.waiting("rewards"):
-                rollouts = self.source.score(answers)
-        limit_s += self.config.train.watchdog_timeout_s + 2 * FIRST_RANK_SPEAKS_S
-        with (self.watchdog.limit(limit_s),
-              self.watchdog.waiting("completions and rewards, which the first rank asks for", version=version)):
-            shared: Rollouts = from_first_rank(self.grids, rollouts)
-        return shared
+    @property
+    def _is_done(self) -> bool:
+        return self.progress.iteration >= self.total_iterations
 
-    def _record(self, version: int, report: RefitReport, rollouts: Rollouts, result: PolicyResult,
+    def _save(self) -> None:
+        """Save the run as it stands, unless this iteration is saved already."""
+        if self.saver is None or self.saver.last_iteration == self.progress.iteration:
+            return
+        self.state.streams = self.place.streams(is_first_rank=self.grids.rank == 0)
+        self.saver.save(self.progress)
+
+    def _evaluate(self, logger: RunLogger, num_shown: int = 0) -> None:
+        """Score held-out prompts, where there are to be any; the last figure is the run's result."""
+        if not self.config.rl.eval_prompts:
+            return
+        result = self.collector.evaluate(self.progress.iteration, num_shown)
+        logger.log_eval(self.progress.iteration, result.metrics, consumed_samples=self.progress.consumed_samples)
+        for key, text, reward in result.shown:
+            logger.message(f"  {key}: {text!r}, reward {reward:g}")
+        self._last_figures = self._last_figures | {"reward": result.metrics["reward"]}
+
+    def _record(self, report: RefitReport, rollouts: Rollouts, result: PolicyResult,
                 seconds: dict[str, float]) -> PolicyRecord:
         rates = current_learning_rates(self.config, self.parts.scheduler, ())
         figures = rollout_metrics(rollouts) | result.metrics
         self._last_figures = {"gen-kl": f"{figures['gen_kl']:.1e}", "reward": figures["reward"]}
         return PolicyRecord(
             iteration=self.progress.iteration, consumed_samples=self.progress.consumed_samples,
-            skipped_iterations=self.progress.skipped_iterations, policy_version=version, success=result.success,
-            grad_norm=result.grad_norm, num_zeros=result.num_zeros, learning_rate=next(iter(rates.values())),
-            batch_size=self.config.train.global_batch_size, num_tokens=result.num_tokens,
+            skipped_iterations=self.progress.skipped_iterations, policy_version=int(rollouts.version),
+            success=result.success, grad_norm=result.grad_norm, num_zeros=result.num_zeros,
+            learning_rate=next(iter(rates.values())), batch_size=self.config.train.global_batch_size, num_tokens=result.num_tokens,
             num_microbatches=result.num_microbatches, world_size=self.grids.layout.world_size, figures=figures,
             refit_bytes=report.wire_bytes, seconds=seconds)

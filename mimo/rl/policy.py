@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,7 @@ class PolicyResult:
         num_zeros: zero gradients, where logged.
         num_microbatches: of each data-parallel rank.
         num_tokens: of all sequences, prompts included.
+        log_probs_s: seconds of the forward pass before the update.
     """
 
     metrics: dict[str, float]
@@ -59,6 +61,7 @@ class PolicyResult:
     num_zeros: int | None
     num_microbatches: int
     num_tokens: int
+    log_probs_s: float = 0.0
 
 
 @dataclass
@@ -111,7 +114,10 @@ class PolicyTrainer:
         parts = self.parts
         parts.built.residency.require("a policy update", *KINDS)
         microbatches = self.microbatches(completions)
+        began = time.perf_counter()
         old = self.old_log_probs(microbatches)
+        parts.platform.synchronize()
+        log_probs_s = time.perf_counter() - began
         for wrapped in parts.built.wrapped.values():
             wrapped.zero_grad_buffer()
         parts.optimizer.zero_grad()
@@ -128,7 +134,7 @@ class PolicyTrainer:
         if success:
             parts.scheduler.step(parts.config.train.global_batch_size)
         return PolicyResult(metrics, success, grad_norm, num_zeros, len(microbatches),
-                            sum(each.length for each in completions))
+                            sum(each.length for each in completions), log_probs_s)
 
     def microbatches(self, completions: Sequence[Completion]) -> list[PolicyMicrobatch]:
         """This rank's share of a global batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Protocol
 
 from mimo.checkpoint.agree import raise_together
 from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
@@ -14,6 +15,14 @@ from mimo.training.loader import StepLoader
 from mimo.training.step import TrainerParts
 
 
+class Resumable(Protocol):
+    """What reads the data of a run, and can go to where it was."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place; `state` as in `mimo.checkpoint.state.RunState.streams`. Raises ValueError if it cannot."""
+        ...
+
+
 def run_state(parts: TrainerParts, loader: StepLoader) -> RunState:
     """What the checkpoints of this run hold."""
     return RunState(parts.config, parts.grids, parts.platform, parts.built, parts.optimizer, parts.scheduler,
@@ -21,7 +30,7 @@ def run_state(parts: TrainerParts, loader: StepLoader) -> RunState:
 
 
 def start(
-    state: RunState, provider: ModelProvider, loader: StepLoader | None, watchdog: Watchdog
+    state: RunState, provider: ModelProvider, loader: Resumable | None, watchdog: Watchdog
 ) -> tuple[Progress, list[str]]:
     """Bring model, optimizers, schedule, generators and data to where the run begins. Collective over the world.
 
@@ -68,7 +77,7 @@ def start(
     return Progress(), lines
 
 
-def _continue_data(state: RunState, loader: StepLoader | None, loaded: Loaded, folder: Path) -> None:
+def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, folder: Path) -> None:
     """Bring the data to where the checkpoint was made, or stop every rank for the reason that one of them has."""
     error = None
     if loaded.streams is not None:

@@ -1,0 +1,214 @@
+"""Weights to the engine and completions from it, for all ranks together: in turns with the updates, or beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from threading import Thread
+
+from mimo.checkpoint.agree import from_first_rank
+from mimo.config.rl_run import RlRunConfig
+from mimo.grid.groups import Grids
+from mimo.observe.watchdog import Watchdog
+from mimo.refit.options import RefitReport
+from mimo.refit.sender import WeightSender
+from mimo.rl.place import Pending, Place
+from mimo.rl.rollouts import Answers, Completion, Rollouts, RolloutSource, rollout_metrics
+
+# Seconds that ranks which only wait for the first one are more patient than it is: it can say what went wrong.
+FIRST_RANK_SPEAKS_S = 10.0
+
+
+class Devices:
+    """Memory of the devices that engine and trainer use. These are apart: there is nothing to do.
+
+    `mimo.rl.colocated.SharedDevices` is the other kind. Every method is collective.
+    """
+
+    def for_refit(self) -> None:
+        """Trainer and engine both have their weights."""
+
+    def for_rollout(self) -> None:
+        """The engine has what it needs to generate."""
+
+    def for_training(self) -> None:
+        """The trainer has all that it needs; the engine may have lost its weights, see `keeps_weights`."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether an engine keeps its weights while the trainer trains."""
+        return True
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation.
+
+    Attributes:
+        metrics: figures of the completions by name, as `rollout_metrics`.
+        shown: some of them, as text: key, completion and reward.
+    """
+
+    metrics: Mapping[str, float]
+    shown: tuple[tuple[str, str, float], ...]
+
+
+class Collector:
+    """Completions of the policy as it is (`--rollout-mode sync`) or as it was one update before (`one-step-off`).
+
+    Every method is collective over the trainer's world, but for `ahead`, which only starts the engine.
+
+    Args:
+        config: the run.
+        grids: process groups.
+        watchdog: told about every wait.
+        sender: gives the engine weights.
+        source: draws and scores, on the first rank; None on the others.
+        held_out: the same for evaluations.
+        place: where the run is among its prompts.
+        devices: whether trainer and engine are on the same ones.
+
+    Attributes:
+        report: of the last refit.
+        waited_s: seconds since the last `collect` began that ranks waited for completions.
+    """
+
+    def __init__(self, config: RlRunConfig, grids: Grids, watchdog: Watchdog, sender: WeightSender,
+                 source: RolloutSource | None, held_out: RolloutSource | None, place: Place, devices: Devices) -> None:
+        self.config, self.grids, self.watchdog, self.sender = config, grids, watchdog, sender
+        self.source, self.held_out, self.place, self.devices = source, held_out, place, devices
+        self.report: RefitReport | None = None
+        self.waited_s = 0.0
+        self._version: int | None = None
+        self._ahead: Future[Answers] | None = None
+
+    def collect(self, iteration: int) -> Rollouts:
+        """The completions to train on after so many updates, on every rank.
+
+        Raises:
+            ValueError, RefitError: as `RolloutSource`, on the first rank.
+        """
+        began = time.perf_counter()
+        drawn = self._drawn_ahead()
+        if not from_first_rank(self.grids, drawn is not None):
+            self.refit(iteration)
+            drawn = self._ask()
+        rollouts = self._scored(drawn)
+        self.place.first += self.config.prompts_per_step
+        self.place.pending = None
+        self._finish_rollouts()
+        self.waited_s = time.perf_counter() - began
+        return rollouts
+
+    def ahead(self) -> None:
+        """Begin with the next iteration's completions, beside the update (`one-step-off`). On the first rank."""
+        if self.source is not None:
+            result: Future[Answers] = Future()
+            # A daemon: a call that an engine never answers must not keep this process from ending.
+            Thread(target=self._fill, args=(result, self.place.first), name="rollouts", daemon=True).start()
+            self._ahead = result
+
+    def settle(self, iteration: int) -> None:
+        """Wait for what was begun, and give the engine the weights of so many updates.
+
+        Raises:
+            ValueError, RefitError: as `RolloutSource`, on the first rank.
+        """
+        began = time.perf_counter()
+        with self._patience(), self.watchdog.waiting("completions drawn beside the update", version=self._version):
+            if self._ahead is not None:
+                answers = self._ahead.result()
+                self._ahead = None
+                self.place.pending = Pending(answers.answers, answers.version, answers.seconds)
+            from_first_rank(self.grids, None)
+        self.waited_s += time.perf_counter() - began
+        self.refit(iteration)
+
+    def refit(self, iteration: int) -> None:
+        """Give the engine the weights as they are after so many updates, unless it has them."""
+        if self._version == iteration:
+            return
+        limit_s = 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
+        with self.watchdog.limit(limit_s), self.watchdog.waiting("refit of the rollout engine", version=iteration):
+            self.devices.for_refit()
+            self.report = from_first_rank(self.grids, self.sender.send(str(iteration)))
+            self.devices.for_rollout()
+        self._version = iteration
+
+    def evaluate(self, iteration: int, num_shown: int) -> HeldOut:
+        """Score completions of the held-out prompts by the policy after so many updates.
+
+        Args:
+            iteration: updates.
+            num_shown: completions to give as text.
+
+        Raises:
+            ValueError, RefitError: as `RolloutSource`, on the first rank.
+        """
+        self.refit(iteration)
+        result = None
+        if self.held_out is not None:
+            with (self._patience(),
+                  self.watchdog.waiting("completions of held-out prompts", version=self._version)):
+                answers = self.held_out.ask(0, self.config.rl.eval_prompts, str(iteration))
+            with self.watchdog.waiting("rewards"):
+                rollouts = self.held_out.score(answers)
+            result = HeldOut(rollout_metrics(rollouts), self._shown(rollouts.completions[:num_shown]))
+        with self._others_patience(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
+            shared: HeldOut = from_first_rank(self.grids, result)
+        self._finish_rollouts()
+        return shared
+
+    def _shown(self, completions: tuple[Completion, ...]) -> tuple[tuple[str, str, float], ...]:
+        assert self.held_out is not None
+        return tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward) for each in completions)
+
+    def _finish_rollouts(self) -> None:
+        self.devices.for_training()
+        if not self.devices.keeps_weights:
+            self._version = None
+
+    def _drawn_ahead(self) -> Answers | None:
+        """What was drawn for this iteration, where it is what the flags ask for now."""
+        pending, first, count = self.place.pending, self.place.first, self.config.prompts_per_step
+        if self.source is None or pending is None or len(pending.answers) != count:
+            return None
+        prompts = tuple(self.source.prompts.prompt(index) for index in range(first, first + count))
+        return Answers(first=first, prompts=prompts, answers=pending.answers, version=pending.version,
+                       seconds=pending.seconds)
+
+    def _ask(self) -> Answers | None:
+        if self.source is None:
+            return None
+        with self._patience(), self.watchdog.waiting("completions of the rollout engine", version=self._version):
+            return self.source.ask(self.place.first, self.config.prompts_per_step, str(self._version))
+
+    def _fill(self, result: Future[Answers], first: int) -> None:
+        assert self.source is not None
+        try:
+            result.set_result(self.source.ask(first, self.config.prompts_per_step, str(self._version)))
+        except BaseException as error:  # whatever it is, it is raised where the result is asked for
+            result.set_exception(error)
+
+    def _scored(self, answers: Answers | None) -> Rollouts:
+        rollouts = None
+        if self.source is not None:
+            assert answers is not None
+            with self.watchdog.waiting("rewards"):
+                rollouts = self.source.score(answers)
+        with (self._others_patience(),
+              self.watchdog.waiting("completions and rewards, which the first rank asks for", version=self._version)):
+            shared: Rollouts = from_first_rank(self.grids, rollouts)
+        return shared
+
+    def _patience(self) -> AbstractContextManager[None]:
+        """Of the first rank, which waits for the engine."""
+        return self.watchdog.limit(self.config.rollout.rollout_timeout_s + FIRST_RANK_SPEAKS_S)
+
+    def _others_patience(self) -> AbstractContextManager[None]:
+        """Of ranks that wait for the first one, which waits for the engine and then for rewards."""
+        return self.watchdog.limit(self.config.rollout.rollout_timeout_s + self.config.train.watchdog_timeout_s
+                                   + 2 * FIRST_RANK_SPEAKS_S)
