@@ -37,6 +37,11 @@ class RunConfig:
     model_family: Any = None
     dataset: Any = None
 
+    @property
+    def lane_rows(self) -> int:
+        """Rows of a lane's microbatch, which encoder ranks share where several serve one lane."""
+        return self.train.micro_batch_size
+
     @staticmethod
     def find_dataset(name: str) -> Any:
         """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""

@@ -33,7 +33,8 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     if train.world_size is not None and not train.dry_run and train.world_size != world_size:
         raise ValueError(f"--world-size {train.world_size} is for --dry-run; this run has {world_size} ranks")
     layout = build_layout(config.layout, world_size, _encoders(config))
-    validate_layout(layout, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
+    validate_layout(layout, micro_batch_size=train.micro_batch_size, lane_rows=config.lane_rows,
+                    global_batch_size=train.global_batch_size,
                     num_experts=provider.num_experts(config.model_family),
                     sequence_parallel=config.layout.sequence_parallel)
     _check_train(config)

@@ -69,7 +69,7 @@ def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
 
 
 def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size: int, num_experts: int | None = None,
-                    sequence_parallel: bool = False) -> None:
+                    sequence_parallel: bool = False, lane_rows: int | None = None) -> None:
     """Check that the grids tile the world, the lanes divide and the batch and the experts fit.
 
     Args:
@@ -78,6 +78,7 @@ def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size:
         global_batch_size: samples of all lanes in one iteration.
         num_experts: routed experts of a MoE layer of the language model; None or 0 where it is dense.
         sequence_parallel: whether the language model runs with sequence parallelism.
+        lane_rows: rows of a lane's microbatch that encoder ranks may share; None: its samples.
 
     Raises:
         ValueError: naming the flags, their values and what would fit.
@@ -94,7 +95,7 @@ def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size:
         if value < 1:
             raise ValueError(f"{name} {value} is below 1")
     for encoder in layout.encoders:
-        _check_lanes(encoder, layout.language, micro_batch_size)
+        _check_lanes(encoder, layout.language, lane_rows or micro_batch_size)
     unit = micro_batch_size * layout.language.dp
     if global_batch_size % unit:
         lower, upper = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit

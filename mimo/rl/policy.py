@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from mimo.batch import Microbatch, TextBatch
+from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.config.rl import RlConfig
-from mimo.model.build import set_training
+from mimo.model.build import params_dtype, set_training
 from mimo.model.residency import KINDS
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.protocols import LANGUAGE
 from mimo.rl.advantages import advantages
 from mimo.rl.batching import plan_microbatches
 from mimo.rl.entropy import entropy
+from mimo.rl.images import EncoderSide, ImageTokens
 from mimo.rl.importance import (
     IMPORTANCE_SUMS,
     MISMATCH_MAXIMA,
@@ -31,6 +33,7 @@ from mimo.rl.importance import (
 )
 from mimo.rl.logprobs import log_probs
 from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_metrics, policy_loss
+from mimo.rl.prompts import PromptSet
 from mimo.rl.rollouts import Completion
 from mimo.rl.rows import PackedRows, pack_rows
 from mimo.rl.sampled import SampledTokens
@@ -68,6 +71,8 @@ class PolicyResult:
 class PolicyMicrobatch:
     """Whole sequences that a rank takes at a time; tensors on the device, values at positions that predict tokens.
 
+    On ranks without the language model all but `batch` is empty.
+
     Attributes:
         keys: of the completions.
         batch: as the model takes it, on the host.
@@ -94,11 +99,19 @@ class PolicyTrainer:
         config: the algorithm.
         vocab_size: true number of tokens.
         pad_token_id: fills the end of a microbatch.
+        images: how the model takes images; None: it has no encoder.
+        prompts: what the completions go on from, where pixels come from; read on ranks that need them.
     """
 
-    def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int) -> None:
-        self.parts, self.config, self.pad_token_id = parts, config, pad_token_id
-        self._shard = VocabShard(vocab_size, parts.grids.collections[LANGUAGE].tp, config.temperature)
+    def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int,
+                 images: ImageTokens | None = None, prompts: PromptSet | None = None) -> None:
+        self.parts, self.config, self.pad_token_id, self.images = parts, config, pad_token_id, images
+        groups, layout = parts.grids.collections.get(LANGUAGE), parts.grids.layout
+        self._shard = VocabShard(vocab_size, groups.tp if groups is not None else None, config.temperature)
+        self._encoders = None
+        if images is not None:
+            self._encoders = EncoderSide(images, layout, parts.grids.rank, parts.config.lane_rows, prompts,
+                                         params_dtype(parts.config))
 
     def update(self, completions: Sequence[Completion]) -> PolicyResult:
         """Take one step on the completions of a global batch. Collective over the world.
@@ -150,8 +163,14 @@ class PolicyTrainer:
                                  self.config.max_tokens_per_microbatch)
         scores = advantages([each.reward for each in completions], [each.prompt for each in completions],
                             self.config.advantage)
+        encoders: list[dict[str, EncoderBatch]] = [{} for _ in plan[0]]
+        if self._encoders is not None:
+            encoders = self._encoders.batches(plan, completions)
+        if self.parts.grids.rank not in language.ranks:
+            return [self._without_text(batches) for batches in encoders]
         own = plan[language.coordinates(self.parts.grids.rank)["dp"]]
-        return [self._pack([completions[member] for member in members], scores[members]) for members in own]
+        return [self._pack([completions[member] for member in members], scores[members], batches)
+                for members, batches in zip(own, encoders, strict=True)]
 
     def old_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> list[torch.Tensor]:
         """Log-probs of the policy as it is, `[t]` of each microbatch; empty but on the last stage. Collective."""
@@ -188,24 +207,45 @@ class PolicyTrainer:
         totals.append(figures | clipped | mismatch_totals(own.sampled, old[index], own.rollout_log_probs))
         return total, count, figures
 
-    def _pack(self, completions: Sequence[Completion], scores: torch.Tensor) -> PolicyMicrobatch:
+    def _pack(self, completions: Sequence[Completion], scores: torch.Tensor,
+              encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         width, device = max(each.length for each in completions), self.parts.platform.device
         ids = torch.full((len(completions), width), self.pad_token_id)
         is_token, is_sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
         rollout = torch.zeros(ids.shape)
-        for row, each in enumerate(completions):
-            start = len(each.prompt_ids)
-            ids[row, :each.length] = torch.tensor((*each.prompt_ids, *each.token_ids))
+        prompts = [np.array(each.prompt_ids) if self.images is None else self.images.expanded(each)
+                   for each in completions]
+        for row, (each, prompt) in enumerate(zip(completions, prompts, strict=True)):
+            ids[row, :len(prompt)] = torch.from_numpy(prompt)
+            ids[row, len(prompt):each.length] = torch.tensor(each.token_ids)
             is_token[row, :each.length] = True
-            is_sampled[row, start:each.length] = True
-            rollout[row, start:each.length] = torch.tensor(each.logprobs)
+            is_sampled[row, len(prompt):each.length] = True
+            rollout[row, len(prompt):each.length] = torch.tensor(each.logprobs)
         packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=self._multiple())
         sampled = packed.sampled(is_sampled)
         return PolicyMicrobatch(
-            tuple(each.key for each in completions), _as_text(packed, sum(each.length for each in completions)),
+            tuple(each.key for each in completions), Microbatch(self._text(packed, completions, prompts), encoders),
             packed.labels.to(device),
             SampledTokens(sampled.mask.to(device), sampled.sequence_ids.to(device), sampled.num_sequences),
             packed.take(scores[:, None].expand(ids.shape)).to(device), packed.take(rollout).to(device))
+
+    def _text(self, packed: PackedRows, completions: Sequence[Completion], prompts: Sequence[np.ndarray]) -> TextBatch:
+        """Packed rows as the language side of a microbatch; its own labels and loss mask are not used."""
+        length = packed.input_ids.shape[1]
+        keys: tuple[str, ...] = ("packed",)
+        counts: dict[str, tuple[int, ...]] = {}
+        placeholders: dict[str, torch.Tensor] = {}
+        if self.images is not None:
+            keys, counts = self.images.text_parts(completions, self.parts.config.lane_rows)
+            placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
+        return TextBatch(keys, counts, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length),
+                         packed.position_ids, placeholders, sum(each.length for each in completions), packed.packed)
+
+    def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
+        """What a rank without the language model takes."""
+        nothing = torch.zeros(0, device=self.parts.platform.device)
+        return PolicyMicrobatch((), Microbatch(None, encoders), nothing.long()[None],
+                                SampledTokens(nothing.bool(), nothing.long(), 0), nothing, nothing)
 
     def _multiple(self) -> int:
         """Microbatches are padded to a multiple of this many tokens."""
@@ -220,14 +260,6 @@ class PolicyTrainer:
         none = Totals.zeros(names, MISMATCH_MAXIMA, self.parts.platform.device)
         with self.parts.watchdog.waiting("sum of losses and figures over the world"):
             return (add_totals(totals) if self.parts.counts_losses else none).over_group()
-
-
-def _as_text(packed: PackedRows, num_tokens: int) -> Microbatch:
-    """Packed rows as the language side of a microbatch; its own labels and loss mask are not used."""
-    length = packed.input_ids.shape[1]
-    return Microbatch(TextBatch(
-        ("packed",), {}, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length), packed.position_ids, {},
-        num_tokens, packed.packed), {})
 
 
 def _refuse_loss(microbatches: Sequence[PolicyMicrobatch], totals: Sequence[Totals], loss: float) -> None:

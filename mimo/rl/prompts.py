@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
 
 from mimo.protocols import TokenSpec
+
+
+def no_pictures() -> list[np.ndarray]:
+    """Those of a text prompt."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -16,9 +23,12 @@ class Prompt:
     Attributes:
         key: name of the prompt, unique in its data set.
         text: what the model goes on from, chat template included.
-        token_ids: of the text; at least one.
+        token_ids: of the text; at least one. Each image is one placeholder, the model's image token.
         ground_truth: the answer, for the reward.
         metadata: other fields, for the reward.
+        image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
+        pictures: makes the images, uint8 `[height, width, channels]` each, of the size that the encoder takes. Called
+            only where pixels are needed; the same at every call.
     """
 
     key: str
@@ -26,6 +36,27 @@ class Prompt:
     token_ids: tuple[int, ...]
     ground_truth: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    pictures: Callable[[], list[np.ndarray]] = no_pictures
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What encoders take of a picture: (value / 255 - mean) / std, which the engine's image processor computes too.
+
+    Attributes:
+        mean, std: of each channel.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def apply(self, picture: np.ndarray) -> np.ndarray:
+        """uint8 `[height, width, channels]` to float32 `[channels, height, width]`."""
+        assert picture.dtype == np.uint8 and picture.shape[2:] == (len(self.mean),), (picture.dtype, picture.shape)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        scaled = (picture.astype(np.float32) / np.float32(255) - mean) / std
+        return np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
 class PromptSet(Protocol):
@@ -47,6 +78,16 @@ class PromptSet(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens."""
+        ...
+
+
+@runtime_checkable
+class ImagePromptSet(PromptSet, Protocol):
+    """A prompt set whose prompts may have images."""
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """Of all its pictures."""
         ...
 
 

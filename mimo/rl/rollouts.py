@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mimo.refit.engine import Rollout, Sampling
+from mimo.rl.images import ImageTokens, as_request
 from mimo.rl.prompts import Prompt, PromptSet
 from mimo.rl.rewards.protocol import Reward
 
@@ -27,6 +28,9 @@ class Completion:
         logprobs: natural logarithm of the probability with which the engine drew each of them.
         finish_reason: `stop`, or `length` where the limit cut it.
         reward: its score.
+        index: place of the prompt in its data set, from which ranks that need pixels build them.
+        image_sizes: `(height, width)` in pixels of each image of the prompt.
+        num_image_tokens: tokens that all its images become, each of which has one placeholder among `prompt_ids`.
     """
 
     key: str
@@ -36,11 +40,19 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: str
     reward: float
+    index: int = -1
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    num_image_tokens: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt, those of its images included."""
+        return len(self.prompt_ids) - len(self.image_sizes) + self.num_image_tokens
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        """Tokens of the whole sequence, those of images included."""
+        return self.prompt_length + len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -74,12 +86,14 @@ class Answers:
     """What the engine said.
 
     Attributes:
+        first: place of the first prompt in the data set; the others follow it.
         prompts: that it was asked.
         answers: to each.
         version: policy version that drew them.
         seconds: that it took.
     """
 
+    first: int
     prompts: tuple[Prompt, ...]
     answers: list[list[Rollout]]
     version: str
@@ -99,6 +113,7 @@ class RolloutSource:
         seq_length: tokens of prompt and completion together, at most.
         progress: told after each completion that is scored.
         seed: of the draws; None: the engine draws as it likes, faster and never twice the same.
+        images: how the model takes images; None: it takes none.
     """
 
     engine: Generator
@@ -109,6 +124,7 @@ class RolloutSource:
     seq_length: int
     progress: Callable[[], None]
     seed: int | None = None
+    images: ImageTokens | None = None
 
     def ask(self, first: int, count: int, version: str) -> Answers:
         """Answers to `count` prompts from place `first` on.
@@ -127,30 +143,40 @@ class RolloutSource:
             self._check_length(prompt)
         began = time.perf_counter()
         seeds = () if self.seed is None else [draw_seed(self.seed, first + place) for place in range(count)]
-        answers = self.engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
-                                       self.sampling, seeds)
+        answers = self.engine.generate([as_request(prompt) for prompt in prompts], self.sampling, seeds)
         seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
-        return Answers(prompts, answers, version, seconds)
+        return Answers(first, prompts, answers, version, seconds)
 
     def score(self, asked: Answers) -> Rollouts:
         """The answers as completions with their rewards. Raises ValueError, naming the prompt, where a reward fails."""
         began = time.perf_counter()
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
-                       answer.finish_reason, self._score(prompt, answer))
+                       answer.finish_reason, self._score(prompt, answer), asked.first + place, prompt.image_sizes,
+                       self._num_image_tokens(prompt))
             for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
         return Rollouts(completions, asked.version, asked.seconds, time.perf_counter() - began)
 
     def _check_length(self, prompt: Prompt) -> None:
-        length = len(prompt.token_ids)
-        if not length:
+        if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.key} has no token")
+        of_images = self._num_image_tokens(prompt)
+        length = len(prompt.token_ids) - len(prompt.image_sizes) + of_images
         if length + self.sampling.max_tokens > self.seq_length:
+            images = f", {of_images} of them from images" if of_images else ""
             raise ValueError(
-                f"prompt {prompt.key} has {length} tokens; with --max-completion-tokens {self.sampling.max_tokens} "
-                f"they are more than --seq-length {self.seq_length}")
+                f"prompt {prompt.key} has {length} tokens{images}; with --max-completion-tokens "
+                f"{self.sampling.max_tokens} they are more than --seq-length {self.seq_length}")
+
+    def _num_image_tokens(self, prompt: Prompt) -> int:
+        """Tokens that the images of a prompt become. Raises ValueError for images that the model does not take."""
+        if self.images is not None:
+            return self.images.count(prompt)
+        if prompt.image_sizes:
+            raise ValueError(f"prompt {prompt.key} has {len(prompt.image_sizes)} images, and the model takes none")
+        return 0
 
     def _score(self, prompt: Prompt, answer: Rollout) -> float:
         text = self.prompts.decode(answer.token_ids)

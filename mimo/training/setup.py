@@ -36,7 +36,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     optimizer = build_optimizer(config.optim, built, grids)
     _wire_schedule(config, built, grad_sync)
     return TrainerParts(config, grids, platform, watchdog, built, communicator,
-                        Handshake(grids, config.train.micro_batch_size), grad_sync, optimizer,
+                        Handshake(grids, config.lane_rows), grad_sync, optimizer,
                         build_scheduler(config, optimizer))
 
 
@@ -47,7 +47,7 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     hidden = provider.hidden_size(config.model_family)
     frozen = config.model.frozen
     bridges = [
-        Bridge(grids, encoder.name, micro_batch_size=config.train.micro_batch_size, hidden_size=hidden,
+        Bridge(grids, encoder.name, micro_batch_size=config.lane_rows, hidden_size=hidden,
                dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen, device=platform.device,
                backend=platform.backend, watchdog=watchdog)
         for encoder in grids.layout.encoders

@@ -62,7 +62,7 @@ def test_completions_carry_what_the_engine_and_the_reward_said():
     assert [each.prompt for each in rollouts.completions] == [0, 0, 1, 1]
     assert [each.reward for each in rollouts.completions] == [0.25, 0.5, 0.75, 1.0]
     assert rollouts.completions[3] == Completion(
-        "p5#1", 1, (10, 11, 12, 13, 14, 15), other.token_ids, other.logprobs, "length", 1.0)
+        "p5#1", 1, (10, 11, 12, 13, 14, 15), other.token_ids, other.logprobs, "length", 1.0, index=5)
     assert rollouts.completions[3].length == 10
 
 

@@ -1,0 +1,199 @@
+"""Images of prompts: what the engine is asked, the tokens they become, and both sides of a microbatch.
+
+Pixels never travel between ranks: each encoder rank builds those of its completions from the prompt set, which is a
+pure function of seed, split and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mimo.batch import EncoderBatch
+from mimo.grid.reading import Need, needs_of
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, ModelProvider, Sample
+from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet
+from mimo.training.collate import TokenCounter, collate_encoder, expand_images
+
+if TYPE_CHECKING:
+    from mimo.rl.rollouts import Completion
+
+
+def as_request(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as vLLM takes it: its tokens, and its images as PIL's."""
+    request: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+    if prompt.image_sizes:
+        from PIL import Image
+
+        request["multi_modal_data"] = {"image": [Image.fromarray(picture) for picture in prompt.pictures()]}
+    return request
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """How a model takes images.
+
+    Attributes:
+        modules: encoder names and their placeholder ids; empty for a text model.
+        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
+        num_channels: channels of an image.
+        patch_size: pixels a side of a patch, where encoders take packed patches; 0: they take whole images.
+    """
+
+    modules: dict[str, int]
+    num_image_tokens: TokenCounter
+    num_channels: int
+    patch_size: int
+
+    @classmethod
+    def of(cls, provider: ModelProvider, config: Any, layout: Layout) -> ImageTokens:
+        """Those of a model on the encoders of a layout.
+
+        Args:
+            provider: the model family.
+            config: its flags.
+            layout: all grids.
+        """
+        tokens, ids = provider.token_spec(config), provider.special_token_ids(config)
+        return cls({grid.name: ids[grid.name] for grid in layout.encoders}, partial(provider.num_image_tokens, config),
+                   tokens.num_channels, tokens.patch_size if tokens.packs_patches else 0)
+
+    def count(self, prompt: Prompt) -> int:
+        """Tokens that the images of a prompt become.
+
+        Raises:
+            ValueError: placeholders and images do not match, or an image has a size that its encoder cannot take.
+        """
+        sample = _sample(prompt.key, prompt.token_ids, prompt.image_sizes)
+        return sum(expand_images(sample, self.modules, self.num_image_tokens).image_tokens.values())
+
+    def expanded(self, completion: Completion) -> np.ndarray:
+        """Tokens of the prompt with each placeholder once for each token of its image, int64 `[prompt_length]`."""
+        sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
+        tokens = expand_images(sample, self.modules, self.num_image_tokens).tokens
+        assert len(tokens) == completion.prompt_length, (completion.key, len(tokens), completion.prompt_length)
+        return tokens
+
+    def placeholders(self, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Where the image tokens of expanded prompts stand in a packed row, int64 indices by module.
+
+        A placeholder that the policy itself has sampled stands for no image.
+
+        Args:
+            prompts: of the sequences of the row.
+            starts: of the sequences in the row.
+        """
+        return {module: torch.from_numpy(np.concatenate(
+            [start + np.flatnonzero(prompt == token) for start, prompt in zip(starts, prompts, strict=True)]))
+            for module, token in self.modules.items()}
+
+    def text_parts(self, completions: Sequence[Completion], count: int) -> (
+            tuple[tuple[str, ...], dict[str, tuple[int, ...]]]):
+        """Keys and token counts of the language side of a microbatch, cut into parts as encoder ranks share it.
+
+        Args:
+            completions: of the microbatch.
+            count: number of parts.
+
+        Returns:
+            For `TextBatch`: keys, `count` of them, and image tokens of each part by module.
+        """
+        parts = [_pack(each) for each in cut(completions, count)]
+        tokens = [expand_images(part, self.modules, self.num_image_tokens).image_tokens for part in parts]
+        return (tuple(part.key for part in parts),
+                {module: tuple(each[module] for each in tokens) for module in self.modules})
+
+
+class EncoderSide:
+    """The images of policy microbatches as the encoders of this rank take them.
+
+    Args:
+        images: how the model takes them.
+        layout: all grids.
+        rank: this process.
+        parts: into which the microbatches of a lane are cut.
+        prompts: where pixels come from; None on ranks that need none.
+        dtype: of pixels.
+    """
+
+    def __init__(self, images: ImageTokens, layout: Layout, rank: int, parts: int, prompts: PromptSet | None,
+                 dtype: torch.dtype) -> None:
+        self._images, self._count, self._prompts, self._dtype = images, parts, prompts, dtype
+        self._needs: dict[str, list[Need]] = {}
+        for need in needs_of(layout, rank, parts):
+            if need.module != LANGUAGE:
+                self._needs.setdefault(need.module, []).append(need)
+
+    def batches(self, lanes: Sequence[Sequence[Sequence[int]]],
+                completions: Sequence[Completion]) -> list[dict[str, EncoderBatch]]:
+        """The encoders' side of every microbatch of this rank, by module.
+
+        Args:
+            lanes: for each lane, for each of its microbatches, positions in `completions`.
+            completions: of the global batch.
+
+        Raises:
+            ValueError: an image is not what its prompt declares, or this rank's prompt set differs from the first's.
+        """
+        drawn: dict[int, list[np.ndarray]] = {}
+        return [{module: self._batch(module, needs, [lanes[need.share.lane][number] for need in needs], completions,
+                                     drawn) for module, needs in self._needs.items()}
+                for number in range(len(lanes[0]))]
+
+    def _batch(self, module: str, needs: Sequence[Need], members: Sequence[Sequence[int]],
+               completions: Sequence[Completion], drawn: dict[int, list[np.ndarray]]) -> EncoderBatch:
+        pixels = needs[0].pixels
+        samples = []
+        for need, chosen in zip(needs, members, strict=True):
+            for part in cut([completions[member] for member in chosen], self._count)[need.share.start:need.share.stop]:
+                samples.append(_pack(part))
+                if pixels:
+                    samples[-1].images = [image for each in part for image in self._pixels(each, drawn)]
+        return collate_encoder(
+            samples, module=module, modules=self._images.modules, num_image_tokens=self._images.num_image_tokens,
+            num_channels=self._images.num_channels, lane_sizes=[need.share.stop - need.share.start for need in needs],
+            dtype=self._dtype, patch_size=self._images.patch_size, pixels=pixels)
+
+    def _pixels(self, completion: Completion, drawn: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
+        """The images of a completion's prompt, float32 `[C, height, width]` each, built once a global batch."""
+        if not completion.image_sizes:
+            return []
+        if completion.index not in drawn:
+            assert isinstance(self._prompts, ImagePromptSet), "prompts with images say how these are normalised"
+            prompt = self._prompts.prompt(completion.index)
+            if prompt.token_ids != completion.prompt_ids or prompt.image_sizes != completion.image_sizes:
+                raise ValueError(f"prompt {completion.index} is {prompt.key} on an encoder rank and differs from what "
+                                 f"completion {completion.key} was drawn for: a prompt set has to give the same for "
+                                 "the same seed, split and place on every rank")
+            drawn[completion.index] = [self._prompts.normalisation.apply(picture) for picture in prompt.pictures()]
+        return drawn[completion.index]
+
+
+def needs_pixels(layout: Layout, rank: int, parts: int) -> bool:
+    """Whether a rank builds pixels: it holds the first stage of an encoder."""
+    return any(need.pixels for need in needs_of(layout, rank, parts))
+
+
+def cut(completions: Sequence[Completion], count: int) -> list[Sequence[Completion]]:
+    """Consecutive runs, as even as can be; some are empty where there are fewer completions."""
+    ends = [len(completions) * number // count for number in range(count + 1)]
+    return [completions[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def _sample(key: str, token_ids: Sequence[int], image_sizes: Sequence[tuple[int, int]]) -> Sample:
+    """Prompts as one side of the bridge sees them, without pixels."""
+    tokens = np.array(token_ids, np.int64)
+    return Sample(key, tokens, np.zeros(len(tokens), np.bool_), list(image_sizes))
+
+
+def _pack(completions: Sequence[Completion]) -> Sample:
+    """The prompts of some completions one behind the other."""
+    return _sample(" ".join(each.key for each in completions), [token for each in completions for token in
+                                                                each.prompt_ids],
+                   [size for each in completions for size in each.image_sizes])
