@@ -94,6 +94,28 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded
     return _restore(state, folder, common, loaded, notes, weights_only=weights_only, has_streams="loader" in objects)
 
 
+def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -> None:
+    """Load weights and buffers in place, and nothing else: optimizers keep their copies. Collective over the world.
+
+    Args:
+        state: the run.
+        folder: the checkpoint.
+        watchdog: told about the wait.
+        flag: that names the folder, for messages.
+
+    Raises:
+        ValueError: as `load_checkpoint`.
+    """
+    with watchdog.limit(float("inf")), watchdog.waiting("weights to load", folder=str(folder)):
+        common, index = _open(state, folder)
+        saved = state.saved()
+        entries = {"model": model_entries(state, saved)}
+        _check(state, folder, common, index, entries, wants_optimizer=False, flag=flag)
+        read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
+        _load(state, folder, {"model": read}, flag)
+        broadcast_from_writers(saved, state.grids)
+
+
 def _open(state: RunState, folder: Path) -> tuple[dict[str, Any], Metadata]:
     error, common, index = None, {}, None
     try:
@@ -132,7 +154,7 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized])
 
 
 def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadata,
-           entries: dict[str, dict[str, ShardedTensor]], *, wants_optimizer: bool) -> None:
+           entries: dict[str, dict[str, ShardedTensor]], *, wants_optimizer: bool, flag: str = "--load") -> None:
     """Compare what this run asks for with what the checkpoint holds; one error lists everything."""
     missing, clashes = set(), set()
     metadata = index.state_dict_metadata
@@ -154,7 +176,7 @@ def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadat
         left = {key for key in stored if key not in asked and _concerns(key, state, common, wants_optimizer)}
         gaps = {f"{key}: its pieces leave something out or overlap" for key in asked
                 if key in stored and not is_covered(stored[key])}
-        error = _listing(folder, set().union(*(report[0] for report in reports)),
+        error = _listing(f"{flag} {folder}", set().union(*(report[0] for report in reports)),
                          set().union(*(report[1] for report in reports)), left, gaps)
     raise_together(state.grids, error)
 
@@ -174,13 +196,13 @@ def _concerns(key: str, state: RunState, common: dict[str, Any], wants_optimizer
     return key.split(".")[0] in modules or key.split(".")[0] not in common["grids"]
 
 
-def _listing(folder: Path, missing: set[str], clashes: set[str], left: set[str], gaps: set[str]) -> str | None:
+def _listing(source: str, missing: set[str], clashes: set[str], left: set[str], gaps: set[str]) -> str | None:
     lines = []
     for title, found in (("missing in the checkpoint", missing), ("of another shape or dtype", clashes),
                          ("in the checkpoint, but not in this run", left), ("incomplete in the checkpoint", gaps)):
         if found:
             lines += [f"{title} ({len(found)}):", *(f"  {name}" for name in sorted(found))]
-    return "\n".join([f"--load {folder} does not fit this run; nothing was loaded", *lines]) if lines else None
+    return "\n".join([f"{source} does not fit this run; nothing was loaded", *lines]) if lines else None
 
 
 def _objects(state: RunState, index: Metadata, notes: list[str]) -> dict[str, Any]:
@@ -219,7 +241,7 @@ def _wanted_streams(own: list[str], stored: list[str], num_lanes: int) -> list[s
     return list(dict.fromkeys(wanted))
 
 
-def _load(state: RunState, folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
+def _load(state: RunState, folder: Path, entries: dict[str, Any], flag: str = "--load") -> dict[str, Any]:
     strategy = DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify)
     # Loading leaves the entries' tensors in place; what comes back matters for objects only.
     error, loaded = None, {}
@@ -228,7 +250,7 @@ def _load(state: RunState, folder: Path, entries: dict[str, Any]) -> dict[str, A
             {key: value for key, value in entries.items() if value}, str(folder), strategy,
             validate_access_integrity=False)
     except (ValueError, OSError, CheckpointingException) as problem:
-        error = f"--load: {problem}"
+        error = f"{flag}: {problem}"
     raise_together(state.grids, error)
     return loaded
 

@@ -41,9 +41,22 @@ from mimo.weights.keys import global_name
 FORMAT = "torch_dist"
 
 
-@torch.no_grad()
 def load_single_model(state: RunState, source: MegatronSource, vocab_size: int, watchdog: Watchdog) -> list[str]:
     """Fill the modules of every rank, and the optimizers' fp32 copies, from a checkpoint. Collective over the world.
+
+    Args, result and errors as `load_single_weights`.
+    """
+    lines = load_single_weights(state, source, vocab_size, watchdog)
+    state.optimizer.reload_model_params()
+    wrong = differing(state.held(state.saved()))
+    raise_together(state.grids, f"{source.flag} {source.path}: the optimizer's fp32 copies are not the loaded weights: "
+                                f"{', '.join(wrong)}" if wrong else None)
+    return lines
+
+
+@torch.no_grad()
+def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int, watchdog: Watchdog) -> list[str]:
+    """Fill the modules of every rank from a checkpoint; optimizers keep their copies. Collective over the world.
 
     Args:
         state: the run; its iteration, schedule, generators and data stay as they are.
@@ -67,10 +80,6 @@ def load_single_model(state: RunState, source: MegatronSource, vocab_size: int, 
         entries, notes = _check(state, source, folder, contents, saved, vocab_size)
         _fill(state, source, folder, entries)
         broadcast_from_writers(saved, state.grids)
-        state.optimizer.reload_model_params()
-        wrong = differing(state.held(saved))
-        raise_together(state.grids, f"{source.flag} {folder}: the optimizer's fp32 copies are not the loaded weights: "
-                                    f"{', '.join(wrong)}" if wrong else None)
     notes += [f"passed over: {count} {'tensors' if count > 1 else 'tensor'}, {reason}"
               for reason, count in contents.passed_over.items()]
     return [f"weights from {folder}", *(f"  {note}" for note in notes)]

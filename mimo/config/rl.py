@@ -44,6 +44,11 @@ class RlConfig:
     """Times the entropy, taken off the loss; 0: entropy is only reported."""
     kl_coeff: float = 0.0
     """Times the KL divergence from the reference policy; 0: no reference."""
+    ref_load: str = ""
+    """Folder of a checkpoint of this trainer with the weights of the reference policy. Without it and --ref-load-hf
+    these are the weights that the run starts from."""
+    ref_load_hf: str = ""
+    """Folder of a Hugging Face model (safetensors) with the weights of the reference policy."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator: log ratio, half its square, or exp(-log ratio) - 1 + log ratio."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -91,6 +96,7 @@ def validate(config: RlConfig, *, llm_tp: int = 1, sequence_parallel: bool = Fal
     """
     check_sampling(config)
     _check_loss(config)
+    _check_reference(config)
     _check_importance(config)
     _refuse(config.completions_per_prompt < 1, f"--completions-per-prompt {config.completions_per_prompt} is below 1")
     _refuse(config.advantage == "rloo" and config.completions_per_prompt < 2,
@@ -120,6 +126,22 @@ def check_sampling(config: RlConfig) -> None:
             f"{given} with --importance-correction none: rollouts then come from a truncated distribution, and the "
             "loss takes them for samples of the whole one. Use --top-p 1 --top-k 0, or --importance-correction token, "
             "icepop or sequence")
+    if config.truncates_sampling and config.importance_correction != "token":
+        _check_truncation(config)
+
+
+def _check_truncation(config: RlConfig) -> None:
+    """Refuse bounds that cut weights which are below 1 only because the engine's distribution is truncated.
+
+    Weights are the trainer's probability over the engine's, which is larger by 1 / (share of probability that is kept).
+    """
+    kind, low = config.importance_correction, config.importance_band[0]
+    _refuse(low > config.top_p, f"--top-p {config.top_p} with --importance-correction {kind} and --importance-low "
+            f"{low}: where engine and trainer agree, weights are from {config.top_p} to 1, and those below {low} are "
+            f"cut; use --importance-low {config.top_p} or less")
+    _refuse(config.top_k > 0 and config.importance_low is None and kind == "sequence",
+            f"--top-k {config.top_k} with --importance-correction sequence: where engine and trainer agree, weights "
+            f"are the share of probability that {config.top_k} tokens have; set --importance-low below what it may be")
 
 
 def _check_loss(config: RlConfig) -> None:
@@ -138,6 +160,14 @@ def _check_loss(config: RlConfig) -> None:
     _refuse(not normed and length is not None, f"--loss-norm-length {length} is for --loss-aggregation "
             f"seq-mean-token-sum-norm, not for {config.loss_aggregation}")
     _refuse(length is not None and length < 1, f"--loss-norm-length {length} is below 1")
+
+
+def _check_reference(config: RlConfig) -> None:
+    flags = {"--ref-load": config.ref_load, "--ref-load-hf": config.ref_load_hf}
+    given = [f"{flag} {value}" for flag, value in flags.items() if value]
+    _refuse(len(given) > 1, f"{' and '.join(given)}: the reference policy has one source; leave one out")
+    _refuse(bool(given) and not config.kl_coeff,
+            f"{' '.join(given)} with --kl-coeff 0, which needs no reference policy: set --kl-coeff, or leave it out")
 
 
 def _check_importance(config: RlConfig) -> None:

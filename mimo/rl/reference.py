@@ -1,0 +1,191 @@
+"""The reference policy: weights that stay as they are, on the host, and take the policy's place for a forward pass.
+
+The run's own model is used for both, so the reference has its layout, and one rank keeps its own shards alone. What is
+exchanged are bytes of storages, as in `mimo.training.offload`: parameters, buffers and the wheel's contiguous buffers
+behind them stay the objects that optimizers and hooks refer to, and the policy comes back bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from mimo.checkpoint import paths
+from mimo.checkpoint.agree import from_first_rank, raise_together
+from mimo.checkpoint.load import load_weights
+from mimo.checkpoint.single_model import load_single_weights
+from mimo.checkpoint.state import RunState
+from mimo.config.rl import RlConfig
+from mimo.model.build import BuiltModel
+from mimo.model.residency import WEIGHTS
+from mimo.observe.watchdog import Watchdog
+from mimo.protocols import MegatronSourceProvider, ModelProvider
+from mimo.training.offload import Held, HostMemory, synchronize, weight_storages
+from mimo.weights.load import HfPaths, load_hf
+
+
+class ReferencePolicy:
+    """A copy of all weights and buffers of this rank, as they are when it is made. Collective over each module's ranks.
+
+    It takes as much host memory as they take on the device, pinned on CUDA; while they are exchanged, a block of
+    `mimo.training.offload` more on the device. Nothing else is kept: during a forward pass the policy's weights are
+    what lies on the host.
+
+    Args:
+        built: this rank's model, its weights not offloaded.
+        device: where it is.
+    """
+
+    def __init__(self, built: BuiltModel, device: torch.device) -> None:
+        self._built, self._device = built, device
+        self._memory = HostMemory(pinned=device.type == "cuda")
+        with self._complete():
+            held = self._held()
+            self._sizes = [each.num_bytes for each in held]
+            self._memory.save(held)
+            synchronize(device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy."""
+        return sum(self._sizes)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While the block runs, the model has the weights of the reference. Collective over each module's ranks.
+
+        Only forward passes without gradient may run in it; no step, refit or checkpoint.
+
+        Raises:
+            OffloadedError: the weights are not on the device.
+        """
+        with self._complete():
+            self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+
+    def exchange(self) -> None:
+        """Make the model's weights the reference, and what was the reference the model's. Collective as `in_place`."""
+        with self._complete():
+            self._exchange()
+
+    @contextmanager
+    def _complete(self) -> Iterator[None]:
+        """Gathers of parameters that an overlapped step left open are finished, and none begins in the block."""
+        self._built.residency.require("the reference policy", WEIGHTS)
+        self._built.model.disable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            self._built.model.enable_forward_pre_hook()
+
+    def _held(self) -> list[Held]:
+        """Looked up afresh: what is behind a parameter may be other memory than before."""
+        held = [Held(storage, storage.nbytes()) for storage in weight_storages(self._built)]
+        return [each for each in held if each.num_bytes]
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        held = self._held()
+        assert [each.num_bytes for each in held] == self._sizes, "weights lie in other storages than at set-up"
+        synchronize(self._device)  # other streams may still use them
+        self._memory.exchange(held)
+        synchronize(self._device)
+
+
+def reference_policy(state: RunState, provider: ModelProvider, config: RlConfig, watchdog: Watchdog, *,
+                     resumed: bool) -> tuple[ReferencePolicy | None, list[str]]:
+    """The reference policy that the flags ask for; None with --kl-coeff 0. Collective over the world.
+
+    It is that of --ref-load or --ref-load-hf, without either the weights that the run started from: those that the
+    model has now, or, where the run was resumed, those that --load-hf or the provider's own flag names. Model,
+    optimizers and schedule are the same afterwards.
+
+    Args:
+        state: the run, its weights loaded.
+        provider: the model family.
+        config: the algorithm.
+        watchdog: told about every wait.
+        resumed: the weights have been trained by this run.
+
+    Returns:
+        The policy, and a line that says where it is from.
+
+    Raises:
+        ValueError: on one rank: there are no such weights, or they do not fit the model, or nobody knows what a resumed
+            run started from.
+        ReportedElsewhereError: on the other ranks then.
+    """
+    if not config.kl_coeff:
+        return None, []
+    found = _source(state, provider, config, watchdog, resumed=resumed)
+    policy = ReferencePolicy(state.built, state.platform.device)
+    if found is None:
+        return policy, ["reference policy: the weights that the run starts from"]
+    name, load = found
+    load()
+    policy.exchange()
+    return policy, [f"reference policy: weights from {name}"]
+
+
+def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog: Watchdog, *,
+            resumed: bool) -> tuple[str, Callable[[], object]] | None:
+    """Name of the weights to read and what reads them into the model; None for those that it has."""
+    flags, family = state.config.checkpoint, state.config.model_family
+    if config.ref_load:
+        folder = _find(state, config.ref_load)
+        return str(folder), lambda: load_weights(state, folder, watchdog, "--ref-load")
+    if config.ref_load_hf:
+        hf = _RefLoadHf(config.ref_load_hf)
+        return hf.model, lambda: _load_hf(state, provider, hf, watchdog)
+    if not resumed:
+        return None
+    # Of several modules one might have started from random weights: only the whole model's folder names all.
+    if flags.load_hf or (flags.load_language_from and not provider.encoders(family)):
+        hf = HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from)
+        return flags.load_hf or flags.load_language_from, lambda: _load_hf(state, provider, hf, watchdog)
+    source = provider.megatron_source(family) if isinstance(provider, MegatronSourceProvider) else None
+    if source is not None:
+        vocab_size = provider.token_spec(family).vocab_size
+        return source.path, lambda: load_single_weights(state, source, vocab_size, watchdog)
+    raise_together(state.grids, (
+        f"--kl-coeff {config.kl_coeff} with --load {flags.load}: the run goes on from its checkpoint, which does not "
+        "hold the weights that it started from, the reference policy. Name them: --ref-load FOLDER (a checkpoint), "
+        "--ref-load-hf FOLDER, or the --load-hf FOLDER that it was started with"))
+    raise AssertionError("raised above")
+
+
+class _RefLoadHf(HfPaths):
+    """The whole model, under the name of its own flag."""
+
+    def flag(self, path: str) -> str:
+        """The flag that names the folder, with its value."""
+        return f"--ref-load-hf {path}"
+
+
+def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Watchdog) -> None:
+    with watchdog.limit(float("inf")), watchdog.waiting("weights of the reference policy"):
+        report = load_hf(state.built, state.grids, provider, state.config.model_family, hf)
+    absent = [f"{module} {name}" for module, names in report.absent.items() for name in names]
+    raise_together(state.grids, f"{hf.flag(hf.model)} does not have all weights of the reference policy; missing are "
+                                f"{', '.join(absent)}" if absent else None)
+
+
+def _find(state: RunState, given: str) -> Path:
+    """The checkpoint of --ref-load, found by the first rank; nothing in there is changed."""
+    error, folder = None, None
+    if state.grids.rank == 0:
+        try:
+            folder = paths.find(Path(given), None, "--ref-load", repair=False)
+        except (ValueError, OSError) as problem:
+            error = str(problem)
+        if folder is None and error is None:
+            error = f"--ref-load {given} " + ("holds no checkpoint" if Path(given).is_dir() else "does not exist")
+    raise_together(state.grids, error)
+    found: Path = from_first_rank(state.grids, folder)
+    return found
