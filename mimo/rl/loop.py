@@ -26,9 +26,10 @@ from mimo.refit.replicas import RolloutClient
 from mimo.refit.trainer import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices
 from mimo.rl.engine import Engine, refit_options, start_engine
+from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.place import Place
 from mimo.rl.policy import PolicyResult, PolicyTrainer
-from mimo.rl.prompts import PromptProvider
+from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.rollouts import Rollouts, RolloutSource, rollout_metrics
 from mimo.training.resume import start
@@ -104,6 +105,9 @@ class RlLoop:
             # It is there: a finished run that is started again has nothing to write.
             self.saver.last_iteration = self.progress.iteration
         self._tokens = self.provider.token_spec(self.config.model_family)
+        self._images = None
+        if self.grids.layout.encoders:
+            self._images = ImageTokens.of(self.provider, self.config.model_family, self.grids.layout)
         return lines
 
     def _start_engine(self) -> Engine | None:
@@ -135,17 +139,25 @@ class RlLoop:
         self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.place,
                                    Devices())
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
-                                    from_first_rank(self.grids, padding))
+                                    from_first_rank(self.grids, padding), self._images, self._pixel_prompts())
+
+    def _prompts(self, split: str) -> PromptSet:
+        return self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
+
+    def _pixel_prompts(self) -> PromptSet | None:
+        """Where this rank takes the pixels of completions from, if it encodes images."""
+        return self._prompts("train") if needs_pixels(self.grids.layout, self.grids.rank) else None
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
         """Prompts of a split, and how they are completed and scored."""
         config, rl, flags = self.config, self.config.rl, self.config.rollout
-        prompts = self.prompt_provider.open(config.dataset, self._tokens, split, config.train.seed)
+        prompts = self._prompts(split)
         trains = split == "train"
         sampling = Sampling(flags.max_completion_tokens, rl.temperature if trains else rl.eval_temperature,
                             rl.completions_per_prompt if trains else 1, stop_token_ids=(prompts.end_token_id,))
         return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,
-                             self.watchdog.progress, config.train.seed if flags.rollout_seeds else None)
+                             self.watchdog.progress, config.train.seed if flags.rollout_seeds else None,
+                             self._images)
 
     def _train(self, logger: RunLogger, stop: StopSignal, began: float) -> str | None:
         """Run iterations; returns why it stopped early, or None."""
@@ -219,13 +231,14 @@ class RlLoop:
 
     def _record(self, report: RefitReport, rollouts: Rollouts, result: PolicyResult,
                 seconds: dict[str, float]) -> PolicyRecord:
-        rates = current_learning_rates(self.config, self.parts.scheduler, ())
+        rates = current_learning_rates(self.config, self.parts.scheduler,
+                                       tuple(encoder.name for encoder in self.grids.layout.encoders))
         figures = rollout_metrics(rollouts) | result.metrics
         self._last_figures = {"gen-kl": f"{figures['gen_kl']:.1e}", "reward": figures["reward"]}
         return PolicyRecord(
             iteration=self.progress.iteration, consumed_samples=self.progress.consumed_samples,
             skipped_iterations=self.progress.skipped_iterations, policy_version=int(rollouts.version),
             success=result.success, grad_norm=result.grad_norm, num_zeros=result.num_zeros,
-            learning_rate=next(iter(rates.values())), batch_size=self.config.train.global_batch_size, num_tokens=result.num_tokens,
-            num_microbatches=result.num_microbatches, world_size=self.grids.layout.world_size, figures=figures,
-            refit_bytes=report.wire_bytes, seconds=seconds)
+            learning_rate=next(iter(rates.values())), batch_size=self.config.train.global_batch_size,
+            num_tokens=result.num_tokens, num_microbatches=result.num_microbatches,
+            world_size=self.grids.layout.world_size, figures=figures, refit_bytes=report.wire_bytes, seconds=seconds)

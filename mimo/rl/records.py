@@ -20,7 +20,7 @@ class PolicyRecord:
         iteration: 1 for the first.
         consumed_samples: completions trained on so far, this iteration included if it took a step.
         skipped_iterations: iterations without an update so far.
-        policy_version: of the weights that drew the completions: the updates before this one.
+        policy_version: of the weights that drew the completions: the updates they had had.
         success: the optimizer took the step.
         grad_norm: before clipping; None where the step was skipped.
         num_zeros: zeros in the gradient; None where not counted.
@@ -31,7 +31,8 @@ class PolicyRecord:
         world_size: trainer ranks.
         figures: of completions, loss and mismatch, by name.
         refit_bytes: that the engine took.
-        seconds: by part: refit, rollout, reward, update, and the whole iteration.
+        seconds: by part: refit, rollout (of the engine), reward, rollout-wait (of the trainer, for all three), log-probs,
+            update, and the whole iteration.
     """
 
     iteration: int

@@ -72,3 +72,53 @@ def test_an_engine_that_does_not_come_up_in_time_ends_the_run(tmp_path: Path) ->
     done = torchrun(2, *FLAGS, "--engine-start-timeout-s", "0.5", "--run-dir", str(tmp_path), script="train_rl.py")
     assert done.returncode != 0
     assert "did not start within 0.5 s" in done.stdout, done.stdout[-3000:]
+
+
+def test_held_out_prompts_are_scored_before_during_and_after(tmp_path: Path) -> None:
+    done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:digits", "--eval-prompts", "8", "--eval-interval",
+                    "2", "--num-generations", "3", "--run-dir", str(tmp_path), script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = {each["iteration"]: each for each in records(tmp_path) if "reward validation" in each}
+    assert list(found) == [0, 2, 3]
+    assert all(0 <= each["reward validation"] <= 1 for each in found.values())
+    shown = re.findall(r"arithmetic/valid/0000\d\d#0: .*, reward [01.]+", done.stdout)
+    assert len(shown) == 3, done.stdout[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == f"reward: {found[3]['reward validation']:.4f}"
+
+
+@pytest.mark.parametrize("mode", ["sync", "one-step-off"])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: str) -> None:
+    flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--rollout-mode", mode, "--train-iters", "4"]
+    whole, parts, saved = tmp_path / "whole", tmp_path / "parts", ["--save", str(tmp_path / "saved")]
+    done = torchrun(2, *flags, "--run-dir", str(whole), script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    # Broken off in the third iteration, of which an engine that works ahead has the answers already.
+    done = torchrun(2, *flags, *saved, "--save-interval", "2", "--reward", "tests.support.rl_rewards:digits_twice",
+                    "--run-dir", str(parts), script="train_rl.py")
+    assert done.returncode != 0 and "enough" in done.stdout, done.stdout[-3000:]
+    done = torchrun(2, *flags, *saved, "--load", saved[1], "--run-dir", str(parts), script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "loaded " in done.stdout
+    expected, found = records(whole), records(parts)
+    assert [step["iteration"] for step in found] == [1, 2, 3, 4]
+    versions = [0, 1, 2, 3] if mode == "sync" else [0, 0, 1, 2]
+    assert [step["policy-version"] for step in found] == [step["policy-version"] for step in expected] == versions
+    for mine, other in zip(found, expected, strict=True):
+        assert mine["reward"] == other["reward"] and mine["completion-length"] == other["completion-length"]
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert mine["grad-norm"] == pytest.approx(other["grad-norm"], rel=1e-4)
+    if mode == "one-step-off":
+        # Completions of the policy before differ from what the present one would have said; the weights make up for it.
+        assert all(step["gen-kl"] > 1e-7 for step in expected[1:]) and expected[0]["gen-kl"] < 1e-9
+
+
+def test_a_checkpoint_of_supervised_training_is_not_a_run_to_go_on_with(tmp_path: Path) -> None:
+    model = [flag for flag in FLAGS[:FLAGS.index("--seq-length")]]
+    supervised = torchrun(2, *model, "--dataset-provider", "arithmetic", "--seq-length", "32", "--train-iters", "1",
+                          "--global-batch-size", "4", "--save", str(tmp_path / "saved"), "--run-dir",
+                          str(tmp_path / "supervised"))
+    assert supervised.returncode == 0, supervised.stdout[-3000:]
+    done = torchrun(2, *FLAGS, "--load", str(tmp_path / "saved"), "--run-dir", str(tmp_path / "rl"),
+                    script="train_rl.py")
+    assert done.returncode != 0
+    assert "this checkpoint is of train_hetero.py; --finetune takes its weights" in done.stdout, done.stdout[-3000:]
