@@ -14,7 +14,7 @@ from mimo.config.run import RunConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import Layout
 
-DESCRIPTION = """Train a text model on rewards for its own completions (GRPO and its kin), which a vLLM engine draws.
+DESCRIPTION = """Train a model on rewards for its own completions (GRPO and its kin), which a vLLM engine draws.
 
 Flags win over --config files, later files over earlier ones. Keys of a file are flag names."""
 
@@ -39,6 +39,11 @@ class RlRunConfig(RunConfig):
     def find_dataset(name: str) -> Any:
         """The prompt provider that `--dataset-provider` names."""
         return registry.prompt_provider(name)
+
+    @property
+    def lane_rows(self) -> int:
+        """Parts of a microbatch, as many as encoder ranks serve one lane; each is some of its completions."""
+        return max(1, self.layout.encoder_dp // self.layout.llm_dp)
 
     @property
     def prompts_per_step(self) -> int:
@@ -107,8 +112,10 @@ def _refuse_missing(config: RlRunConfig) -> None:
     """Refuse what other parts of the program can do and reinforcement learning cannot."""
     train, algorithm = config.train, config.rl
     encoders = registry.model_provider(config.model.model_provider).encoders(config.model_family)
-    _refuse(bool(encoders), f"--model-provider {config.model.model_provider} has the encoder {', '.join(encoders)}: "
-            "train_rl.py takes text models")
+    _refuse(config.layout.llm_only and bool(encoders), f"--llm-only: the rollout engine has the encoder "
+            f"{', '.join(encoders)} of --model-provider {config.model.model_provider}, whose weights come from here")
+    _refuse(config.optim.correct_encoder_grad_for_partial_participation,
+            "--correct-encoder-grad-for-partial-participation is for train_hetero.py; leave it out")
     _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
     _refuse(algorithm.kl_coeff > 0, f"--kl-coeff {algorithm.kl_coeff}: train_rl.py has no reference policy; use 0")
     _refuse(algorithm.truncates_sampling, f"--top-p {algorithm.top_p} --top-k {algorithm.top_k}: rollouts sample from "

@@ -165,7 +165,9 @@ class EncoderSide:
         if not completion.image_sizes:
             return []
         if completion.index not in drawn:
-            assert isinstance(self._prompts, ImagePromptSet), "prompts with images say how these are normalised"
+            if not isinstance(self._prompts, ImagePromptSet):
+                raise ValueError(f"completion {completion.key} is of a prompt with images, and the prompt set does not "
+                                 "say how these are normalised (mimo.rl.prompts.ImagePromptSet)")
             prompt = self._prompts.prompt(completion.index)
             if prompt.token_ids != completion.prompt_ids or prompt.image_sizes != completion.image_sizes:
                 raise ValueError(f"prompt {completion.index} is {prompt.key} on an encoder rank and differs from what "
@@ -175,9 +177,9 @@ class EncoderSide:
         return drawn[completion.index]
 
 
-def needs_pixels(layout: Layout, rank: int, parts: int) -> bool:
+def needs_pixels(layout: Layout, rank: int) -> bool:
     """Whether a rank builds pixels: it holds the first stage of an encoder."""
-    return any(need.pixels for need in needs_of(layout, rank, parts))
+    return any(rank in grid.ranks and not grid.coordinates(rank)["pp"] for grid in layout.encoders)
 
 
 def cut(completions: Sequence[Completion], count: int) -> list[Sequence[Completion]]:
