@@ -15,6 +15,7 @@ from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirectio
 from mimo.bridge.plan import Rows
 from mimo.grid.groups import Grids
 from mimo.observe.device_timing import DeviceTimer
+from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
 
@@ -29,9 +30,10 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         grids: process groups.
         module: the encoder.
         watchdog: told about every wait.
+        spans: likewise.
     """
 
-    def __init__(self, grids: Grids, module: str, watchdog: Watchdog) -> None:
+    def __init__(self, grids: Grids, module: str, watchdog: Watchdog, spans: Spans) -> None:
         super().__init__(
             grids.grids[module],
             grids.grids[LANGUAGE],
@@ -39,7 +41,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             dest_module_name=LANGUAGE,
             dim_mapping={"b": 0, "h": 1},
         )
-        self.module, self.watchdog = module, watchdog
+        self.module, self.watchdog, self.spans = module, watchdog, spans
         self._source_rows: Rows = []
         self._destination_rows: Rows = []
         self._index = 0
@@ -80,7 +82,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         padded = tensor.new_zeros((height, tensor.shape[1]))
         padded[: tensor.shape[0]] = tensor
         gathered = tensor.new_empty((len(rows) * height, tensor.shape[1]))
-        with self.timer.measure(), self.watchdog.waiting(f"colocated bridge {what}", module=self.module):
+        with (self.timer.measure(), self.watchdog.waiting(f"colocated bridge {what}", module=self.module),
+              self.spans.span(Kind.BRIDGE_WAIT, what, module=self.module)):
             dist.all_gather_into_tensor(gathered, padded, group=self.gather_pg)
         return torch.cat([gathered[i * height : i * height + count] for i, count in enumerate(rows)])
 

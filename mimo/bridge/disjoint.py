@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicat
 from mimo.bridge.plan import Rows, lanes_of, sources_of
 from mimo.grid.groups import Grids
 from mimo.observe.device_timing import DeviceTimer
+from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
 
@@ -32,6 +33,7 @@ class Bridge(BridgeCommunicator):
         dtype: dtype of the payload, both ways.
         needs_grad: whether anything of the encoder trains; if not, no gradient is sent back.
         watchdog: told about every wait.
+        spans: likewise.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Bridge(BridgeCommunicator):
         device: torch.device,
         backend: str,
         watchdog: Watchdog,
+        spans: Spans,
     ) -> None:
         # The wheel's constructor is replaced, not extended: it makes NCCL groups by name and refuses uneven fan-in.
-        self.grids, self.module, self.device, self.watchdog = grids, module, device, watchdog
+        self.grids, self.module, self.device, self.watchdog, self.spans = grids, module, device, watchdog, spans
         self.src_grid, self.dest_grid = grids.grids[module], grids.grids[LANGUAGE]
         self.src_module_name, self.dest_module_name = module, LANGUAGE
         self.comm_dtype, self.hidden_size, self.needs_grad = dtype, hidden_size, needs_grad
@@ -102,7 +105,8 @@ class Bridge(BridgeCommunicator):
         self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
     ) -> torch.Tensor | None:
         """One batch of P2P with all peers: send the pieces of a tensor, receive and concatenate theirs."""
-        with self.timer.measure():
+        microbatch = (self._backward_index if what.endswith("backward") else self._forward_index) - 1
+        with self.timer.measure(), self.spans.span(Kind.BRIDGE_WAIT, what, microbatch=microbatch):
             return self._transfer(what, sends, receives)
 
     def _transfer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -13,6 +14,7 @@ from mimo.batch import Microbatch
 from mimo.bridge.disjoint import Bridge
 from mimo.bridge.plan import destination_rows, source_rows
 from mimo.grid.groups import Grids
+from mimo.observe.schedule_spans import ScheduleSpans
 from mimo.protocols import LANGUAGE
 
 
@@ -54,12 +56,14 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         config: Megatron config whose `pipeline_dtype` is the dtype of activations.
         bridges: one per encoder, in module order.
         language_shape: shape of the language model's hidden states between stages.
+        schedule_spans: told where a backward pass begins and ends.
     """
 
     def __init__(
-        self, grids: Grids, config: ModelParallelConfig, bridges: Sequence[Bridge], language_shape: tuple[int, int, int]
+        self, grids: Grids, config: ModelParallelConfig, bridges: Sequence[Bridge],
+        language_shape: tuple[int, int, int], schedule_spans: ScheduleSpans,
     ) -> None:
-        self.bridges = list(bridges)
+        self.bridges, self.schedule_spans = list(bridges), schedule_spans
         topology: dict[str, list[str]] = {encoder.name: [LANGUAGE] for encoder in grids.layout.encoders}
         super().__init__(
             grids.grids,
@@ -86,6 +90,31 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         hide its reduction behind, hence each starts early. The schedule uses this property for nothing else here.
         """
         return any(info.pp_rank == 0 for info in self.rank_module_map.values())
+
+    # The wheel's schedule runs a backward pass between these; in between it calls nothing else of this object.
+
+    def send_forward_recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """As in the wheel; a backward pass follows."""
+        gradients: dict[str, torch.Tensor] = super().send_forward_recv_backward(*args, **kwargs)
+        self.schedule_spans.begin_backward()
+        return gradients
+
+    def recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """As in the wheel; a backward pass follows."""
+        gradients: dict[str, torch.Tensor] = super().recv_backward(*args, **kwargs)
+        self.schedule_spans.begin_backward()
+        return gradients
+
+    def send_backward(self, *args: Any, **kwargs: Any) -> None:
+        """As in the wheel; a backward pass is over."""
+        self.schedule_spans.end_backward()
+        super().send_backward(*args, **kwargs)
+
+    def send_backward_recv_forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """As in the wheel; a backward pass is over."""
+        self.schedule_spans.end_backward()
+        received: dict[str, torch.Tensor] = super().send_backward_recv_forward(*args, **kwargs)
+        return received
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Tell every bridge of this rank how many rows each microbatch of the coming schedule moves."""

@@ -17,5 +17,7 @@ class ObserveConfig:
     """Iterations between console lines; metrics.jsonl has every iteration."""
     progress: bool = True
     """Progress bar when the console is a terminal."""
+    timeline: bool = True
+    """Time what each rank does in a step, by module."""
     moe_per_layer_logging: bool = False
     """Also log MoE auxiliary losses of each layer."""

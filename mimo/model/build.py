@@ -18,6 +18,7 @@ from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.residency import Residency
+from mimo.observe.spans import Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
@@ -73,9 +74,13 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
 
 
 def build_model(
-    config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog
+    config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
+    spans: Spans | None = None,
 ) -> BuiltModel:
-    """Build, freeze, cast and wrap the modules of this rank. Collective over each module's ranks."""
+    """Build, freeze, cast and wrap the modules of this rank. Collective over each module's ranks.
+
+    `watchdog` and `spans`, if any, are told what the model does.
+    """
     impl = config.model.transformer_impl
     if impl == "auto":
         impl = "transformer_engine" if platform.has_transformer_engine() else "local"
@@ -89,6 +94,7 @@ def build_model(
         _mimo_config(config, provider, grids, impl),
         grids,
         watchdog,
+        spans or Spans(),
         lambda name: _seed(config.train.seed, grids, name, platform),
     )
     freeze(model, config.model.frozen)

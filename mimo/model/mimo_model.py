@@ -7,6 +7,7 @@ device synchronisation; the colocated bridge takes uneven counts; a text-only la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from megatron.core.enums import ModelType
@@ -21,6 +22,7 @@ from mimo.grid.groups import Grids
 from mimo.model.language import HybridLanguageModel
 from mimo.model.mtp import MtpBlock, MtpInputs
 from mimo.model.packed_attention import packed_seq_params
+from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
 
@@ -32,14 +34,17 @@ class HeteroModel(MimoModel):
         mimo_config: specs of all modules, their grids and placeholder ids.
         grids: process groups.
         watchdog: told about waits of the colocated bridge.
+        spans: likewise, and where one module's work ends and another's begins.
         seed_module: called with a module's name before its parameters are made.
     """
 
     def __init__(
-        self, mimo_config: MimoModelConfig, grids: Grids, watchdog: Watchdog, seed_module: Callable[[str], None]
+        self, mimo_config: MimoModelConfig, grids: Grids, watchdog: Watchdog, spans: Spans,
+        seed_module: Callable[[str], None],
     ) -> None:
         # The wheel's constructor calls the overridden methods below, which need these.
-        self.grids, self.watchdog, self.seed_module = grids, watchdog, seed_module
+        self.grids, self.watchdog, self.spans, self.seed_module = grids, watchdog, spans, seed_module
+        self._holds_several = len(grids.modules) > 1
         groups = grids.collections.get(LANGUAGE)
         super().__init__(mimo_config, cp_group=groups.cp if groups else None, tp_group=groups.tp if groups else None)
         # The schedule without pipelining reads it.
@@ -71,7 +76,7 @@ class HeteroModel(MimoModel):
 
     def _build_colocated_communicators(self) -> None:
         for name in self.mimo_config.modality_submodules_spec:
-            self.colocated_comms[name, LANGUAGE] = ColocatedBridge(self.grids, name, self.watchdog)
+            self.colocated_comms[name, LANGUAGE] = ColocatedBridge(self.grids, name, self.watchdog, self.spans)
 
     def forward(self, batch: Microbatch, with_labels: bool = True) -> torch.Tensor | dict[str, torch.Tensor]:
         """Run one microbatch through the modules of this rank.
@@ -100,12 +105,16 @@ class HeteroModel(MimoModel):
         """One encoder on this rank: `[rows, hidden]` on its last stage, hidden states before."""
         submodule = self.modality_submodules[name]
         inner = unwrap_model(submodule)
-        output = submodule(encoder_inputs=side.inputs or None, hidden_states=hidden)
+        with self.spans.span(Kind.FORWARD, "forward", module=name) if self._holds_several else nullcontext():
+            output = submodule(encoder_inputs=side.inputs or None, hidden_states=hidden)
         if inner.is_last_stage and output.shape[0] != sum(side.token_counts):
             raise ValueError(
                 f"{name} made {output.shape[0]} tokens for samples {', '.join(side.keys)}, whose images ask "
                 f"for {list(side.token_counts)}"
             )
+        if self._holds_several and self.spans.active and output.requires_grad:
+            # Autograd calls it when it is through with what came after this output.
+            output.register_hook(lambda gradient: self.spans.switch(name))
         return output
 
     def _language(

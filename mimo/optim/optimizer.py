@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from mimo.observe.spans import Kind, Spans
 
 
 class HeteroOptimizer(MimoOptimizer):
@@ -15,7 +18,14 @@ class HeteroOptimizer(MimoOptimizer):
 
     The wheel asks the world twice (found inf, then norms) and lets a NaN norm through: the maximum of a NaN over ranks
     is undefined, so ranks could disagree. Here norms and the flag travel together and a NaN becomes the flag.
+
+    Attributes:
+        spans: told where an update waits for other ranks.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spans = Spans()
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -35,7 +45,8 @@ class HeteroOptimizer(MimoOptimizer):
                 skip |= not math.isfinite(norm)
                 stats[index] = norm**2 if math.isfinite(norm) else 0.0
         stats[-1] = float(skip)
-        dist.all_reduce(stats, op=dist.ReduceOp.MAX)
+        with self.spans.span(Kind.IDLE, "agreement on norms"):
+            dist.all_reduce(stats, op=dist.ReduceOp.MAX)
         *squares, skipped = stats.tolist()
         if skipped:
             return False, None, None
@@ -43,7 +54,8 @@ class HeteroOptimizer(MimoOptimizer):
         self._clip(grad_norm)
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         updated = torch.tensor([int(self.step_with_ready_grads())], device=stats.device)
-        dist.all_reduce(updated, op=dist.ReduceOp.MIN)
+        with self.spans.span(Kind.IDLE, "agreement on the update"):
+            dist.all_reduce(updated, op=dist.ReduceOp.MIN)
         return bool(updated.item()), grad_norm, num_zeros
 
     def _clip(self, grad_norm: float) -> None:

@@ -12,6 +12,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
+from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
 
 
@@ -25,10 +26,11 @@ class GradSync:
         built: this rank's modules.
         grids: process groups.
         watchdog: told which module's reduction is waited for.
+        spans: likewise.
     """
 
-    def __init__(self, built: BuiltModel, grids: Grids, watchdog: Watchdog) -> None:
-        self.built, self.grids, self.watchdog = built, grids, watchdog
+    def __init__(self, built: BuiltModel, grids: Grids, watchdog: Watchdog, spans: Spans) -> None:
+        self.built, self.grids, self.watchdog, self.spans = built, grids, watchdog, spans
         for encoder in grids.layout.encoders:
             if encoder.name in built.wrapped:
                 start_in_order(built.wrapped[encoder.name])
@@ -48,7 +50,8 @@ class GradSync:
         """
         for name, wrapped in self.built.wrapped.items():
             complete_registration(wrapped)
-            with self.watchdog.waiting("gradient reduction", module=name):
+            with (self.watchdog.waiting("gradient reduction", module=name),
+                  self.spans.span(Kind.GRADIENT_SYNC, "gradient reduction", module=name)):
                 finalize_model_grads(
                     [wrapped], None, pg_collection=self.grids.collections[name], force_all_reduce=force_all_reduce
                 )

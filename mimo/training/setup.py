@@ -10,6 +10,9 @@ from mimo.bridge.pipeline import PipelineCommunicator
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, build_model, params_dtype
+from mimo.observe.clock import DeviceClock, HostClock
+from mimo.observe.schedule_spans import ScheduleSpans
+from mimo.observe.spans import Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.build import build_optimizer
 from mimo.optim.schedule import build_scheduler
@@ -30,18 +33,28 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         platform: device and backend.
         watchdog: told about every wait.
     """
-    built = build_model(config, provider, grids, platform, watchdog)
-    communicator = _communicator(config, provider, grids, platform, watchdog, built)
-    grad_sync = GradSync(built, grids, watchdog)
+    spans = _spans(config, grids, platform)
+    schedule_spans = ScheduleSpans(spans)
+    built = build_model(config, provider, grids, platform, watchdog, spans)
+    communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
+    grad_sync = GradSync(built, grids, watchdog, spans)
     optimizer = build_optimizer(config.optim, built, grids)
-    _wire_schedule(config, built, grad_sync)
+    optimizer.spans = spans
+    _wire_schedule(config, built, grad_sync, schedule_spans)
     return TrainerParts(config, grids, platform, watchdog, built, communicator,
                         Handshake(grids, config.lane_rows), grad_sync, optimizer,
-                        build_scheduler(config, optimizer))
+                        build_scheduler(config, optimizer), schedule_spans)
+
+
+def _spans(config: RunConfig, grids: Grids, platform: Platform) -> Spans:
+    clock = None
+    if config.observe.timeline:
+        clock = DeviceClock() if platform.name == "cuda" else HostClock()
+    return Spans(clock, {name: grids.layout.grids[name].coordinates(grids.rank)["pp"] for name in grids.modules})
 
 
 def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
-                  built: BuiltModel) -> PipelineCommunicator | None:
+                  built: BuiltModel, schedule_spans: ScheduleSpans) -> PipelineCommunicator | None:
     if grids.colocated:
         return None
     hidden = provider.hidden_size(config.model_family)
@@ -49,7 +62,7 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     bridges = [
         Bridge(grids, encoder.name, micro_batch_size=config.lane_rows, hidden_size=hidden,
                dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen, device=platform.device,
-               backend=platform.backend, watchdog=watchdog)
+               backend=platform.backend, watchdog=watchdog, spans=schedule_spans.spans)
         for encoder in grids.layout.encoders
     ]
     language = grids.layout.language
@@ -58,14 +71,15 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     model_config = get_model_config(built.model)
     # Ranks without the language model hold its configuration for its sizes alone.
     model_config.pipeline_dtype = params_dtype(config)
-    return PipelineCommunicator(grids, model_config, bridges, shape)
+    return PipelineCommunicator(grids, model_config, bridges, shape, schedule_spans)
 
 
-def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync) -> None:
+def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync, schedule_spans: ScheduleSpans) -> None:
     """Give the wheel's schedule what it reads from the model's config."""
     model_config = get_model_config(built.model)
     model_config.finalize_model_grads_func = grad_sync.finalize
     model_config.no_sync_func = built.model.no_sync
+    model_config.timers = schedule_spans
     if config.ddp.overlap_grad_reduce:
         model_config.grad_sync_func = built.model.start_grad_sync
     # A transfer's stream order is kept by waiting on it; the extra device synchronisation works around old NCCL bugs.

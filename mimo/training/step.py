@@ -24,6 +24,8 @@ from mimo.model.build import BuiltModel
 from mimo.model.residency import GRADIENTS, KINDS, WEIGHTS
 from mimo.observe.device_timing import DeviceTimer
 from mimo.observe.errors import ReportedElsewhereError
+from mimo.observe.schedule_spans import ScheduleSpans
+from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.optimizer import HeteroOptimizer
 from mimo.platform.base import Platform
@@ -54,8 +56,14 @@ class TrainerParts:
     grad_sync: GradSync
     optimizer: HeteroOptimizer
     scheduler: OptimizerParamScheduler
+    schedule_spans: ScheduleSpans
     schedule_timer: DeviceTimer = field(default_factory=DeviceTimer)
     optimizer_timer: DeviceTimer = field(default_factory=DeviceTimer)
+
+    @property
+    def spans(self) -> Spans:
+        """Told what this rank does."""
+        return self.schedule_spans.spans
 
     @property
     def is_last_language_stage(self) -> bool:
@@ -127,7 +135,8 @@ def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
 
 def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> None:
     """Compare both sides of every lane and give the bridges the row counts. Before each run of the schedule."""
-    with parts.watchdog.waiting("comparison of both sides of each lane"):
+    with (parts.watchdog.waiting("comparison of both sides of each lane"),
+          parts.spans.span(Kind.IDLE, "comparison of both sides of each lane")):
         parts.handshake.check(microbatches)
     if parts.communicator is not None:
         parts.communicator.begin_step(microbatches)
@@ -149,6 +158,7 @@ def run_schedule(
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
     begin_schedule(parts, microbatches)
+    parts.schedule_spans.begin()
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
     train = parts.config.train
@@ -191,18 +201,21 @@ def train_step(
     for wrapped in parts.built.wrapped.values():
         wrapped.zero_grad_buffer()
     parts.optimizer.zero_grad()
-    with parts.watchdog.waiting("count of the targets of multi-token prediction"):
+    with (parts.watchdog.waiting("count of the targets of multi-token prediction"),
+          parts.spans.span(Kind.IDLE, "count of the targets of multi-token prediction")):
         begin_mtp_step(
             parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
     with parts.schedule_timer.measure():
         reports = run_schedule(parts, microbatches, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
     totals = _sum_over_world(parts, microbatches, reports, stop_requested)
-    parts.grad_sync.scale(totals[1], _participants(parts, totals))
+    with parts.spans.span(Kind.GRADIENT_SYNC, "division by the number of targets"):
+        parts.grad_sync.scale(totals[1], _participants(parts, totals))
     loss_sum, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced, *_ = totals.tolist()
     loss = loss_sum / max(num_tokens, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
         _refuse_loss(parts, microbatches, reports, loss)
-    with parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure():
+    with (parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure(),
+          parts.spans.span(Kind.OPTIMIZER, "optimizer")):
         success, grad_norm, num_zeros = parts.optimizer.step()
     if success:
         parts.scheduler.step(parts.config.train.global_batch_size)
@@ -248,7 +261,8 @@ def _sum_over_world(
     totals = totals.to(parts.platform.device)
     if parts.counts_losses:
         totals[:2] += torch.stack(reports).sum(dim=0)
-    with parts.watchdog.waiting("sum of losses and tokens over the world"):
+    with (parts.watchdog.waiting("sum of losses and tokens over the world"),
+          parts.spans.span(Kind.IDLE, "sum of losses and tokens over the world")):
         dist.all_reduce(totals)
     return totals
 

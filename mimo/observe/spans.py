@@ -1,0 +1,207 @@
+"""Named stretches of a rank's step: the one seam through which timeline, profiler and NVTX see it.
+
+Code says where it is with `spans.span(Kind.BRIDGE_WAIT, "receive")`. Of what it says, the timeline keeps the moments at
+which the innermost stretch changed, so a step falls apart into intervals without gap or overlap: a wait inside a
+forward pass counts as a wait and not as a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mimo.observe.clock import Clock
+
+
+class Kind(StrEnum):
+    """What a stretch of a step is for; the names are those of the figures.
+
+    Attributes:
+        FORWARD, BACKWARD: passes of a microbatch: what the rank is there for. Collectives inside a layer (tensor,
+            context, expert parallel) and gradient reductions that overlap with a pass are part of it.
+        BRIDGE_WAIT: sending and receiving activations and gradients between grids.
+        PIPELINE_WAIT: the same between stages of a grid, its bubble included.
+        DATA_WAIT: for the loader.
+        GRADIENT_SYNC: what is left of the gradients' reduction after the last pass.
+        OPTIMIZER: gradient norm and update.
+        IDLE: waiting where all ranks meet, at both ends of a step and inside the update.
+        OTHER: the rest.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BRIDGE_WAIT = "bridge-wait"
+    PIPELINE_WAIT = "pipeline-wait"
+    DATA_WAIT = "data-wait"
+    GRADIENT_SYNC = "gradient-sync"
+    OPTIMIZER = "optimizer"
+    IDLE = "idle"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a rank does during a stretch.
+
+    Attributes:
+        kind: of the stretch.
+        name: in words, for example `receive activations`.
+        module: whose work it is.
+        microbatch: index in the step; None for what has none.
+    """
+
+    kind: Kind
+    name: str
+    module: str
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A stretch in which nothing changed; `begin_s` and `end_s` are seconds on the host's monotonic clock."""
+
+    label: Label
+    begin_s: float
+    end_s: float
+
+
+Range = Callable[[str], AbstractContextManager[Any]]
+"""Opens a range of a profiler, by its name."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Spans:
+    """What one rank is doing, for whoever listens. Without a listener a call costs a comparison.
+
+    Calls come from one thread at a time: the main thread, or autograd's while the main one waits for it.
+
+    Attributes:
+        module: the module that stretches without one of their own belong to.
+    """
+
+    def __init__(self, clock: Clock | None = None, stages: Mapping[str, int] | None = None) -> None:
+        """Listen to nothing yet.
+
+        Args:
+            clock: what `begin_step` records with; None never records.
+            stages: pipeline stage of each module of this rank, the one that unnamed stretches belong to last.
+        """
+        self._clock = clock
+        self._stages = dict(stages or {})
+        self.module = next(reversed(self._stages), "")
+        self._root = Label(Kind.OTHER, "step", self.module)
+        self._stack = [self._root]
+        self._marks: list[tuple[Any, Label]] = []
+        self._recording = False
+        self._ranges: tuple[Range, ...] = ()
+        self._open: list[list[AbstractContextManager[Any]]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody listens."""
+        return self._recording or bool(self._ranges)
+
+    @property
+    def can_record(self) -> bool:
+        """Whether `begin_step` records."""
+        return self._clock is not None
+
+    def span(self, kind: Kind, name: str, *, module: str | None = None,
+             microbatch: int | None = None) -> AbstractContextManager[Any]:
+        """Context of a stretch. Inside another one; what is left out is as there."""
+        return _Span(self, kind, name, module, microbatch) if self.active else _NOTHING
+
+    def begin(self, kind: Kind, name: str, module: str | None = None, microbatch: int | None = None) -> None:
+        """Begin a stretch, which `end` ends. Only where somebody listens (`active`)."""
+        outer = self._stack[-1]
+        label = Label(kind, name, module or outer.module, outer.microbatch if microbatch is None else microbatch)
+        self._stack.append(label)
+        if self._ranges:
+            opened = [make(self.text(label)) for make in self._ranges]
+            for each in opened:
+                each.__enter__()
+            self._open.append(opened)
+        if self._clock is not None and self._recording:
+            self._marks.append((self._clock.mark(), label))
+
+    def end(self) -> None:
+        """End the innermost stretch."""
+        self._stack.pop()
+        if self._clock is not None and self._recording:
+            self._marks.append((self._clock.mark(), self._stack[-1]))
+        if self._ranges:
+            for each in reversed(self._open.pop()):
+                each.__exit__(None, None, None)
+
+    def switch(self, module: str) -> None:
+        """The innermost stretch goes on as another module's, for the timeline.
+
+        Profilers keep its range: ranges begin and end on one thread, and here that of autograd may be calling.
+        """
+        label = self._stack[-1]
+        if self._clock is None or not self._recording or label.module == module:
+            return
+        self._stack[-1] = replace(label, module=module)
+        self._marks.append((self._clock.mark(), self._stack[-1]))
+
+    def text(self, label: Label) -> str:
+        """A label as profilers show it: `language stage 1 forward microbatch 3`."""
+        words = [label.module, f"stage {self._stages[label.module]}"] if label.module in self._stages else []
+        words.append(label.name)
+        if label.microbatch is not None:
+            words.append(f"microbatch {label.microbatch}")
+        return " ".join(words)
+
+    def listen(self, *ranges: Range) -> None:
+        """Open these ranges around every stretch from now on, instead of earlier ones. Between steps."""
+        assert len(self._stack) == 1, f"inside {self._stack[-1]}"
+        self._ranges = ranges
+
+    def begin_step(self) -> None:
+        """Record from here on, where there is a clock."""
+        self._stack, self._marks, self._open = [self._root], [], []
+        if self._clock is not None:
+            self._recording = True
+            self._clock.start()
+            self._marks.append((self._clock.mark(), self._root))
+
+    def end_step(self) -> None:
+        """Record no longer."""
+        assert len(self._stack) == 1, f"the step ended inside {self._stack[-1]}"
+        if self._clock is not None and self._recording:
+            self._marks.append((self._clock.mark(), self._root))
+            self._recording = False
+
+    def intervals(self) -> list[Interval]:
+        """The last recorded step, in order: each begins where the one before ends.
+
+        Waits for the device, if it has not finished the step.
+        """
+        if self._clock is None or len(self._marks) < 2:
+            return []
+        times = self._clock.seconds([mark for mark, _ in self._marks])
+        found = []
+        for index, (_, label) in enumerate(self._marks[:-1]):
+            found.append(Interval(label, times[index], times[index + 1]))
+        return found
+
+
+class _Span:
+    """The context that `Spans.span` returns."""
+
+    __slots__ = ("_spans", "_label")
+
+    def __init__(self, spans: Spans, kind: Kind, name: str, module: str | None, microbatch: int | None) -> None:
+        self._spans = spans
+        self._label = (kind, name, module, microbatch)
+
+    def __enter__(self) -> None:
+        self._spans.begin(*self._label)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._spans.end()
