@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.config.rl import RlConfig
@@ -31,9 +32,11 @@ from mimo.rl.importance import (
     mismatch_metrics,
     mismatch_totals,
 )
+from mimo.rl.kl import kl_of_sequences
 from mimo.rl.logprobs import log_probs
 from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_metrics, policy_loss
 from mimo.rl.prompts import PromptSet
+from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
 from mimo.rl.rows import PackedRows, pack_rows
 from mimo.rl.sampled import SampledTokens
@@ -56,6 +59,7 @@ class PolicyResult:
         num_microbatches: of each data-parallel rank.
         num_tokens: of all sequences, prompts included.
         log_probs_s: seconds of the forward pass before the update.
+        reference_s: seconds of that of the reference policy, the exchange of weights included; 0 without one.
     """
 
     metrics: dict[str, float]
@@ -65,6 +69,7 @@ class PolicyResult:
     num_microbatches: int
     num_tokens: int
     log_probs_s: float = 0.0
+    reference_s: float = 0.0
 
 
 @dataclass
@@ -75,19 +80,40 @@ class PolicyMicrobatch:
 
     Attributes:
         keys: of the completions.
+        members: their numbers in the global batch.
         batch: as the model takes it, on the host.
         labels: int64 `[1, t]`.
         sampled: positions that predict tokens of completions.
-        advantages: float32 `[t]`.
         rollout_log_probs: float32 `[t]`, by the engine.
     """
 
     keys: tuple[str, ...]
+    members: tuple[int, ...]
     batch: Microbatch
     labels: torch.Tensor
     sampled: SampledTokens
-    advantages: torch.Tensor
     rollout_log_probs: torch.Tensor
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values of every completion of the global batch, those of this microbatch at their positions, `[t]`."""
+        own = values[list(self.members)].to(self.labels.device)
+        return self.sampled.spread(torch.cat([own, own.new_zeros(self.sampled.num_sequences - len(own))]))
+
+
+@dataclass
+class FixedLogProbs:
+    """Of each microbatch float32 `[t]`, without gradient; empty but on the last stage.
+
+    Attributes:
+        old: by the policy before the update.
+        reference: by the reference policy; None without one.
+        old_s, reference_s: seconds that they took.
+    """
+
+    old: list[torch.Tensor]
+    reference: list[torch.Tensor] | None
+    old_s: float
+    reference_s: float
 
 
 class PolicyTrainer:
@@ -101,11 +127,15 @@ class PolicyTrainer:
         pad_token_id: fills the end of a microbatch.
         images: how the model takes images; None: it has no encoder.
         prompts: what the completions go on from, where pixels come from; read on ranks that need them.
+        reference: the reference policy of --kl-coeff.
     """
 
     def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int,
-                 images: ImageTokens | None = None, prompts: PromptSet | None = None) -> None:
+                 images: ImageTokens | None = None, prompts: PromptSet | None = None,
+                 reference: ReferencePolicy | None = None) -> None:
+        assert reference is not None or not config.kl_coeff, "--kl-coeff needs a reference policy"
         self.parts, self.config, self.pad_token_id, self.images = parts, config, pad_token_id, images
+        self.reference = reference
         groups, layout = parts.grids.collections.get(LANGUAGE), parts.grids.layout
         self._shard = VocabShard(vocab_size, groups.tp if groups is not None else None, config.temperature)
         self._encoders = None
@@ -127,19 +157,19 @@ class PolicyTrainer:
         parts = self.parts
         parts.built.residency.require("a policy update", *KINDS)
         microbatches = self.microbatches(completions)
-        began = time.perf_counter()
-        old = self.old_log_probs(microbatches)
-        parts.platform.synchronize()
-        log_probs_s = time.perf_counter() - began
+        fixed = self._fixed_log_probs(microbatches)
+        scores, penalty = self._advantages(completions, microbatches, fixed)
         for wrapped in parts.built.wrapped.values():
             wrapped.zero_grad_buffer()
         parts.optimizer.zero_grad()
         totals: list[Totals] = []
         with parts.schedule_timer.measure():
-            self._run(microbatches, partial(self._loss, microbatches, old, totals), forward_only=False)
+            self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), forward_only=False)
         everywhere = self._over_world(totals)
         parts.grad_sync.scale(everywhere.sums["loss_count"])
-        metrics = loss_metrics(everywhere) | mismatch_metrics(everywhere)
+        metrics = loss_metrics(everywhere) | mismatch_metrics(everywhere) | penalty
+        if self.reference is None:
+            del metrics["reference_kl"]
         if parts.config.train.check_for_nan_in_loss and not math.isfinite(metrics["loss"]):
             _refuse_loss(microbatches, totals if parts.counts_losses else [], metrics["loss"])
         with parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure():
@@ -147,7 +177,7 @@ class PolicyTrainer:
         if success:
             parts.scheduler.step(parts.config.train.global_batch_size)
         return PolicyResult(metrics, success, grad_norm, num_zeros, len(microbatches),
-                            sum(each.length for each in completions), log_probs_s)
+                            sum(each.length for each in completions), fixed.old_s, fixed.reference_s)
 
     def microbatches(self, completions: Sequence[Completion]) -> list[PolicyMicrobatch]:
         """This rank's share of a global batch.
@@ -161,15 +191,13 @@ class PolicyTrainer:
         language = self.parts.grids.layout.language
         plan = plan_microbatches([each.length for each in completions], language.dp,
                                  self.config.max_tokens_per_microbatch)
-        scores = advantages([each.reward for each in completions], [each.prompt for each in completions],
-                            self.config.advantage)
         encoders: list[dict[str, EncoderBatch]] = [{} for _ in plan[0]]
         if self._encoders is not None:
             encoders = self._encoders.batches(plan, completions)
         if self.parts.grids.rank not in language.ranks:
             return [self._without_text(batches) for batches in encoders]
         own = plan[language.coordinates(self.parts.grids.rank)["dp"]]
-        return [self._pack([completions[member] for member in members], scores[members], batches)
+        return [self._pack(members, [completions[member] for member in members], batches)
                 for members, batches in zip(own, encoders, strict=True)]
 
     def old_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> list[torch.Tensor]:
@@ -187,6 +215,39 @@ class PolicyTrainer:
         set_training(model, True)
         return found
 
+    def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:
+        """Log-probs that the update does not change. Collective."""
+        began = time.perf_counter()
+        old, reference = self.old_log_probs(microbatches), None
+        self.parts.platform.synchronize()
+        between = time.perf_counter()
+        if self.reference is not None:
+            with self.reference.in_place():
+                reference = self.old_log_probs(microbatches)
+        return FixedLogProbs(old, reference, between - began, time.perf_counter() - between)
+
+    def _advantages(self, completions: Sequence[Completion], microbatches: Sequence[PolicyMicrobatch],
+                    fixed: FixedLogProbs) -> tuple[torch.Tensor, dict[str, float]]:
+        """Of all completions, float32 `[completions]`, the same on every rank, and what was taken off their rewards.
+
+        With --kl-in reward the KL divergence of the policy before the update from the reference, an estimate at each
+        token, is summed over a completion and taken, times --kl-coeff, off its reward: what verl does
+        (`apply_kl_penalty`, by `use_kl_in_reward`). Collective over the world then.
+        """
+        rewards, figures = [each.reward for each in completions], {}
+        if fixed.reference is not None and self.config.kl_in == "reward":
+            sums = torch.zeros(len(completions), dtype=torch.float64, device=self.parts.platform.device)
+            if self.parts.counts_losses:
+                for own, old, reference in zip(microbatches, fixed.old, fixed.reference, strict=True):
+                    kl = kl_of_sequences(own.sampled, old.double(), reference.double(), self.config.kl_type)
+                    sums[list(own.members)] = kl[:len(own.members)]
+            with self.parts.watchdog.waiting("KL divergence of each completion"):
+                dist.all_reduce(sums)  # each is on one rank of one lane
+            penalties = (self.config.kl_coeff * sums).tolist()
+            rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+            figures["kl_penalty"] = sum(penalties) / len(penalties)
+        return advantages(rewards, [each.prompt for each in completions], self.config.advantage), figures
+
     def _run(self, microbatches: Sequence[PolicyMicrobatch], consume: Consume, *, forward_only: bool) -> None:
         """All microbatches through the schedule, the last stage's logits `[1, t, vocab / tp]` to `consume`."""
         numbers = itertools.count()
@@ -196,18 +257,19 @@ class PolicyTrainer:
 
         run_schedule(self.parts, [each.batch for each in microbatches], step, forward_only=forward_only)
 
-    def _loss(self, microbatches: Sequence[PolicyMicrobatch], old: Sequence[torch.Tensor], totals: list[Totals],
-              index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-        own = microbatches[index]
+    def _loss(self, microbatches: Sequence[PolicyMicrobatch], fixed: FixedLogProbs, scores: torch.Tensor,
+              totals: list[Totals], index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+        own, old = microbatches[index], fixed.old[index]
+        reference = None if fixed.reference is None else fixed.reference[index]
         normaliser = log_normaliser(logits, self._shard)
         policy = log_probs(logits, own.labels, self._shard, normaliser)[0]
-        weights, clipped = importance_weights(self.config, own.sampled, old[index], own.rollout_log_probs)
-        batch = PolicyBatch(own.sampled, own.advantages, old[index], importance_weights=weights)
+        weights, clipped = importance_weights(self.config, own.sampled, old, own.rollout_log_probs)
+        batch = PolicyBatch(own.sampled, own.spread(scores), old, reference, weights)
         total, count, figures = policy_loss(self.config, batch, policy, entropy(logits, self._shard, normaliser)[0])
-        totals.append(figures | clipped | mismatch_totals(own.sampled, old[index], own.rollout_log_probs))
+        totals.append(figures | clipped | mismatch_totals(own.sampled, old, own.rollout_log_probs))
         return total, count, figures
 
-    def _pack(self, completions: Sequence[Completion], scores: torch.Tensor,
+    def _pack(self, members: Sequence[int], completions: Sequence[Completion],
               encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         width, device = max(each.length for each in completions), self.parts.platform.device
         ids = torch.full((len(completions), width), self.pad_token_id)
@@ -224,10 +286,10 @@ class PolicyTrainer:
         packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=self._multiple())
         sampled = packed.sampled(is_sampled)
         return PolicyMicrobatch(
-            tuple(each.key for each in completions), Microbatch(self._text(packed, completions, prompts), encoders),
-            packed.labels.to(device),
+            tuple(each.key for each in completions), tuple(members),
+            Microbatch(self._text(packed, completions, prompts), encoders), packed.labels.to(device),
             SampledTokens(sampled.mask.to(device), sampled.sequence_ids.to(device), sampled.num_sequences),
-            packed.take(scores[:, None].expand(ids.shape)).to(device), packed.take(rollout).to(device))
+            packed.take(rollout).to(device))
 
     def _text(self, packed: PackedRows, completions: Sequence[Completion], prompts: Sequence[np.ndarray]) -> TextBatch:
         """Packed rows as the language side of a microbatch; its own labels and loss mask are not used."""
@@ -244,8 +306,8 @@ class PolicyTrainer:
     def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         """What a rank without the language model takes."""
         nothing = torch.zeros(0, device=self.parts.platform.device)
-        return PolicyMicrobatch((), Microbatch(None, encoders), nothing.long()[None],
-                                SampledTokens(nothing.bool(), nothing.long(), 0), nothing, nothing)
+        return PolicyMicrobatch((), (), Microbatch(None, encoders), nothing.long()[None],
+                                SampledTokens(nothing.bool(), nothing.long(), 0), nothing)
 
     def _multiple(self) -> int:
         """Microbatches are padded to a multiple of this many tokens."""
