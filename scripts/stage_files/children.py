@@ -1,0 +1,166 @@
+"""Tasks on child processes of which any may hang: no progress for a while, and it is given up and replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# The system's Python alone: what a site's start-up files would import may lie on the file system that hangs.
+COPYING = (sys.executable, "-I", "-S", str(HERE / "worker.py"))
+POLL_S = 0.5
+
+
+class StageError(Exception):
+    """Staging cannot go on; the message names the file or folder."""
+
+
+@dataclass
+class Task:
+    """Something for a child to do.
+
+    Attributes:
+        name: what it works on, for messages.
+        request: as worker.py takes it.
+        attempts: how often it was begun.
+    """
+
+    name: str
+    request: dict[str, Any]
+    attempts: int = 0
+
+
+class Child:
+    """One process and the task it works on."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self.process = subprocess.Popen([*command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.task: Task | None = None
+        self.heard = 0.0
+        self._rest = b""
+
+    def start(self, task: Task) -> None:
+        """Hand over a task."""
+        self.task, self.heard = task, time.monotonic()
+        task.attempts += 1
+        try:
+            self._stdin.write(json.dumps(task.request).encode() + b"\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, which its stdout says next
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        """What it has said since; None: it has ended."""
+        data = os.read(self.stdout.fileno(), 1 << 20)
+        if not data:
+            return None
+        self.heard = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def give_up(self) -> None:
+        """Kill it. It is not waited for: in a call that hangs it does not even end then."""
+        self.process.kill()
+        for stream in (self._stdin, self.stdout):
+            try:
+                stream.close()
+            except BrokenPipeError:
+                pass  # what it was told last and never read
+
+
+class Children:
+    """A few processes that take tasks.
+
+    Args:
+        count: at most so many at a time.
+        timeout_s: seconds without progress after which a task is given up.
+        retries: how often it is tried again.
+        command: a child, as `worker.py` is started.
+    """
+
+    def __init__(self, count: int, timeout_s: float, retries: int, command: tuple[str, ...] = COPYING) -> None:
+        self._count, self._timeout_s, self._retries, self._command = count, timeout_s, retries, command
+        self._children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in list(self._children):
+            self._drop(child)
+        self._selector.close()
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, dict[str, Any]]]:
+        """Every answer of every task as it comes; the last of a task has `done`, a new attempt begins with `again`.
+
+        Raises:
+            StageError: a task failed, or made no progress however often it was tried.
+        """
+        waiting = deque(tasks)
+        while waiting or any(child.task for child in self._children):
+            self._hand_out(waiting)
+            for key, _ in self._selector.select(min(POLL_S, self._timeout_s / 4)):
+                child: Child = key.data
+                yield from self._listen(child, waiting)
+            # After what has been said was heard: this process may have been stopped for a while itself.
+            for child in list(self._children):
+                if child.task and time.monotonic() - child.heard > self._timeout_s:
+                    task = child.task
+                    self._drop(child)
+                    yield self._again(task, f"no progress for {self._timeout_s:g} s", waiting)
+
+    def _hand_out(self, waiting: deque[Task]) -> None:
+        idle = [child for child in self._children if child.task is None]
+        while waiting and (idle or len(self._children) < self._count):
+            if not idle:
+                idle.append(Child(self._command))
+                self._children.append(idle[0])
+                self._selector.register(idle[0].stdout, selectors.EVENT_READ, idle[0])
+            idle.pop().start(waiting.popleft())
+
+    def _listen(self, child: Child, waiting: deque[Task]) -> Iterator[tuple[Task, dict[str, Any]]]:
+        answers, task = child.answers(), child.task
+        if answers is None:
+            self._drop(child)
+            if task is not None:
+                yield self._again(task, f"the process that worked on it ended with code {child.process.wait()}",
+                                  waiting)
+            return
+        for answer in answers:
+            assert task is not None, answer
+            if "error" in answer:
+                child.task = None
+                if answer["final"]:
+                    raise StageError(answer["error"])
+                yield self._again(task, answer["error"], waiting)
+                return
+            if "done" in answer:
+                child.task = None
+            yield task, answer
+
+    def _again(self, task: Task, reason: str, waiting: deque[Task]) -> tuple[Task, dict[str, Any]]:
+        """Put a task back, or raise where it was tried often enough."""
+        if task.attempts > self._retries:
+            times = f", {task.attempts} times" if task.attempts > 1 else ""
+            # Most errors of the system name the file themselves.
+            name = "" if task.name in reason else f"{task.name}: "
+            raise StageError(f"{name}{reason}{times}")
+        waiting.append(task)
+        return task, {"again": reason}
+
+    def _drop(self, child: Child) -> None:
+        self._selector.unregister(child.stdout)
+        child.give_up()
+        self._children.remove(child)

@@ -1,0 +1,249 @@
+"""Folders and files to the node's own disk: listing, what is there already, space, copies, what is left over."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from stage_files.children import Children, StageError, Task
+from stage_files.manifest import Place, Recorded
+from stage_files.progress import Progress, format_gb
+from stage_files.worker import PART, is_part
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to copy.
+
+    Attributes:
+        include: patterns of names; none: everything.
+        block_bytes: bytes between two syncs to the disk.
+        limit_bytes_s: bytes a second of each copying process; 0: as fast as it goes.
+        verify: compare checksums of what is there.
+    """
+
+    include: tuple[str, ...]
+    block_bytes: int
+    limit_bytes_s: int
+    verify: bool
+
+
+@dataclass
+class Listing:
+    """A source and the place that it goes to.
+
+    Attributes:
+        source: absolute path.
+        place: the file or folder that becomes its copy.
+        files: by name relative to the source, "" for a source that is a file: size, time and mode bits.
+        folders: mode bits by relative name.
+        real: the source's path without links.
+    """
+
+    source: str
+    place: Path
+    files: dict[str, tuple[Recorded, int]] = field(default_factory=dict)
+    folders: dict[str, int] = field(default_factory=dict)
+    real: str = ""
+
+    def wanted(self, include: tuple[str, ...]) -> dict[str, tuple[Recorded, int]]:
+        """The files that patterns choose. Raises StageError where there is none."""
+        name = Path(self.source).name
+        chosen = {file: found for file, found in self.files.items() if is_chosen(file or name, include)}
+        if not chosen:
+            given = " ".join(f"--include {pattern}" for pattern in include)
+            raise StageError(f"{self.source}: has {len(self.files)} files, none of them for {given}" if include
+                             else f"{self.source} is an empty folder")
+        return chosen
+
+
+@dataclass
+class Copy:
+    """A file to copy.
+
+    Attributes:
+        listing: of its source.
+        name: relative to the source.
+        source: path.
+        target: path.
+        wanted: size and time.
+        mode: mode bits of the source.
+    """
+
+    listing: Listing
+    name: str
+    source: str
+    target: Path
+    wanted: Recorded
+    mode: int
+
+    @property
+    def part(self) -> Path:
+        """Where it grows: another file for another version of the source."""
+        key = f"{self.source}\n{self.name}\n{self.wanted.size}\n{self.wanted.mtime_ns}"
+        return self.target.parent / PART.format(hashlib.sha256(key.encode()).hexdigest()[:16])
+
+    def bytes_left(self) -> int:
+        """Bytes that it still needs of the disk."""
+        part = self.part
+        return max(self.wanted.size - (part.stat().st_size if part.exists() else 0), 0)
+
+    def task(self, options: Options) -> Task:
+        """For a child process."""
+        return Task(self.source, {
+            "do": "copy", "source": self.source, "part": str(self.part), "target": str(self.target),
+            "size": self.wanted.size, "mtime_ns": self.wanted.mtime_ns, "mode": self.mode,
+            "block": options.block_bytes, "limit": options.limit_bytes_s})
+
+
+def is_chosen(name: str, include: tuple[str, ...]) -> bool:
+    """Whether a relative name fits one of the patterns, as the Hugging Face Hub's client reads them."""
+    return not include or any(fnmatch(name, f"{pattern}*" if pattern.endswith("/") else pattern)
+                              for pattern in include)
+
+
+def at(root: Path | str, name: str) -> str:
+    """Path of a relative name."""
+    return f"{root}/{name}" if name else str(root)
+
+
+def list_sources(children: Children, places: dict[str, Path]) -> list[Listing]:
+    """What is in each source now.
+
+    Args:
+        children: that may hang on it.
+        places: by absolute path of the source.
+
+    Raises:
+        StageError: a source is not there, cannot be read or makes no progress; or source and copy lie in each other.
+    """
+    listings = {source: Listing(source, place) for source, place in places.items()}
+    tasks = [Task(source, {"do": "list", "source": source}) for source in places]
+    for task, answer in children.run(tasks):
+        listing = listings[task.name]
+        if "again" in answer:
+            listing.files.clear()
+            listing.folders.clear()
+        for name, is_folder, size, mtime_ns, mode in answer.get("entries", ()):
+            if is_folder:
+                listing.folders[name] = mode
+            else:
+                listing.files[name] = Recorded(size, mtime_ns), mode
+        if "done" in answer:
+            listing.real = answer["done"]["real"]
+    for listing in listings.values():
+        _check_apart(listing)
+    return list(listings.values())
+
+
+def _check_apart(listing: Listing) -> None:
+    place = listing.place
+    if place.is_symlink():
+        raise StageError(f"{place} is a link; a copy cannot be made there")
+    real, target = Path(listing.real), Path(os.path.realpath(place))
+    if real.is_relative_to(target) or target.is_relative_to(real):
+        raise StageError(f"{listing.source} and its copy {place} lie in each other")
+
+
+def missing(listings: list[Listing], options: Options) -> tuple[list[Copy], list[Copy]]:
+    """What has to be copied, and what is there with the right size and time."""
+    absent, there = [], []
+    for listing in listings:
+        for name, (wanted, mode) in listing.wanted(options.include).items():
+            target = Path(at(listing.place, name))
+            copy = Copy(listing, name, at(listing.source, name), target, wanted, mode)
+            (there if wanted.is_at(target) else absent).append(copy)
+    return absent, there
+
+
+def damaged(children: Children, there: list[Copy], known: dict[str, Place], progress: Progress) -> list[Copy]:
+    """Those whose content is not that of the source, by checksums of when they were copied, else of the source now."""
+    expected: dict[str, str] = {}
+    tasks, found = [], {}
+    for copy in there:
+        recorded = known.get(copy.listing.place.name, Place("")).files.get(copy.name)
+        if recorded is not None and recorded.sha256 and recorded.mtime_ns == copy.wanted.mtime_ns:
+            expected[str(copy.target)] = recorded.sha256
+        else:
+            tasks.append(Task(copy.source, {"do": "checksum", "source": copy.source}))
+        tasks.append(Task(str(copy.target), {"do": "checksum", "source": str(copy.target)}))
+    for task, answer in progress.follow(children.run(tasks)):
+        if "done" in answer:
+            found[task.name] = answer["done"]["sha256"]
+    return [copy for copy in there
+            if found[str(copy.target)] != expected.get(str(copy.target), found.get(copy.source))]
+
+
+def check_space(folder: Path, copies: list[Copy]) -> None:
+    """Raise StageError, with numbers, where the copies do not fit the disk."""
+    needed = sum(copy.bytes_left() for copy in copies)
+    free = shutil.disk_usage(existing(folder)).free
+    if needed > free:
+        raise StageError(f"{folder}: {format_gb(needed)} to copy, {format_gb(free)} free")
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
+def make_folders(listings: list[Listing], copies: list[Copy], options: Options) -> None:
+    """Folders of the copies, with the permissions of the source's."""
+    needed = {str(copy.target.parent) for copy in copies}
+    for listing in listings:
+        for name, mode in listing.folders.items():
+            path = Path(at(listing.place, name))
+            if path.is_dir() or (options.include and not any(each == str(path) or each.startswith(f"{path}/")
+                                                             for each in needed)):
+                continue
+            path.mkdir(parents=True)
+            path.chmod(stat.S_IMODE(mode) & 0o777 | stat.S_IRWXU)
+
+
+def remove_parts(listings: list[Listing], copies: list[Copy]) -> None:
+    """Delete what broken-off copies of other versions have left."""
+    expected = {copy.part for copy in copies}
+    for listing in listings:
+        folders = {Path(at(listing.place, name)) for name in listing.folders} or {listing.place.parent}
+        for folder in folders:
+            if not folder.is_dir():
+                continue
+            for path in folder.iterdir():
+                # Parts of a single file lie beside the places of other sources.
+                if is_part(path.name) and path not in expected and listing.folders:
+                    path.unlink()
+
+
+def remove_gone(listing: Listing, earlier: Place) -> int:
+    """Delete copies whose source is gone; how many there were."""
+    gone = [name for name in earlier.files if name not in listing.files]
+    for name in gone:
+        path = Path(at(listing.place, name))
+        path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == listing.place or not folder.is_relative_to(listing.place):
+                break
+            try:
+                folder.rmdir()
+            except OSError:  # it is not empty, or gone already
+                break
+    return len(gone)
+
+
+def copy_all(children: Children, copies: list[Copy], options: Options, progress: Progress,
+             copied: Callable[[Copy, str], None]) -> None:
+    """Copy; `copied` gets each file and its SHA-256 when it is there. Raises StageError, naming the file."""
+    by_source = {copy.source: copy for copy in copies}
+    # The largest first: no process is left alone with one in the end.
+    tasks = [copy.task(options) for copy in sorted(copies, key=lambda copy: (-copy.wanted.size, copy.source))]
+    answers: Iterator[tuple[Task, dict[str, Any]]] = progress.follow(children.run(tasks))
+    for task, answer in answers:
+        if "done" in answer:
+            copied(by_source[task.name], answer["done"]["sha256"])

@@ -1,0 +1,86 @@
+"""One process of a node at a time, and what the others learn of it: a file lock that ends with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stage_files.children import StageError
+
+NAME = ".stage.lock"
+POLL_S = 0.2
+
+
+class NodeLock:
+    """The lock of a folder on a node's own disk.
+
+    Args:
+        folder: which exists.
+        request: what this process wants to do. One that waited for another with the same request takes its result.
+
+    Raises:
+        StageError: the folder's file system has no locks, or the file cannot be opened.
+    """
+
+    def __init__(self, folder: Path, request: str) -> None:
+        self._path, self._request = folder / NAME, request
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise StageError(f"{self._path}: {error.strerror}") from error
+
+    def __enter__(self) -> NodeLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        os.close(self._file)
+
+    def acquire(self, say: Callable[[str], None]) -> dict[str, Any] | None:
+        """Wait for the lock.
+
+        Returns:
+            What the process that was waited for has left with `finish`, where it had the same request; None: the work
+            is this process's, also where that one ended without a word.
+        """
+        began, waited = time.time(), False
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waited:
+                    say(f"process {self._read().get('pid', '?')} of this node stages into {self._path.parent}: waiting")
+                waited = True
+                time.sleep(POLL_S)
+            except OSError as error:
+                raise StageError(f"{self._path} cannot be locked: {error.strerror}; --to must be on a disk of the "
+                                 "node") from error
+        record = self._read()
+        if waited and record.get("request") == self._request and record.get("ended", 0.0) >= began:
+            return record
+        self._write({"pid": os.getpid()})
+        return None
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Leave the result of the work for those who wait."""
+        self._write({"pid": os.getpid(), "request": self._request, "ended": time.time(), **result})
+
+    def _read(self) -> dict[str, Any]:
+        """What the last holder wrote; empty where it is writing just now."""
+        try:
+            found = json.loads(os.pread(self._file, 1 << 20, 0))
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _write(self, record: dict[str, Any]) -> None:
+        data = json.dumps(record).encode()
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, data, 0)
