@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -90,6 +91,15 @@ class Meeting:
             return json.loads(zlib.decompress(self.store.get(key)))
         except RuntimeError:
             return None  # the store is gone
+
+    def claim(self, key: str, who: str) -> str | None:
+        """Take a key that is there for one alone; None, or who has taken it before."""
+        mark = f"{uuid.uuid4()} {who}"
+        try:
+            holder = self.store.compare_set(key, "", mark).decode()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return None if holder == mark else holder.partition(" ")[2]
 
     def arrive(self, scope: str, stage: str) -> None:
         """Say that this participant has come to a stage."""

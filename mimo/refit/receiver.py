@@ -6,6 +6,8 @@ learned from the model's own loading code (`mimo.refit.record`), never from a ta
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,11 +47,13 @@ class InitInfo(WeightTransferInitInfo):
     Attributes:
         address, port: of its store.
         timeout_s: seconds that one wait may take.
+        first_worker: number of the first worker of this replica of the engine.
     """
 
     address: str
     port: int
     timeout_s: float
+    first_worker: int = 0
 
 
 @dataclass
@@ -114,7 +118,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.shutdown()
         parallel = self.parallel_config
-        self._worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._meeting = Meeting.open(init_info.address, init_info.port, f"worker {self._worker}", init_info.timeout_s)
         # Weights made up to start quickly are served to nobody.
         self.guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)
@@ -166,6 +170,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._entries = [entry_from_json(entry) for entry in model["entries"]]
         self._dtypes = [entry.dtype for entry in self._entries]
         self._num_trainers, num_workers = model["num_trainers"], model["num_workers"]
+        self._claim_number(num_workers)
         taken = worker_wants(self.model, self._entries, model["spellings"], self._options.route,
                              lambda value: self._share("probes", value, num_workers))
         wants, self._spelled, self._loader_layers = taken.wants, taken.spelled, taken.loader_layers
@@ -193,6 +198,18 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                                self.device, self._everybody, incoming)
         meeting.arrive(SETUP, "wired")
         meeting.wait_for(SETUP, "wired", self._everybody)
+
+    def _claim_number(self, num_workers: int) -> None:
+        """Raise RefitError where the trainer counts fewer workers, or another one has this number already."""
+        assert self._meeting is not None
+        if self._worker >= num_workers:
+            raise RefitError(f"worker {self._worker}: the trainer sends to {num_workers} workers, numbered from 0; "
+                             "it counts those of all replicas")
+        own = f"process {os.getpid()} on {socket.gethostname()}"
+        other = self._meeting.claim(f"number/{self._worker}", own)
+        if other is not None:
+            raise RefitError(f"worker {self._worker} is there twice, as {other} and as {own}: each replica of the "
+                             "engine needs a first_worker of its own")
 
     def _share(self, key: str, value: Any, num_workers: int) -> list[Any]:
         """Every worker's plain value, for this worker's own."""

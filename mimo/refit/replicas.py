@@ -181,6 +181,11 @@ class Replicas:
         return [answers[place] for place in range(len(calls))]
 
 
+def one_client(replicas: Sequence[RolloutClient], timeout_s: float) -> RolloutClient:
+    """Of a single replica its own client, or else one of all of them."""
+    return replicas[0] if len(replicas) == 1 else Replicas(tuple(replicas), timeout_s)
+
+
 def _run(place: int, call: Callable[[], Any], done: queue.SimpleQueue[tuple[int, Any, BaseException | None]]) -> None:
     try:
         answer = call()

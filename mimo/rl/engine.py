@@ -1,27 +1,34 @@
-"""The rollout engine of a run: a folder that describes the model, and a child process of the first rank."""
+"""The rollout engine of a run: a folder that describes the model, and the processes that serve it."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mimo.config.rl_run import RlRunConfig
+from mimo.config.rollout import RolloutConfig
 from mimo.protocols import ModelProvider
 from mimo.refit.engine import EngineOptions
-from mimo.refit.host import EngineProcess
+from mimo.refit.host import start_processes
 from mimo.refit.options import RefitOptions
-from mimo.refit.replicas import RolloutClient
+from mimo.refit.replicas import RolloutClient, one_client
+from mimo.rl.placement import forwarded, replica_gpus
 
 # What torchrun tells its workers. In an engine's process they would make its own process group join the trainer's.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
                       "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIX = "TORCHELASTIC_"
-# Of an engine on the CPU, where the environment does not say otherwise: nothing is looked up on a hub or compiled, and
-# hundreds of lines of its start are not shown.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+# Of an engine, where the environment does not say otherwise: nothing is looked up on a hub, hundreds of lines of its
+# start are not shown, and on the CPU nothing is compiled.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1"}
+# Part of a GPU that an engine fills, `--engine-memory`: alone on it, or with a trainer whose memory it takes in turns.
+SEPARATE_MEMORY = 0.85
+COLOCATED_MEMORY = 0.6
 
 
 class Engine(Protocol):
@@ -42,21 +49,24 @@ class Engine(Protocol):
         ...
 
 
-class ChildEngine:
-    """One engine, in a child process.
+class ChildEngines:
+    """Replicas in child processes of this one.
 
     Args:
-        process: of the engine.
+        options: of each replica.
+        flags: with the time that starts and calls may take.
     """
 
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
-        self.client: RolloutClient = process.handle
+    def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig) -> None:
+        self._processes = start_processes(options, flags.engine_start_timeout_s, flags.rollout_timeout_s,
+                                          setup=leave_launcher)
+        self.client: RolloutClient = one_client([each.handle for each in self._processes], flags.rollout_timeout_s)
         self.address = os.environ["MASTER_ADDR"]
 
     def close(self) -> None:
-        """End it."""
-        self._process.close()
+        """End them."""
+        for process in self._processes:
+            process.close()
 
 
 def engine_dtype(config: RlRunConfig) -> str:
@@ -65,51 +75,95 @@ def engine_dtype(config: RlRunConfig) -> str:
 
 
 def refit_options(config: RlRunConfig) -> RefitOptions:
-    """How weights travel to an engine on the CPU."""
-    return RefitOptions(backend="gloo", dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s,
+    """How weights travel to the engine."""
+    return RefitOptions(backend=_backend(config), dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s,
                         verify=config.rollout.refit_verify)
 
 
-def engine_options(config: RlRunConfig, folder: Path) -> EngineOptions:
-    """The engine that the flags ask for, on the CPU.
+def _backend(config: RlRunConfig) -> str:
+    if config.rollout.engine_placement == "colocated":
+        return "ipc"
+    return "nccl" if config.train.device == "cuda" else "gloo"
+
+
+def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Sequence[str] = ()) -> EngineOptions:
+    """A replica of the engine that the flags ask for.
 
     Args:
-        config: the run.
+        config: the run, `train.device` being `cpu` or `cuda`.
         folder: with config.json.
+        replica: its number.
+        gpus: what CUDA calls those that its process shall see; none: as they are.
     """
-    flags = config.rollout
-    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    flags, on_cuda = config.rollout, config.train.device == "cuda"
+    environment = {name: os.environ.get(name, value)
+                   for name, value in (ENVIRONMENT if on_cuda else ENVIRONMENT | CPU_ENVIRONMENT).items()}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return EngineOptions(
         str(folder), engine_dtype(config), tensor_parallel_size=flags.engine_tp, pipeline_parallel_size=flags.engine_pp,
         enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
-        max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed,
+        # Replicas of one seed would draw the same numbers for different prompts.
+        max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         # Log-probs of the distribution that is sampled from, temperature included.
-        extra={"enforce_eager": True, "skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs",
-               "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20},
+        extra={"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", **_arguments(flags, on_cuda)},
         environment=environment)
 
 
+def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
+    """Of `vllm.LLM`, by device and placement."""
+    # Not Ray's own executor, which would place workers by itself: they are children of the replica's process.
+    executor = "mp" if flags.engine_tp * flags.engine_pp > 1 else "uni"
+    arguments: dict[str, Any] = {"distributed_executor_backend": executor}
+    if not on_cuda:
+        return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
+    shared = flags.engine_placement == "colocated"
+    usual = COLOCATED_MEMORY if shared else SEPARATE_MEMORY
+    return arguments | {
+        "enforce_eager": flags.engine_enforce_eager, "enable_sleep_mode": shared, "disable_custom_all_reduce": True,
+        "gpu_memory_utilization": usual if flags.engine_memory is None else flags.engine_memory}
+
+
 def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:
-    """Describe the model in the run's folder and start its engine.
+    """Describe the model in the run's folder and start its engine where `--engine-placement` says; on the first rank.
 
     Args:
         config: the run.
         provider: the model family.
 
     Raises:
-        ValueError: the model has no Hugging Face counterpart, or the folder cannot be written.
+        ValueError: the model has no Hugging Face counterpart, the folder cannot be written, there are too few GPUs, or
+            nobody answers at `--ray-address`.
         RefitError: the engine did not come up, with its own traceback.
     """
-    folder = Path(config.observe.run_dir) / "engine"
+    folder = describe_model(config, provider)
+    flags, gpus = config.rollout, replica_gpus(config)
+    if flags.engine_placement == "ray":
+        return _start_in_ray(config, folder, gpus)
+    return ChildEngines([engine_options(config, folder, replica, gpus[replica] if gpus else ())
+                         for replica in range(flags.engine_dp)], flags)
+
+
+def _start_in_ray(config: RlRunConfig, folder: Path, gpus: Sequence[Sequence[str]]) -> Engine:
+    from mimo.refit.ray_engine import RayCluster, RayEngines
+
+    flags = config.rollout
+    cluster = RayCluster(flags.ray_address, [gpu for each in gpus for gpu in each])
+    return RayEngines([engine_options(config, folder, replica) for replica in range(flags.engine_dp)], cluster,
+                      "GPU" if config.train.device == "cuda" else "CPU", flags.engine_start_timeout_s,
+                      flags.rollout_timeout_s, forwarded(os.environ), leave_launcher, os.environ["MASTER_ADDR"])
+
+
+def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
+    """Write what vLLM must know of the model, other than its weights, to a folder of the run. Raises ValueError."""
+    folder = (Path(config.observe.run_dir) / "engine").resolve()
     description = provider.hf_config(config.model_family)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
-    flags = config.rollout
-    return ChildEngine(EngineProcess(engine_options(config, folder), flags.engine_start_timeout_s,
-                                     flags.rollout_timeout_s, setup=leave_launcher))
+    return folder
 
 
 def leave_launcher() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mimo.config.rl_run import RlRunConfig
@@ -9,6 +11,7 @@ from mimo.grid.spec import Layout
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.registry import model_provider
+from mimo.rl.placement import check_placement
 from mimo.training.run import launch
 
 if TYPE_CHECKING:
@@ -26,11 +29,11 @@ def run(config: RlRunConfig, layout: Layout) -> int:
         Exit code: 0 at the end of the run or after SIGTERM.
 
     Raises:
-        ValueError: a device that is not there or on which there are no rollouts, before any process group exists.
+        ValueError: a device that is not there, or no place for the engine, before any process group exists.
     """
     platform = get_platform(config.train.device)
-    if platform.name != "cpu":
-        raise ValueError(f"--device {platform.name}: train_rl.py runs on the CPU; use --device cpu")
+    config = replace(config, train=replace(config.train, device=platform.name))
+    check_placement(config, int(os.environ.get("RANK", "0")))
     return launch(config, layout, _loop)
 
 
