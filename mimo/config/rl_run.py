@@ -11,6 +11,7 @@ from mimo.config.data import DataConfig
 from mimo.config.rl import RlConfig
 from mimo.config.rollout import RolloutConfig, check_rollout
 from mimo.config.run import RunConfig
+from mimo.config.train import TrainConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import Layout
 
@@ -98,6 +99,9 @@ def _check_evaluation(config: RlRunConfig) -> None:
     _refuse(train.eval_interval < 0, f"--eval-interval {train.eval_interval} is below 0")
     _refuse(train.eval_interval > 0 and not prompts,
             f"--eval-interval {train.eval_interval} with --eval-prompts 0 evaluates nothing: set --eval-prompts")
+    _refuse(train.num_generations not in (0, TrainConfig().num_generations) and not prompts,
+            f"--num-generations {train.num_generations} with --eval-prompts 0: completions of held-out prompts are "
+            "shown at the end of an evaluation; set --eval-prompts")
 
 
 def _check_mode(config: RlRunConfig) -> None:
@@ -110,17 +114,17 @@ def _check_mode(config: RlRunConfig) -> None:
 
 def _refuse_missing(config: RlRunConfig) -> None:
     """Refuse what other parts of the program can do and reinforcement learning cannot."""
-    train, algorithm = config.train, config.rl
+    train = config.train
     encoders = registry.model_provider(config.model.model_provider).encoders(config.model_family)
     _refuse(config.layout.llm_only and bool(encoders), f"--llm-only: the rollout engine has the encoder "
             f"{', '.join(encoders)} of --model-provider {config.model.model_provider}, whose weights come from here")
     _refuse(config.optim.correct_encoder_grad_for_partial_participation,
             "--correct-encoder-grad-for-partial-participation is for train_hetero.py; leave it out")
     _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
-    _refuse(algorithm.kl_coeff > 0, f"--kl-coeff {algorithm.kl_coeff}: train_rl.py has no reference policy; use 0")
-    _refuse(algorithm.truncates_sampling, f"--top-p {algorithm.top_p} --top-k {algorithm.top_k}: rollouts sample from "
-            "the whole distribution; use --top-p 1 --top-k 0")
     family = vars(config.model_family)
+    pattern = family.get("hybrid_layer_pattern") or ""
+    _refuse("/" in pattern, f"--hybrid-layer-pattern {pattern} has layers of multi-token prediction behind a /: they "
+            f"would get no gradient here; use --hybrid-layer-pattern {pattern.partition('/')[0]}")
     for name in ("hidden_dropout", "attention_dropout"):
         _refuse(bool(family.get(name)), f"--{name.replace('_', '-')} {family.get(name)}: the policy that is trained "
                 "would not be the one that the engine samples from; use 0")

@@ -80,6 +80,7 @@ class Sampling:
     Attributes:
         max_tokens: of an answer.
         temperature: 0: the likeliest token.
+        top_p, top_k: of the likeliest tokens alone, with this much probability, and this many; 1 and 0: of all.
         n: answers to each prompt.
         stop_token_ids: tokens that end an answer.
         ignore_eos: go on after the model's own end token.
@@ -87,6 +88,8 @@ class Sampling:
 
     max_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -195,7 +198,8 @@ class RolloutEngine:
 
         given: Sequence[int | None] = seeds or [None] * len(prompts)
         drawn = [SamplingParams(
-            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=seed,
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            top_k=sampling.top_k, seed=seed,
             stop_token_ids=list(sampling.stop_token_ids) or None, ignore_eos=sampling.ignore_eos, logprobs=0,
             detokenize=False) for seed in given]
         with self._turn:

@@ -31,6 +31,7 @@ from mimo.rl.place import Place
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
+from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import Rollouts, RolloutSource, rollout_metrics
 from mimo.training.resume import start
 from mimo.training.setup import setup_trainer
@@ -104,6 +105,9 @@ class RlLoop:
         if self.saver is not None and flags.load == flags.save and self.progress.iteration:
             # It is there: a finished run that is started again has nothing to write.
             self.saver.last_iteration = self.progress.iteration
+        self._reference, more = reference_policy(self.state, self.provider, self.config.rl, self.watchdog,
+                                                 resumed=self.progress.iteration > 0)
+        lines += more
         self._tokens = self.provider.token_spec(self.config.model_family)
         self._images = None
         if self.grids.layout.encoders:
@@ -139,7 +143,8 @@ class RlLoop:
         self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.place,
                                    Devices())
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
-                                    from_first_rank(self.grids, padding), self._images, self._pixel_prompts())
+                                    from_first_rank(self.grids, padding), self._images, self._pixel_prompts(),
+                                    self._reference)
 
     def _prompts(self, split: str) -> PromptSet:
         return self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
@@ -153,8 +158,10 @@ class RlLoop:
         config, rl, flags = self.config, self.config.rl, self.config.rollout
         prompts = self._prompts(split)
         trains = split == "train"
-        sampling = Sampling(flags.max_completion_tokens, rl.temperature if trains else rl.eval_temperature,
-                            rl.completions_per_prompt if trains else 1, stop_token_ids=(prompts.end_token_id,))
+        sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.top_p, rl.top_k, rl.completions_per_prompt,
+                            stop_token_ids=(prompts.end_token_id,))
+        if not trains:
+            sampling = replace(sampling, temperature=rl.eval_temperature, top_p=1.0, top_k=0, n=1)
         return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,
                              self.watchdog.progress, config.train.seed if flags.rollout_seeds else None,
                              self._images)
@@ -205,7 +212,10 @@ class RlLoop:
         assert report is not None
         seconds = {"refit": report.seconds["total"], "rollout": rollouts.rollout_s, "reward": rollouts.reward_s,
                    "rollout-wait": self.collector.waited_s, "log-probs": result.log_probs_s,
-                   "update": update_s - result.log_probs_s, "iteration": time.perf_counter() - began}
+                   "update": update_s - result.log_probs_s - result.reference_s,
+                   "iteration": time.perf_counter() - began}
+        if self._reference is not None:
+            seconds["reference"] = result.reference_s
         logger.log_step(self._record(report, rollouts, result, seconds))
 
     @property

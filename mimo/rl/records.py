@@ -8,9 +8,6 @@ from statistics import fmean
 
 from mimo.observe.trackers import Value
 
-# Totals that are always 0 here.
-NOT_SHOWN = ("reference_kl",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRecord:
@@ -31,8 +28,8 @@ class PolicyRecord:
         world_size: trainer ranks.
         figures: of completions, loss and mismatch, by name.
         refit_bytes: that the engine took.
-        seconds: by part: refit, rollout (of the engine), reward, rollout-wait (of the trainer, for all three), log-probs,
-            update, and the whole iteration.
+        seconds: by part: refit, rollout (of the engine), reward, rollout-wait (of the trainer, for all three),
+            log-probs, reference (its log-probs, where there is one), update, and the whole iteration.
     """
 
     iteration: int
@@ -61,7 +58,7 @@ class PolicyRecord:
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
-            **{name.replace("_", "-"): value for name, value in self.figures.items() if name not in NOT_SHOWN},
+            **{name.replace("_", "-"): value for name, value in self.figures.items()},
             "policy-version": self.policy_version,
             "grad-norm": self.grad_norm,
             "num-zeros": self.num_zeros,

@@ -6,7 +6,8 @@ import dataclasses
 
 from mimo.rl.records import PolicyRecord, format_policy_steps
 
-FIGURES = {"reward": 0.5, "completion-length": 7.25, "entropy": 1.5, "loss": -0.25, "gen_kl": 2e-9, "reference_kl": 0.0}
+FIGURES = {"reward": 0.5, "completion-length": 7.25, "entropy": 1.5, "loss": -0.25, "gen_kl": 2e-9,
+           "reference_kl": 0.25}
 RECORD = PolicyRecord(
     iteration=3, consumed_samples=48, skipped_iterations=0, policy_version=2, success=True, grad_norm=0.75,
     num_zeros=None, learning_rate=1e-3, batch_size=16, num_tokens=400, num_microbatches=2, world_size=4,
@@ -16,7 +17,7 @@ RECORD = PolicyRecord(
 
 def test_figures_have_the_names_of_a_training_run():
     record = RECORD.to_dict()
-    assert record["gen-kl"] == 2e-9 and "reference-kl" not in record and "gen_kl" not in record
+    assert record["gen-kl"] == 2e-9 and record["reference-kl"] == 0.25 and "gen_kl" not in record
     assert record["tokens-per-s-per-gpu"] == 100 and record["iteration-time"] == 1.0 and record["update-s"] == 0.3
     assert record["policy-version"] == 2 and record["refit-bytes"] == 1000 and record["grad-norm"] == 0.75
     assert RECORD.headline == "reward 0.500"

@@ -57,9 +57,9 @@ def test_names_of_flags_are_those_of_no_other_section():
     ("--engine-start-timeout-s nan", "--engine-start-timeout-s nan is not above 0"),
     ("--refit-timeout-s 1e4", "--refit-timeout-s 10000.0 is not above 0 and at most 1700"),
     ("--temperature 0", "--temperature 0.0 is not a number above 0"),
-    ("--top-p 0.9", "--top-p 0.9 --top-k 0: rollouts sample from the whole distribution"),
-    ("--top-k 5", "--top-p 1.0 --top-k 5: rollouts sample from the whole distribution"),
-    ("--kl-coeff 0.1", "--kl-coeff 0.1: train_rl.py has no reference policy"),
+    ("--top-p 0.9 --importance-correction none", "--top-p 0.9 with --importance-correction none: rollouts then come"),
+    ("--ref-load x", "--ref-load x with --kl-coeff 0, which needs no reference policy"),
+    ("--num-generations 3", "--num-generations 3 with --eval-prompts 0: completions of held-out prompts are shown"),
     ("--eval-iters 2", "--eval-iters 2 is for train_hetero.py; --eval-prompts says how many"),
     ("--eval-interval 1", "--eval-interval 1 with --eval-prompts 0 evaluates nothing: set --eval-prompts"),
     ("--eval-interval -1", "--eval-interval -1 is below 0"),
@@ -83,6 +83,15 @@ def test_a_model_with_an_encoder_is_refused():
     with pytest.raises(ValueError, match="--model-provider mock has the encoder vision: train_rl.py takes text models"):
         validate_rl(parse_as(RlRunConfig, """--model-provider mock --device cpu --transformer-impl local --train-iters 1
             --layout colocated --global-batch-size 8 --max-completion-tokens 16""".split(), DESCRIPTION), 1)
+
+
+def test_layers_that_get_no_gradient_are_refused():
+    flags = ["--model-provider", "nemotron_h", *FLAGS[FLAGS.index("--num-layers") + 2:], "--kv-channels", "32",
+             "--num-query-groups", "1", "--mamba-num-heads", "4", "--mamba-head-dim", "8", "--mamba-num-groups", "2"]
+    flags = [*flags, "--hybrid-layer-pattern", "M*/*"]
+    with pytest.raises(ValueError, match=r"--hybrid-layer-pattern M\*/\* has layers of multi-token prediction .*; use "
+                       r"--hybrid-layer-pattern M\*$"):
+        validate_rl(parse_as(RlRunConfig, flags, DESCRIPTION), 1)
 
 
 def test_only_the_first_rank_opens_the_prompts():
