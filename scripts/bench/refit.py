@@ -83,7 +83,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--trainer", default="", help="the trainer's grid flags, such as '--llm-tp 2'")
-    parser.add_argument("--engine-tp", type=int, default=1, help="workers of the engine")
+    parser.add_argument("--engine-tp", type=int, default=1, help="tensor-parallel workers of the engine")
+    parser.add_argument("--engine-pp", type=int, default=1, help="pipeline stages of the engine")
+    parser.add_argument("--engine-ep", action="store_true", help="the engine's workers hold whole experts each")
     parser.add_argument("--engine-memory", type=float, default=0.6, help="part of a GPU that vLLM may use")
     parser.add_argument("--engine-extra", type=json.loads, default={}, metavar="JSON",
                         help="""further arguments of vllm.LLM, such as '{"quantization": "fp8_per_block"}'""")
@@ -112,12 +114,14 @@ def engine_options(chosen: argparse.Namespace, folder: str, first_gpu: int) -> E
     environment = {"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if chosen.device == "cuda":
         extra |= {"gpu_memory_utilization": chosen.engine_memory, "disable_custom_all_reduce": True}
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first_gpu + index) for index in range(chosen.engine_tp))
+        workers = chosen.engine_tp * chosen.engine_pp
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first_gpu + index) for index in range(workers))
     else:
         extra["kv_cache_memory_bytes"] = 64 << 20
     extra |= chosen.engine_extra
-    return EngineOptions(folder, chosen.dtype, tensor_parallel_size=chosen.engine_tp, max_model_len=256,
-                         max_num_seqs=8, extra=extra, environment=environment)
+    return EngineOptions(folder, chosen.dtype, tensor_parallel_size=chosen.engine_tp,
+                         pipeline_parallel_size=chosen.engine_pp, enable_expert_parallel=chosen.engine_ep,
+                         max_model_len=256, max_num_seqs=8, extra=extra, environment=environment)
 
 
 def train(chosen: argparse.Namespace, folder: str, handle: EngineHandle, num_ranks: int) -> dict[str, Any]:
@@ -297,12 +301,12 @@ def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[floa
                            for part in PARTS}
     result = {"model": chosen.model, "device": chosen.device, "dtype": chosen.dtype, "trainer": chosen.trainer,
               "trainer_ranks": grids.layout.world_size, "engine_tp": chosen.engine_tp,
-              "engine_extra": chosen.engine_extra, "copy_gb_s": None,
+              "engine_pp": chosen.engine_pp, "engine_ep": chosen.engine_ep, "engine_extra": chosen.engine_extra, "copy_gb_s": None,
               "rank_parameters_summed": parameters, "arms": arms}
     ours = arms.get("direct")
     if ours and copy_rate:
         result["copy_gb_s"] = copy_rate / 1e9
-        result["bound_s"] = ours["wire_bytes"] / chosen.engine_tp / copy_rate
+        result["bound_s"] = ours["wire_bytes"] / (chosen.engine_tp * chosen.engine_pp) / copy_rate
     if ours and "broadcast" in arms:
         result["speedup"] = arms["broadcast"]["seconds"] / ours["seconds"]
     return result
