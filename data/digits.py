@@ -7,6 +7,7 @@ in the train split, whatever the seed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -142,14 +143,13 @@ def augment(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.clip(shifted * rng.uniform(0.9, 1.1), 0, 1)
 
 
-def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int], num_channels: int) -> np.ndarray:
-    """Draw scans side by side, enlarged by an integer factor and normalised: float32 `[num_channels, height, width]`.
+def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int]) -> np.ndarray:
+    """Draw scans side by side, enlarged by an integer factor, on black: float32 `[height, width]` in 0..1.
 
     Args:
         scans: `[8, 8]` each, in 0..1; at most `cells` of them.
         cells: scans that must fit beside each other.
         size: height and width in pixels.
-        num_channels: the grey image is repeated over them.
     """
     height, width = size
     factor = min(height, width // cells) // SCAN_SIDE
@@ -157,7 +157,29 @@ def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int], num_channel
     top, side = (height - factor * SCAN_SIDE) // 2, factor * SCAN_SIDE
     for cell, scan in enumerate(scans):
         canvas[top : top + side, cell * side : (cell + 1) * side] = np.kron(scan, np.ones((factor, factor), np.float32))
-    normalised = (canvas - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)
+    return canvas
+
+
+def draw_number(config: Config, tokens: TokenSpec, scans: Sequence[int], rng: np.random.Generator | None) -> (
+        list[np.ndarray]):
+    """The images of a number, float32 `[height, width]` in 0..1: one strip, or one for each digit.
+
+    Args:
+        config: the data set's flags.
+        tokens: what images the model takes.
+        scans: scan numbers of the digits; none give no image.
+        rng: augments the scans; None leaves them as they are.
+    """
+    pixels, _ = load_scans()
+    shapes = [pixels[scan] if rng is None else augment(pixels[scan], rng) for scan in scans]
+    groups = [shapes] if config.digits_strip and shapes else [[shape] for shape in shapes]
+    cells = config.digits_max if config.digits_strip else 1
+    return [draw(group, cells, image_size(config, tokens)) for group in groups]
+
+
+def normalise(image: np.ndarray, num_channels: int) -> np.ndarray:
+    """A grey image `[height, width]` in 0..1, normalised and repeated: float32 `[num_channels, height, width]`."""
+    normalised = (image - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)
     return np.repeat(normalised[None], num_channels, axis=0)
 
 
@@ -179,18 +201,23 @@ def choose_scans(config: Config, split: str, index: int, rng: np.random.Generato
     return tuple(int(scan) for scan in scans), text_only
 
 
+def question(config: Config, tokens: TokenSpec, number: Sequence[int], text_only: bool) -> list[int]:
+    """Token ids that ask for a number: one placeholder for each image, or its digits in words."""
+    num_images = 1 if config.digits_strip else len(number)
+    shown = [WORDS[NAMES[digit]] for digit in number] if text_only else [tokens.image_token_id] * num_images
+    return [BOS, *shown, *(WORDS[word] for word in PROMPT)]
+
+
 def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
     """The sample at a global index: for train a pure function of (seed, index), for valid of the index alone."""
     rng = np.random.default_rng([lane.seed, index])
     if lane.split == "valid":
         index %= len(valid_numbers(config))
     scans, text_only = choose_scans(config, lane.split, index, rng)
-    pixels, digits = load_scans()
-    number = [int(digits[scan]) for scan in scans]
-    num_images = 0 if text_only else 1 if config.digits_strip else len(number)
-    shown = [WORDS[NAMES[digit]] for digit in number] if text_only else [tokens.image_token_id] * num_images
-    prompt = [BOS, *shown, *(WORDS[word] for word in PROMPT)]
+    number = [int(load_scans()[1][scan]) for scan in scans]
+    prompt = question(config, tokens, number, text_only)
     answer = [*(FIRST_DIGIT + digit for digit in number), EOS]
+    num_images = 0 if text_only else 1 if config.digits_strip else len(number)
     sample = Sample(
         key=f"digits/{lane.split}/{index:06d}",
         tokens=np.array(prompt + answer, np.int64),
@@ -199,11 +226,9 @@ def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> S
     )
     if lane.module != LANGUAGE:
         # Drawn last, so that the side that reads no pixels sees the same numbers.
-        changed = config.digits_augment and lane.split == "train"
-        shapes = [augment(pixels[scan], rng) if changed else pixels[scan] for scan in scans[: 0 if text_only else None]]
-        groups = [shapes] if config.digits_strip and shapes else [[shape] for shape in shapes]
-        cells = config.digits_max if config.digits_strip else 1
-        sample.images = [draw(group, cells, image_size(config, tokens), tokens.num_channels) for group in groups]
+        changed = rng if config.digits_augment and lane.split == "train" else None
+        drawn = draw_number(config, tokens, () if text_only else scans, changed)
+        sample.images = [normalise(image, tokens.num_channels) for image in drawn]
     return sample
 
 

@@ -27,6 +27,7 @@ DATASET_PROVIDERS = {
 }
 PROMPT_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",
+    "digits": "data.digit_prompts:provider",
 }
 REWARDS = {
     "exact-match": "mimo.rl.rewards.exact_match:reward",

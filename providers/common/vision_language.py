@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from mimo.grid.spec import GridSpec, Layout
@@ -26,6 +27,7 @@ class VisionLanguageProvider:
         image_tokens: language tokens of an image of (height, width) pixels; ValueError for a size it cannot take.
         language_shapes: every parameter of `language`.
         vision_shapes: every parameter of `vision`, with its projector.
+        hf_architectures: Hugging Face classes of the family.
     """
 
     checks: ClassVar[tuple[Callable[[Any, Problems], None], ...]]
@@ -34,6 +36,7 @@ class VisionLanguageProvider:
     image_tokens: ClassVar[Callable[[Any, int, int], int]]
     language_shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
     vision_shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
+    hf_architectures: tuple[str, ...] = ()
 
     def resolved(self, config: Any) -> Any:
         """`config` with the sizes of its `hf_config`, if it names one."""
@@ -97,6 +100,24 @@ class VisionLanguageProvider:
         """Every parameter of `language`, or of `vision` with its projector."""
         self.check_module(module)
         return (self.language_shapes if module == LANGUAGE else self.vision_shapes)(self.resolved(config))
+
+    def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Write what turns 8-bit images into pixels beside the config.json of this model.
+
+        Args:
+            config: the family's flags.
+            folder: of the config.json.
+            mean, std: of each channel: pixels are (value / 255 - mean) / std.
+
+        Raises:
+            ValueError: no processor is known for the family, or for images of so many channels.
+        """
+        from providers.common.hf_processor import write_llava  # what writes the files takes seconds to import
+
+        config = self.resolved(config)
+        if "LlavaForConditionalGeneration" not in self.hf_architectures:
+            raise ValueError(f"an image processor is made for llava alone, not for {', '.join(self.hf_architectures)}")
+        write_llava(config, folder, mean, std)
 
     @staticmethod
     def check_module(module: str) -> None:

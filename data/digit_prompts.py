@@ -1,0 +1,94 @@
+"""Prompts `digits`: numbers to read from scans of handwritten digits, as `data.digits` shows them, without the answer.
+
+Images are 8-bit pictures. Numbers of the train split are a pure function of seed and place; those of the held-out split
+are the fixed list of `data.digits`, whose scans never occur in the train split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from data import digits
+from data.digits import Config
+from mimo.protocols import TokenSpec
+from mimo.rl.prompts import Normalisation, Prompt
+
+# Set prompts apart from the samples of supervised training, and a prompt's pixels from its number.
+NUMBERS, PIXELS = 1, 2
+
+
+class DigitPrompts:
+    """One split; a `mimo.rl.prompts.ImagePromptSet`.
+
+    Attributes:
+        end_token_id: ends a completion.
+        pad_token_id: fills rows.
+        normalisation: of pictures, that of supervised training.
+    """
+
+    end_token_id = digits.EOS
+    pad_token_id = digits.PAD
+
+    def __init__(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> None:
+        """Check the configuration.
+
+        Raises:
+            ValueError: naming flags and values, for what cannot work.
+        """
+        digits.check(config, tokens, split)
+        self._config, self._tokens, self._split, self._seed = config, tokens, split, seed
+        channels = tokens.num_channels
+        self.normalisation = Normalisation((digits.PIXEL_MEAN,) * channels, (digits.PIXEL_STD,) * channels)
+
+    def prompt(self, index: int) -> Prompt:
+        """The number at a place."""
+        config, tokens = self._config, self._tokens
+        rng = np.random.default_rng([self._seed, index, NUMBERS])
+        scans, text_only = digits.choose_scans(config, self._split, index, rng)
+        number = [int(digits.load_scans()[1][scan]) for scan in scans]
+        answer = "".join(map(str, number))
+        ids = digits.question(config, tokens, number, text_only)
+        num_images = ids.count(tokens.image_token_id)
+        return Prompt(
+            f"digits/{self._split}/{index:06d}", self._text(ids), tuple(ids), answer, {"digits": tuple(number)},
+            (digits.image_size(config, tokens),) * num_images,
+            partial(self._pictures, () if text_only else scans, index))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion: its digits as a number, other words apart."""
+        return digits.provider.decode(self._config, list(token_ids))
+
+    def _pictures(self, scans: Sequence[int], index: int) -> list[np.ndarray]:
+        """The images of a prompt, uint8 `[height, width, channels]` each."""
+        changed = self._config.digits_augment and self._split == "train"
+        rng = np.random.default_rng([self._seed, index, PIXELS]) if changed else None
+        drawn = digits.draw_number(self._config, self._tokens, scans, rng)
+        return [np.repeat(np.rint(image * 255).astype(np.uint8)[..., None], self._tokens.num_channels, axis=2)
+                for image in drawn]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        image = self._tokens.image_token_id
+        names = {identifier: word for word, identifier in digits.WORDS.items()} | {image: "<image>"}
+        return " ".join(names[token] for token in ids if token != digits.BOS)
+
+
+class DigitPromptsProvider:
+    """The prompts `digits`; see the module's text."""
+
+    Config: ClassVar[type] = Config
+
+    def validate(self, config: Config, tokens: TokenSpec) -> None:
+        """Raise ValueError, naming flags and values, for what cannot work."""
+        for split in ("train", "valid"):
+            self.open(config, tokens, split, 0)
+
+    def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> DigitPrompts:
+        """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
+        return DigitPrompts(config, tokens, split, seed)
+
+
+provider = DigitPromptsProvider()
