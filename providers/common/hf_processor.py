@@ -17,7 +17,8 @@ def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[
     Args:
         config: the family's flags, resolved.
         folder: of the model's config.json.
-        mean, std: of each channel: pixels are (value / 255 - mean) / std.
+        mean: of each channel.
+        std: of each channel; pixels are (value / 255 - mean) / std.
 
     Raises:
         ValueError: images that have not three channels.

@@ -107,7 +107,8 @@ class VisionLanguageProvider:
         Args:
             config: the family's flags.
             folder: of the config.json.
-            mean, std: of each channel: pixels are (value / 255 - mean) / std.
+            mean: of each channel.
+            std: of each channel; pixels are (value / 255 - mean) / std.
 
         Raises:
             ValueError: no processor is known for the family, or for images of so many channels.

@@ -70,7 +70,8 @@ def test_names_of_flags_are_those_of_no_other_section():
     ("--hidden-dropout 0.1", "--hidden-dropout 0.1: the policy that is trained"),
     ("--dry-run", "--dry-run is for train_hetero.py"),
     ("--lane-loader per-lane", "--lane-loader per-lane: the first rank reads the prompts"),
-    ("--dataset-provider digits", "--dataset-provider digits: unknown; built in are arithmetic"),
+    ("--dataset-provider digit", "--dataset-provider digit: unknown; built in are arithmetic, digits"),
+    ("--dataset-provider digits", "--digits-text-only-fraction 0.3: the model takes no images; set it to 1"),
     ("--vocab-size 99", "the tokenizer of characters has token ids up to 99, the model's --vocab-size is 99"),
     ("--reward nothing", "--reward nothing: unknown"),
 ])
@@ -79,10 +80,10 @@ def test_what_makes_no_sense_or_is_not_there_is_refused_by_name(flags, expected)
         validate_rl(parsed(*flags.split()), 1)
 
 
-def test_a_model_with_an_encoder_is_refused():
-    with pytest.raises(ValueError, match="--model-provider mock has the encoder vision: train_rl.py takes text models"):
+def test_a_model_without_its_encoder_is_refused():
+    with pytest.raises(ValueError, match="--llm-only: the rollout engine has the encoder vision of"):
         validate_rl(parse_as(RlRunConfig, """--model-provider mock --device cpu --transformer-impl local --train-iters 1
-            --layout colocated --global-batch-size 8 --max-completion-tokens 16""".split(), DESCRIPTION), 1)
+            --llm-only --global-batch-size 8 --max-completion-tokens 16""".split(), DESCRIPTION), 1)
 
 
 def test_layers_that_get_no_gradient_are_refused():
