@@ -301,8 +301,8 @@ def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[floa
                            for part in PARTS}
     result = {"model": chosen.model, "device": chosen.device, "dtype": chosen.dtype, "trainer": chosen.trainer,
               "trainer_ranks": grids.layout.world_size, "engine_tp": chosen.engine_tp,
-              "engine_pp": chosen.engine_pp, "engine_ep": chosen.engine_ep, "engine_extra": chosen.engine_extra, "copy_gb_s": None,
-              "rank_parameters_summed": parameters, "arms": arms}
+              "engine_pp": chosen.engine_pp, "engine_ep": chosen.engine_ep, "engine_extra": chosen.engine_extra,
+              "copy_gb_s": None, "rank_parameters_summed": parameters, "arms": arms}
     ours = arms.get("direct")
     if ours and copy_rate:
         result["copy_gb_s"] = copy_rate / 1e9
