@@ -16,6 +16,7 @@ from mimo.refit.engine import EngineOptions
 from mimo.refit.host import start_processes
 from mimo.refit.options import RefitOptions
 from mimo.refit.replicas import RolloutClient, one_client
+from mimo.rl.image_processor import has_processor, write_processor
 from mimo.rl.placement import forwarded, replica_gpus
 
 # What torchrun tells its workers. In an engine's process they would make its own process group join the trainer's.
@@ -91,7 +92,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
 
     Args:
         config: the run, `train.device` being `cpu` or `cuda`.
-        folder: with config.json.
+        folder: with config.json, and an image processor with its tokenizer where the model takes images.
         replica: its number.
         gpus: what CUDA calls those that its process shall see; none: as they are.
     """
@@ -106,7 +107,8 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         # Replicas of one seed would draw the same numbers for different prompts.
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         # Log-probs of the distribution that is sampled from, temperature included.
-        extra={"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", **_arguments(flags, on_cuda)},
+        extra={"skip_tokenizer_init": not has_processor(folder), "logprobs_mode": "processed_logprobs",
+               **_arguments(flags, on_cuda)},
         environment=environment)
 
 
@@ -161,6 +163,7 @@ def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        write_processor(config, provider, folder)
     except OSError as error:
         raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
     return folder
