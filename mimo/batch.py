@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def map_tensors[T](value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(value, dict):
         return {key: map_tensors(entry, change) for key, entry in value.items()}  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: map_tensors(vars(value)[field.name], change) for field in fields(value)})
+        return replace(value, **{each.name: map_tensors(vars(value)[each.name], change) for each in fields(value)})
     return value
 
 
@@ -56,6 +56,8 @@ class TextBatch:
             is one sample.
         num_skipped: bad samples that the data set passed over on the way to these.
         unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
+        lengths: of each row, the tokens of each of its sequences, padding excluded.
+        image_lengths: for each encoder module, the image tokens of each image.
     """
 
     keys: tuple[str, ...]
@@ -69,6 +71,8 @@ class TextBatch:
     packed: PackedSequences | None = None
     num_skipped: int = 0
     unbalanced_image_tokens: int = 0
+    lengths: tuple[tuple[int, ...], ...] = ()
+    image_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> TextBatch:
         """The same batch with its tensors on `device` (asynchronous from pinned memory)."""

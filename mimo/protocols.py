@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mimo.grid.spec import GridSpec, Layout
+    from mimo.observe.flops import FlopComponent
     from mimo.weights.rules import WeightMap
 
 LANGUAGE = "language"
@@ -380,14 +381,8 @@ class StagedProvider(Protocol):
 
 @runtime_checkable
 class FlopsProvider(Protocol):
-    """A model provider that knows how much its model computes, for figures of FLOP/s."""
+    """A model provider that says what its model computes, for figures of FLOP/s."""
 
-    def forward_flops(self, config: Any, lengths: Sequence[float], image_tokens: Sequence[float]) -> dict[str, float]:
-        """Floating-point operations of a forward pass by part (encoders, `projector`, `language`), input to output.
-
-        Args:
-            config: the model's sizes.
-            lengths: tokens of each sequence, those of images included; or a mean of them, once for each.
-            image_tokens: language tokens of each image, likewise.
-        """
+    def flop_components(self, config: Any) -> Sequence[FlopComponent]:
+        """Every module's products, from input to output: encoders, then the language model."""
         ...

@@ -6,15 +6,15 @@ Sizes come from flags (the defaults are those of Llama 2 7B) or from a Hugging F
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.protocols import LANGUAGE, BuildContext
+from mimo.observe.flops import FlopComponent
+from mimo.protocols import BuildContext
 from providers.common import hf, hf_config
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
-from providers.common.flops import decoder_flops
+from providers.common.flops import decoder_components
 from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
@@ -64,11 +64,9 @@ class CausalLmProvider(TextProvider):
         """As `resolve`."""
         return resolve(config)
 
-    def forward_flops(
-        self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
-    ) -> dict[str, float]:
-        """Floating-point operations of the decoder."""
-        return {LANGUAGE: decoder_flops(resolve(config), lengths)}
+    def flop_components(self, config: Config) -> list[FlopComponent]:
+        """What the decoder computes."""
+        return decoder_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Spec of the decoder; `context` is None on ranks that only read its width.

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mimo.observe.flops import FlopComponent
 from mimo.protocols import BuildContext
 from providers.common import hf
+from providers.common.flops import latent_components
 from providers.common.hf_deepseek import deepseek_config, deepseek_sizes
 from providers.common.mla import LatentDecoderConfig, check_latent, check_latent_grid, latent_shapes
 from providers.common.text import TextProvider
@@ -63,6 +65,10 @@ class DeepseekV3Provider(TextProvider):
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
+
+    def flop_components(self, config: Config) -> list[FlopComponent]:
+        """What the decoder computes."""
+        return latent_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Spec of the decoder; `context` is None on ranks that only read its width.

@@ -6,19 +6,19 @@ Sizes come from flags (the defaults are those of llava-1.5-7b) or from a Hugging
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.grid.spec import GridSpec
+from mimo.observe.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ParameterShape
 from providers.common import hf, hf_config
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
-from providers.common.flops import PROJECTOR, decoder_flops, projector_flops, vision_flops
+from providers.common.flops import decoder_components, projector_components, vision_components
 from providers.common.vision import VisionConfig, check_vision, check_vision_grid, image_tokens, vision_shapes
-from providers.common.vision_language import VISION, VisionLanguageProvider
+from providers.common.vision_language import VisionLanguageProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -83,15 +83,13 @@ class LlavaProvider(VisionLanguageProvider):
         """Experts of every decoder layer; 0 for a dense one."""
         return resolve(config).num_experts
 
-    def forward_flops(
-        self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
-    ) -> dict[str, float]:
-        """Floating-point operations of encoder, projector and decoder."""
+    def flop_components(self, config: Config) -> list[FlopComponent]:
+        """What encoder, projector and decoder compute."""
         config = resolve(config)
-        return {VISION: vision_flops(config, int(config.vision_class_token), image_tokens),
-                PROJECTOR: projector_flops(config.feature_size, self._projector_size(config), config.hidden_size,
-                                           image_tokens),
-                LANGUAGE: decoder_flops(config, lengths)}
+        return [*vision_components(config, num_extra=int(config.vision_class_token), parallel_patches=False),
+                *projector_components(config.feature_size, self._projector_size(config), config.hidden_size,
+                                      has_norm=False),
+                *decoder_components(config)]
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Spec of the decoder; `context` is None on ranks that only read its width.

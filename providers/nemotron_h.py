@@ -7,14 +7,14 @@ Sizes come from flags (the defaults are those of NVIDIA-Nemotron-3-Nano-30B-A3B)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.protocols import LANGUAGE, BuildContext
+from mimo.observe.flops import FlopComponent
+from mimo.protocols import BuildContext
 from providers.common import hf
-from providers.common.flops import hybrid_flops
+from providers.common.flops import hybrid_components
 from providers.common.hf_nemotron import nemotron_config, nemotron_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
@@ -72,11 +72,9 @@ class NemotronHProvider(TextProvider):
         """Routed experts of an E layer; 0 where there is none."""
         return resolve(config).num_routed_experts
 
-    def forward_flops(
-        self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
-    ) -> dict[str, float]:
-        """Floating-point operations of the decoder."""
-        return {LANGUAGE: hybrid_flops(resolve(config), lengths)}
+    def flop_components(self, config: Config) -> list[FlopComponent]:
+        """What the decoder computes."""
+        return hybrid_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Spec of the decoder; `context` is None on ranks that only read its width.

@@ -7,14 +7,14 @@ come from flags or from a Hugging Face `NemotronH_Nano_VL_V2` configuration (`--
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from mimo.observe.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, MegatronSource, ParameterShape
 from providers import radio
 from providers.common import hf
-from providers.common.flops import PROJECTOR, hybrid_flops, projector_flops, vision_flops
+from providers.common.flops import hybrid_components, projector_components, vision_components
 from providers.common.hf_nemotron import vlm_config, vlm_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
@@ -145,15 +145,13 @@ class NemotronVlmProvider(VisionLanguageProvider):
         """Routed experts of an E layer; 0 where there is none."""
         return resolve(config).num_routed_experts
 
-    def forward_flops(
-        self, config: Config, lengths: Sequence[float], image_tokens: Sequence[float]
-    ) -> dict[str, float]:
-        """Floating-point operations of encoder, projector and decoder."""
+    def flop_components(self, config: Config) -> list[FlopComponent]:
+        """What encoder, projector and decoder compute."""
         config = resolve(config)
-        return {VISION: vision_flops(config, config.vision_class_token_len, image_tokens),
-                PROJECTOR: projector_flops(config.feature_size, config.projector_hidden_size, config.hidden_size,
-                                           image_tokens),
-                LANGUAGE: hybrid_flops(config, lengths)}
+        return [*vision_components(config, num_extra=config.vision_class_token_len, parallel_patches=True),
+                *projector_components(config.feature_size, config.projector_hidden_size, config.hidden_size,
+                                      has_norm=True),
+                *hybrid_components(config)]
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Spec of the decoder; `context` is None on ranks that only read its width.

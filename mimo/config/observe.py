@@ -19,5 +19,8 @@ class ObserveConfig:
     """Progress bar when the console is a terminal."""
     timeline: bool = True
     """Time what each rank does in a step, by module."""
+    peak_tflops: float | None = None
+    """TFLOP/s that a GPU can reach, for MFU; left out: dense bf16 of H100, H200, B200 by the device's name, else no
+    MFU."""
     moe_per_layer_logging: bool = False
     """Also log MoE auxiliary losses of each layer."""

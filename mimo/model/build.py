@@ -54,6 +54,13 @@ def params_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.model.bf16 else torch.float32
 
 
+def layer_impl(config: RunConfig, platform: Platform) -> str:
+    """The layer implementation that the flags ask for on a platform, `transformer_engine` or `local`."""
+    if config.model.transformer_impl != "auto":
+        return config.model.transformer_impl
+    return "transformer_engine" if platform.has_transformer_engine() else "local"
+
+
 def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> BuildContext:
     """What a provider gets for one module of this rank."""
     spec = grids.layout.grids[module]
@@ -81,9 +88,7 @@ def build_model(
 
     `watchdog` and `spans`, if any, are told what the model does.
     """
-    impl = config.model.transformer_impl
-    if impl == "auto":
-        impl = "transformer_engine" if platform.has_transformer_engine() else "local"
+    impl = layer_impl(config, platform)
     logger.info(
         "layers: %s (--transformer-impl %s), parameters in %s",
         impl,

@@ -70,6 +70,11 @@ class StepRecord:
             included, on the slowest rank of each module, seconds.
         optimizer_s: device time of the optimizer step, likewise.
         peak_memory_bytes: highest memory of any rank of each module.
+        tflops: model TFLOP/s per GPU over the whole iteration (`mimo.observe.flops` says what counts), or None for a
+            model that does not say what it computes.
+        mfu: `tflops` over the peak of a GPU; None where that is not known.
+        flops: model FLOPs of the iteration over all ranks.
+        hardware_flops: FLOPs that were computed, with padding and recomputation, likewise.
         moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers;
             with per-layer logging also `moe/<name>_layer_<i>`.
         mtp_losses: losses of multi-token prediction under Megatron's names (`mtp_1 loss`), each a mean over the target
@@ -100,6 +105,10 @@ class StepRecord:
     forward_backward_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    tflops: float | None = None
+    mfu: float | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    hardware_flops: dict[str, float] = field(default_factory=dict)
     moe_losses: dict[str, float] = field(default_factory=dict)
     mtp_losses: dict[str, float] = field(default_factory=dict)
 
@@ -126,9 +135,12 @@ class StepRecord:
             "text-tokens": self.text_tokens,
             "packing-utilisation": self.packing_utilisation,
             "bad-samples": self.bad_samples,
-            **{key: value for key, value in (("encoder-imbalance", self.encoder_imbalance),
+            **{key: value for key, value in (("tflops", self.tflops), ("mfu", self.mfu),
+                                             ("encoder-imbalance", self.encoder_imbalance),
                                              ("encoder-imbalance-unbalanced", self.encoder_imbalance_unbalanced))
                if value is not None},
+            **{f"flops/{module}": flops for module, flops in self.flops.items()},
+            **{f"hardware-flops/{module}": flops for module, flops in self.hardware_flops.items()},
             "data-wait-s": self.data_wait_s,
             "bridge-wait-s": self.bridge_wait_s,
             **{f"forward-backward-s/{module}": seconds for module, seconds in self.forward_backward_s.items()},

@@ -54,6 +54,11 @@ class Platform(abc.ABC):
     def has_mamba_kernels(self) -> bool:
         """Whether the fused kernels of Mamba-2 layers can run here; `mimo.platform.mamba` stands in for them."""
 
+    @property
+    def device_name(self) -> str:
+        """The accelerator's name as its driver gives it; empty where there is none."""
+        return ""
+
     def make_deterministic(self) -> None:  # noqa: B027  (a platform that is so by nature does nothing)
         """Use only kernels and reductions that give the same bits every time. Before `set_device`."""
 

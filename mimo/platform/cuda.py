@@ -31,6 +31,11 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(local_rank)
         self.device = torch.device("cuda", local_rank)
 
+    @property
+    def device_name(self) -> str:
+        """Such as `NVIDIA H200`."""
+        return torch.cuda.get_device_name()
+
     def make_deterministic(self) -> None:
         """Have torch, cuBLAS, NCCL and Transformer Engine keep to one order of summation.
 

@@ -80,14 +80,24 @@ class Expanded:
     Attributes:
         tokens: int64 `[n]`.
         targets: bool `[n]`.
-        image_tokens: how many of the tokens are image tokens of each module.
+        images: of each module, the image tokens of each of its images.
         ends: where each sample of a pack ends, one past its last token; `(n,)` for a single sample.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
-    image_tokens: dict[str, int]
+    images: dict[str, list[int]]
     ends: np.ndarray
+
+    @property
+    def image_tokens(self) -> dict[str, int]:
+        """How many of the tokens are image tokens of each module."""
+        return {module: sum(counts) for module, counts in self.images.items()}
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample of a pack."""
+        return tuple(np.diff(self.ends, prepend=0).tolist())
 
 
 def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter) -> Expanded:
@@ -96,9 +106,9 @@ def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: Tok
     counts = image_token_counts(sample, owners, num_image_tokens)
     repeats = np.ones(len(sample.tokens), np.int64)
     repeats[np.isin(sample.tokens, list(modules.values()))] = counts
-    totals = dict.fromkeys(modules, 0)
+    images: dict[str, list[int]] = {module: [] for module in modules}
     for module, count in zip(owners, counts, strict=True):
-        totals[module] += count
+        images[module].append(count)
     tokens = np.repeat(sample.tokens.astype(np.int64), repeats)
     ends = np.array([len(tokens)])
     if sample.lengths:
@@ -106,7 +116,7 @@ def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: Tok
             raise ValueError(f"sample {sample.key}: a pack of {len(sample.tokens)} tokens says that its samples have "
                              f"{list(sample.lengths)}")
         ends = np.cumsum(repeats)[np.cumsum(sample.lengths) - 1]
-    return Expanded(tokens, np.repeat(sample.target_mask, repeats), totals, ends)
+    return Expanded(tokens, np.repeat(sample.target_mask, repeats), images, ends)
 
 
 def collate_text(
@@ -161,6 +171,8 @@ def collate_text(
         packed=packed,
         num_skipped=sum(len(sample.skipped) for sample in samples),
         unbalanced_image_tokens=sum(sample.unbalanced_image_tokens or 0 for sample in samples),
+        lengths=tuple(row.lengths for row in rows),
+        image_lengths={module: tuple(count for row in rows for count in row.images[module]) for module in modules},
     )
 
 

@@ -17,6 +17,7 @@ from mimo.config.cli import to_toml
 from mimo.config.run import RunConfig
 from mimo.config.validate import num_microbatches, train_iterations
 from mimo.grid.groups import Grids
+from mimo.model.build import layer_impl
 from mimo.observe.metrics import RunLogger, StepRecord
 from mimo.observe.signals import StopSignal
 from mimo.observe.watchdog import Watchdog
@@ -33,6 +34,7 @@ from mimo.training.mtp import mtp_losses
 from mimo.training.resume import run_state, start
 from mimo.training.setup import setup_trainer
 from mimo.training.step import StepResult, train_step
+from mimo.training.workload import FlopsMeter
 
 # Seconds that a rank which only receives data waits longer for it than those that read.
 READER_SPEAKS_FIRST_S = 10.0
@@ -80,6 +82,9 @@ class TrainingLoop:
         try:
             self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
             self._prepare_moe()
+            self.meter = FlopsMeter.of(self.config, self.provider, self.grids.layout,
+                                       impl=layer_impl(self.config, self.platform),
+                                       device_name=self.platform.device_name)
             loader = self._open("train", prefetch=True)
             logger = self._start(loader)
             stopped = self._train(loader, logger, stop, began)
@@ -149,6 +154,8 @@ class TrainingLoop:
         )
         for line in lines:
             logger.message(line)
+        if self.meter is not None and self.meter.peak is not None:
+            logger.message(f"MFU is against {self.meter.peak:g} TFLOP/s per GPU")
         logger.message(f"training {self.total_iterations} iterations on {self.grids.layout.kind} grids")
         return logger
 
@@ -246,6 +253,7 @@ class TrainingLoop:
             peak_memory_bytes={name: int(peak) for name, peak in peaks.items()},
             moe_losses=self._moe_losses(),
             mtp_losses=mtp_losses(self.parts.built.model.mtp, self.grids.collections.get(LANGUAGE)),
+            **({} if self.meter is None else self.meter.figures(result.work, seconds)),
         )
 
     def _prepare_moe(self) -> None:

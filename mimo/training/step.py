@@ -33,6 +33,7 @@ from mimo.protocols import LANGUAGE
 from mimo.training.grad_sync import GradSync
 from mimo.training.mtp import begin_mtp_step
 from mimo.training.prefetch import on_device
+from mimo.training.workload import Workload, num_values, workload
 
 # Entries of the totals of a step before those of each encoder.
 FIXED_TOTALS = 7
@@ -90,6 +91,7 @@ class StepResult:
         loss: mean over the target tokens of the global batch.
         num_tokens: target tokens of the global batch.
         text_tokens, image_tokens: tokens of the global batch, padding excluded.
+        work: sequences and images of the global batch.
         bad_samples: samples that the data set passed over on the way to the global batch.
         unbalanced_image_tokens: image tokens that it would have had without balanced packing.
         success: whether parameters were updated.
@@ -108,6 +110,7 @@ class StepResult:
     grad_norm: float | None
     num_zeros: int | None
     stop_requested: bool
+    work: Workload = field(default_factory=Workload)
     bad_samples: int = 0
     unbalanced_image_tokens: int = 0
     seconds: float = 0.0
@@ -207,10 +210,11 @@ def train_step(
             parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
     with parts.schedule_timer.measure():
         reports = run_schedule(parts, microbatches, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
-    totals = _sum_over_world(parts, microbatches, reports, stop_requested)
+    summed = _sum_over_world(parts, microbatches, reports, stop_requested)
     with parts.spans.span(Kind.GRADIENT_SYNC, "division by the number of targets"):
-        parts.grad_sync.scale(totals[1], _participants(parts, totals))
-    loss_sum, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced, *_ = totals.tolist()
+        parts.grad_sync.scale(summed[1], _participants(parts, summed))
+    totals = summed.tolist()
+    loss_sum, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced = totals[:FIXED_TOTALS]
     loss = loss_sum / max(num_tokens, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
         _refuse_loss(parts, microbatches, reports, loss)
@@ -228,6 +232,7 @@ def train_step(
         grad_norm,
         num_zeros,
         stop > 0,
+        _work_of(parts, totals),
         int(bad_samples),
         int(unbalanced),
         seconds=time.perf_counter() - start,
@@ -240,10 +245,11 @@ def _sum_over_world(
     """Totals of the global batch, float64.
 
     In order: loss sum, target tokens, text tokens, image tokens, stop requests, bad samples, image tokens without
-    balanced packing, image-seeing ranks of each encoder.
+    balanced packing, image-seeing ranks of each encoder, values of the workload.
     """
     encoders = parts.grids.layout.encoders
-    totals = torch.zeros(FIXED_TOTALS + len(encoders), dtype=torch.float64)
+    names = [encoder.name for encoder in encoders]
+    totals = torch.zeros(FIXED_TOTALS + len(encoders) + num_values(names), dtype=torch.float64)
     totals[4] = float(stop_requested)
     if parts.counts_losses:
         for batch in microbatches:
@@ -253,6 +259,8 @@ def _sum_over_world(
             totals[2] += batch.text.num_tokens - images
             totals[5] += batch.text.num_skipped
             totals[6] += batch.text.unbalanced_image_tokens
+        values = workload(microbatches, names).values()
+        totals[FIXED_TOTALS + len(encoders) :] = torch.tensor(values, dtype=torch.float64)
     for index, encoder in enumerate(encoders):
         if parts.grids.rank in encoder.ranks:
             place = encoder.coordinates(parts.grids.rank)
@@ -265,6 +273,11 @@ def _sum_over_world(
           parts.spans.span(Kind.IDLE, "sum of losses and tokens over the world")):
         dist.all_reduce(totals)
     return totals
+
+
+def _work_of(parts: TrainerParts, totals: list[float]) -> Workload:
+    names = [encoder.name for encoder in parts.grids.layout.encoders]
+    return Workload.from_values(totals[-num_values(names) :], names)
 
 
 def _participants(parts: TrainerParts, totals: torch.Tensor) -> dict[str, torch.Tensor] | None:

@@ -1,137 +1,154 @@
-"""Floating-point operations of the model families: matrix products of a forward pass, and of training.
-
-A product of `[m, k]` and `[k, n]` counts 2 m k n. Norms, activations, softmax and embeddings do not count, nor does
-what is computed twice (recomputation) or for padding. Causal products count the half that is needed. So these are model
-FLOPs in the sense of Chowdhery et al. (PaLM, arXiv:2204.02311, appendix B), whatever the kernels do.
-
-Lengths may be means: everything but attention is linear in them, and attention over sequences of unlike lengths costs
-more than over as many equally long ones.
-"""
+"""What the model families compute, as `mimo.observe.flops` counts it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from mimo.observe.flops import FlopComponent
+from mimo.protocols import LANGUAGE
 from providers.common.decoder import DecoderConfig
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
+from providers.common.mla import LatentDecoderConfig
 from providers.common.vision import VisionConfig
+from providers.common.vision_language import VISION
 
 if TYPE_CHECKING:
     from providers.radio import RadioConfig
 
-# Tokens of a chunk of the scan (the wheel's MambaMixer).
-SSD_CHUNK = 128
 PROJECTOR = "projector"
+# The fused first layer of a gated MLP has the gate beside the inner values.
+GATED = 2
 
 
-def linear_flops(tokens: float, *sizes: tuple[int, int]) -> float:
-    """Of linear layers, each with its inputs and outputs, for `tokens` tokens."""
-    return sum(2.0 * tokens * inputs * outputs for inputs, outputs in sizes)
+def linear(*sizes: tuple[int, int]) -> float:
+    """FLOPs a token of linear layers, each with its inputs and outputs."""
+    return sum(2.0 * inputs * outputs for inputs, outputs in sizes)
 
 
-def attention_flops(length: float, channels: int, *, causal: bool) -> float:
-    """Of scores and weighted values of one sequence; `channels` are those of all query heads."""
-    return 4.0 * length**2 * channels / (2 if causal else 1)
+def mlp(hidden: int, inner: int, gates: int = 1) -> float:
+    """FLOPs a token of a two-layer MLP, `gates` times as wide in the first layer as in the second."""
+    return linear((hidden, gates * inner), (inner, hidden))
 
 
-def ssd_flops(config: HybridConfig, length: float) -> float:
-    """Of the scan of a Mamba-2 layer over one sequence (Dao and Gu, arXiv:2405.21060, section 6).
+def scores(query_channels: int, value_channels: int) -> float:
+    """FLOPs a pair of tokens of an attention layer; channels are those of all query heads, whose keys may be shared."""
+    return 2.0 * (query_channels + value_channels)
 
-    In chunks of Q tokens, with G groups, H heads of P channels and states of N, a token: `C B^T` inside its chunk
-    (2 Q N G) and the product of that with x (2 Q P H), both causal; its part of the chunk's state (2 N P H) and what it
-    reads of the state before (2 N P H).
+
+def output_layer(config: DecoderConfig | HybridConfig) -> FlopComponent:
+    """Logits of every token, over the vocabulary with its padding rows."""
+    return FlopComponent(name="output layer", module=LANGUAGE, part=LANGUAGE,
+                         linear=linear((config.hidden_size, config.padded_vocab_size())))
+
+
+def decoder_components(config: DecoderConfig) -> list[FlopComponent]:
+    """A Llama-, Qwen- or Mixtral-style decoder."""
+    hidden, channels = config.hidden_size, config.num_attention_heads * config.head_dim
+    layer = linear((hidden, config.qkv_size), (channels, hidden))
+    if config.num_experts:
+        layer += linear((hidden, config.num_experts))
+        layer += config.moe_router_topk * mlp(hidden, config.moe_ffn_hidden_size, GATED)
+    else:
+        layer += mlp(hidden, config.ffn_hidden_size, GATED)
+    layers = FlopComponent(name="layers", module=LANGUAGE, part=LANGUAGE, linear=config.num_layers * layer,
+                           attention=config.num_layers * scores(channels, channels), causal=True, recomputed=True)
+    return [layers, output_layer(config)]
+
+
+def latent_components(config: LatentDecoderConfig) -> list[FlopComponent]:
+    """A DeepSeek-V3-style decoder: latent attention whose keys and values are unfolded, as in training."""
+    hidden, values = config.hidden_size, config.num_attention_heads * config.v_head_dim
+    attention = linear((hidden, config.compressed_kv_size), (config.kv_lora_rank, config.kv_size), (values, hidden))
+    if config.q_lora_rank:
+        attention += linear((hidden, config.q_lora_rank), (config.q_lora_rank, config.query_size))
+    else:
+        attention += linear((hidden, config.query_size))
+    experts = linear((hidden, config.num_experts))
+    experts += config.moe_router_topk * mlp(hidden, config.moe_ffn_hidden_size, GATED)
+    experts += mlp(hidden, config.moe_shared_expert_intermediate_size, GATED)
+    sparse, layers = sum(config.moe_layer_freq), config.num_layers
+    per_token = layers * attention + sparse * experts + (layers - sparse) * mlp(hidden, config.ffn_hidden_size, GATED)
+    return [FlopComponent(name="layers", module=LANGUAGE, part=LANGUAGE, linear=per_token,
+                          attention=layers * scores(config.query_size, values), causal=True, recomputed=True),
+            output_layer(config)]
+
+
+def hybrid_components(config: HybridConfig) -> list[FlopComponent]:
+    """A Nemotron-H-style decoder; each depth of multi-token prediction with its projection, layers and logits."""
+    hidden, logits, depths = config.hidden_size, output_layer(config), config.num_mtp_depths
+    found = [_hybrid_layers("layers", config, config.layers)]
+    for depth in range(1, depths + 1):
+        found += [FlopComponent(name=f"mtp {depth} projection", module=LANGUAGE, part=LANGUAGE,
+                                linear=linear((2 * hidden, hidden))),
+                  _hybrid_layers(f"mtp {depth} layers", config, config.mtp_layers)]
+    # The logits of every depth go through the one output layer.
+    return [*found, *[logits] * (1 + depths)]
+
+
+def _hybrid_layers(name: str, config: HybridConfig, symbols: str) -> FlopComponent:
+    """The scan of a Mamba-2 layer (Dao and Gu, arXiv:2405.21060, section 6) runs in chunks.
+
+    With G groups, H heads of P channels and states of N: a pair of tokens of a chunk takes part in `C B^T` (2 G N) and
+    in the product of that with x (2 H P), both causal; a token adds to its chunk's state (2 N H P) and reads the state
+    before (2 N H P).
     """
-    chunk, state = min(length, SSD_CHUNK), config.mamba_state_dim
-    inside = chunk * (config.mamba_num_groups * state + config.mamba_inner_size)
-    return length * (inside + 4.0 * state * config.mamba_inner_size)
+    mamba, attention = symbols.count(MAMBA), symbols.count(ATTENTION)
+    inner, state = config.mamba_inner_size, config.mamba_state_dim
+    channels = config.num_attention_heads * config.head_dim
+    return FlopComponent(
+        name=name, module=LANGUAGE, part=LANGUAGE, recomputed=True,
+        linear=sum(hybrid_layer_flops(config, symbol) for symbol in symbols),
+        convolution=mamba * 2.0 * CONV_KERNEL * config.mamba_conv_size,
+        attention=attention * scores(channels, channels), causal=True,
+        scan=mamba * 4.0 * state * inner, scan_pairs=mamba * 2.0 * (config.mamba_num_groups * state + inner))
 
 
-def hybrid_layer_flops(config: HybridConfig, symbol: str, length: float) -> float:
-    """Of one layer of a pattern over one sequence; of a MoE layer, the experts that a token is sent to."""
+def hybrid_layer_flops(config: HybridConfig, symbol: str) -> float:
+    """FLOPs a token of a layer's linear layers; of a MoE layer, of the experts that a token is sent to."""
     hidden = config.hidden_size
     if symbol == MAMBA:
-        conv = 2.0 * length * CONV_KERNEL * config.mamba_conv_size
-        return conv + ssd_flops(config, length) + linear_flops(
-            length, (hidden, sum(config.mamba_in_proj_rows)), (config.mamba_inner_size, hidden))
+        return linear((hidden, sum(config.mamba_in_proj_rows)), (config.mamba_inner_size, hidden))
     if symbol == ATTENTION:
-        channels = config.num_attention_heads * config.head_dim
-        return attention_flops(length, channels, causal=True) + linear_flops(
-            length, (hidden, config.qkv_size), (channels, hidden))
+        return linear((hidden, config.qkv_size), (config.num_attention_heads * config.head_dim, hidden))
     if symbol == MLP:
-        return linear_flops(length, (hidden, config.ffn_hidden_size), (config.ffn_hidden_size, hidden))
+        return mlp(hidden, config.ffn_hidden_size)
     assert symbol == MOE, symbol
-    width, shared = config.expert_size, config.moe_shared_expert_intermediate_size
-    routed = linear_flops(length * config.moe_router_topk, (width, config.moe_ffn_hidden_size),
-                          (config.moe_ffn_hidden_size, width))
-    latent = [(hidden, width), (width, hidden)] if config.moe_latent_size else []
-    return routed + linear_flops(length, (hidden, config.num_experts), (hidden, shared), (shared, hidden), *latent)
+    width = config.expert_size
+    found = linear((hidden, config.num_experts)) + mlp(hidden, config.moe_shared_expert_intermediate_size)
+    found += config.moe_router_topk * mlp(width, config.moe_ffn_hidden_size)
+    return found + (linear((hidden, width), (width, hidden)) if config.moe_latent_size else 0.0)
 
 
-def hybrid_flops(config: HybridConfig, lengths: Iterable[float]) -> float:
-    """Of a forward pass of a Nemotron-H-style decoder over sequences, logits and multi-token prediction included."""
-    logits, depths = (config.hidden_size, config.padded_vocab_size()), config.num_mtp_depths
-    total = 0.0
-    for length in lengths:
-        layers = config.layers + config.mtp_layers * depths
-        total += sum(hybrid_layer_flops(config, symbol, length) for symbol in layers)
-        total += linear_flops(length, *[logits] * (1 + depths), *[(2 * logits[0], logits[0])] * depths)
-    return total
-
-
-def decoder_flops(config: DecoderConfig, lengths: Iterable[float]) -> float:
-    """Of a forward pass of a Llama- or Qwen-style decoder over sequences, logits included."""
-    hidden, channels = config.hidden_size, config.num_attention_heads * config.head_dim
-    layer = [(hidden, config.qkv_size), (channels, hidden)]
-    if config.num_experts:
-        expert = [(hidden, 2 * config.moe_ffn_hidden_size), (config.moe_ffn_hidden_size, hidden)]
-        layer += [(hidden, config.num_experts), *expert * config.moe_router_topk]
-    else:
-        layer += [(hidden, 2 * config.ffn_hidden_size), (config.ffn_hidden_size, hidden)]
-    sizes = [*layer * config.num_layers, (hidden, config.padded_vocab_size())]
-    return sum(linear_flops(length, *sizes) + config.num_layers * attention_flops(length, channels, causal=True)
-               for length in lengths)
-
-
-def vision_flops(config: VisionConfig | RadioConfig, num_extra: int, image_tokens: Iterable[float]) -> float:
-    """Of a forward pass of a vision transformer, without its projector.
+def vision_components(config: VisionConfig | RadioConfig, *, num_extra: int, parallel_patches: bool) -> Iterable[
+        FlopComponent]:
+    """A vision transformer, without its projector; a language token is `vision_pixel_shuffle ** 2` patches.
 
     Args:
         config: its sizes.
-        num_extra: class tokens before the patches of each image.
-        image_tokens: language tokens that each image becomes.
+        num_extra: class and register tokens before the patches of each image.
+        parallel_patches: the patch embedding is one of Megatron's linear layers.
     """
-    hidden, inner = config.vision_hidden_size, config.vision_ffn_hidden_size
+    hidden, layers, patches = config.vision_hidden_size, config.vision_num_layers, config.vision_pixel_shuffle**2
     pixels = config.vision_num_channels * config.vision_patch_size**2
-    layer = [(hidden, 3 * hidden), (hidden, hidden), (hidden, inner), (inner, hidden)]
-    total = 0.0
-    for tokens in image_tokens:
-        patches = tokens * config.vision_pixel_shuffle**2
-        length = patches + num_extra
-        total += linear_flops(patches, (pixels, hidden)) + config.vision_num_layers * (
-            linear_flops(length, *layer) + attention_flops(length, hidden, causal=False))
-    return total
+    layer = linear((hidden, 3 * hidden), (hidden, hidden)) + mlp(hidden, config.vision_ffn_hidden_size)
+    yield FlopComponent(name="patch embedding", module=VISION, part=VISION, linear=linear((pixels, hidden)),
+                        opens_part=True, parallel_linear=parallel_patches, tokens_per_token=patches)
+    yield FlopComponent(name="layers", module=VISION, part=VISION, linear=layers * layer,
+                        attention=layers * scores(hidden, hidden), tokens_per_token=patches, extra_tokens=num_extra)
 
 
-def projector_flops(feature_size: int, inner: int, language_size: int, image_tokens: Iterable[float]) -> float:
-    """Of a forward pass of a two-layer projector."""
-    return linear_flops(sum(image_tokens), (feature_size, inner), (inner, language_size))
-
-
-def training_flops(parts: Mapping[str, float], frozen: frozenset[str]) -> float:
-    """Of forward and backward pass.
-
-    A part costs its forward pass again for the gradients of its weights, unless it is frozen, and once more for those
-    of its input, where it or a part before it trains.
+def projector_components(feature_size: int, inner: int, language_size: int, *, has_norm: bool) -> Iterable[
+        FlopComponent]:
+    """A two-layer projector, of one token each.
 
     Args:
-        parts: forward FLOPs of each part, from input to output.
-        frozen: parts that do not train.
+        feature_size: its input.
+        inner: its inner width.
+        language_size: its output.
+        has_norm: a norm with weights lies before it.
     """
-    total, upstream_trains = 0.0, False
-    for name, flops in parts.items():
-        trains = name not in frozen
-        upstream_trains = upstream_trains or trains
-        total += flops * (1 + trains + upstream_trains)
-    return total
-
+    yield FlopComponent(name="projector, first layer", module=VISION, part=PROJECTOR,
+                        linear=linear((feature_size, inner)), opens_part=not has_norm)
+    yield FlopComponent(name="projector, second layer", module=VISION, part=PROJECTOR,
+                        linear=linear((inner, language_size)))

@@ -8,11 +8,11 @@ Each --run is a name and the trainer's flags of that layout; all other flags are
 after the other, under torchrun, with as many processes as their grids have ranks. The first --warmup-steps steps are
 left out of the figures, except for the losses. The last line of output is JSON; above it the same as a Markdown table.
 
-Tokens are those of text and images, padding excluded, and so are FLOPs (`providers/common/flops.py` says what counts).
-For these all samples of a step count as equally long, --samples-per-row of them a row, with one image each. Times of a
-step, means in ms: `forward_backward` and `optimizer` on the device, of the slowest rank of each module, the former with
-gradient reduction and with `bridge_wait`, what the slowest rank spends on sending, receiving and waiting there;
-`data_wait` on the host; `rest` is the step less data wait, forward and backward and optimizer of the language model.
+Tokens are those of text and images, padding excluded, and TFLOP/s are those of the model, as the runs recorded them
+(docs/training.md says what counts). Times of a step, means in ms: `forward_backward` and `optimizer` on the device, of
+the slowest rank of each module, the former with gradient reduction and with `bridge_wait`, what the slowest rank
+spends on sending, receiving and waiting there; `data_wait` on the host; `rest` is the step less data wait, forward and
+backward and optimizer of the language model.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.run import RunConfig
 from mimo.config.validate import validate
-from mimo.protocols import LANGUAGE, FlopsProvider
-from providers.common.flops import training_flops
+from mimo.protocols import LANGUAGE
 from scripts.training_runs import num_ranks, quiet, train
 
 COLUMNS = {"layout": "name", "GPUs": "ranks", "ms a step": "step_ms", "tokens/s per GPU": "tokens_per_s_per_gpu",
@@ -51,32 +49,20 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
                         help="a layout and the trainer's flags of it; may be given several times")
     parser.add_argument("--steps", type=int, default=50, help="iterations of each run")
     parser.add_argument("--warmup-steps", type=int, default=10, help="first iterations, not in the figures")
-    parser.add_argument("--samples-per-row", type=float, default=1.0,
-                        help="mean samples of a row: above 1 with packing")
     parser.add_argument("--out", type=Path, help="folder of the runs; left out: a temporary one, deleted at the end")
     chosen, further = parser.parse_known_args(arguments)
     names = [run.partition("=")[0] for run in chosen.run]
     if not all(names) or len(set(names)) < len(names):
         parser.error(f"--run {' '.join(names)}: give each run a name of its own, NAME=FLAGS")
-    if not 0 <= chosen.warmup_steps < chosen.steps or not chosen.samples_per_row > 0:
-        parser.error(f"--steps {chosen.steps} --warmup-steps {chosen.warmup_steps} --samples-per-row "
-                     f"{chosen.samples_per_row}: need 0 <= warmup < steps and samples per row above 0")
+    if not 0 <= chosen.warmup_steps < chosen.steps:
+        parser.error(f"--steps {chosen.steps} --warmup-steps {chosen.warmup_steps}: need 0 <= warmup < steps")
     return chosen, further
 
 
-def step_flops(config: RunConfig, records: Sequence[dict[str, Any]], samples_per_row: float) -> float | None:
-    """FLOPs of training on these steps, forward and backward; None for a provider that does not know."""
-    provider = registry.model_provider(config.model.model_provider)
-    if not isinstance(provider, FlopsProvider):
-        return None
-    total = 0.0
-    for record in records:
-        samples = max(round(record["batch-size"] * samples_per_row), 1)
-        length = (record["image-tokens"] + record["text-tokens"]) / samples
-        images = [record["image-tokens"] / samples] * samples if record["image-tokens"] else []
-        total += training_flops(provider.forward_flops(config.model_family, [length] * samples, images),
-                                config.model.frozen)
-    return total
+def step_flops(records: Sequence[dict[str, Any]]) -> float | None:
+    """Model FLOPs of these steps; None where the run did not record them: its provider does not know."""
+    found = [value for record in records for name, value in record.items() if name.startswith("flops/")]
+    return sum(found) if found else None
 
 
 def by_module(records: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
@@ -98,13 +84,12 @@ def time_ms(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: 1000 * value for name, value in seconds.items()}
 
 
-def figures(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int,
-            samples_per_row: float) -> dict[str, Any]:
+def figures(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:
     """What the README shows of a run."""
     timed, ranks = records[warmup:], num_ranks(config)
     seconds = sum(record["iteration-time"] for record in timed)
     tokens = sum(record["image-tokens"] + record["text-tokens"] for record in timed)
-    flops = step_flops(config, timed, samples_per_row)
+    flops = step_flops(timed)
     peaks = {name.partition("/")[2]: max(record[name] for record in records) / 2**30
              for name in records[0] if name.startswith("peak-memory-bytes/")}
     return {
@@ -166,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             result: dict[str, Any] = {"name": name}
             try:
                 records = train(config, (chosen.out or Path(temporary)) / name)
-                result |= figures(config, records, chosen.warmup_steps, chosen.samples_per_row)
+                result |= figures(config, records, chosen.warmup_steps)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 result["error"] = str(error).splitlines()[0]

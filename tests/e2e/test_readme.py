@@ -33,7 +33,6 @@ OTHER_FLAGS = {
     "--image-size": "scripts/prepare_digits.py",
     "--run": "scripts/bench/train.py",
     "--warmup-steps": "scripts/bench/train.py",
-    "--samples-per-row": "scripts/bench/train.py",
     "--num-samples": "scripts/prepare_photos.py",
     "--model": "scripts/bench/refit.py",
     "--trainer": "scripts/bench/refit.py",

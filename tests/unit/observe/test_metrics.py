@@ -17,7 +17,8 @@ RECORD = StepRecord(
     iteration_time_s=0.152, tokens_per_s_per_gpu=12_340.0, image_tokens=640, text_tokens=1200, data_wait_s=0.001,
     bridge_wait_s=0.003, module_learning_rates={"vision": 1e-4, "language": 3e-4},
     forward_backward_s={"vision": 0.09, "language": 0.1}, optimizer_s={"vision": 0.01, "language": 0.02},
-    peak_memory_bytes={"vision": 100, "language": 200}, moe_losses={"seq_load_balancing_loss": 1.01})
+    peak_memory_bytes={"vision": 100, "language": 200}, moe_losses={"seq_load_balancing_loss": 1.01}, tflops=250.0,
+    flops={"vision": 1e12, "language": 3e12}, hardware_flops={"vision": 1e12, "language": 5e12})
 
 
 def observe(tmp_path, **flags):
@@ -33,11 +34,16 @@ def test_record_is_flat_under_megatron_keys():
         "iteration": 12, "consumed_samples": 384, "lm loss": 1.2345, "grad-norm": 1.23, "learning-rate": 3e-4,
         "learning-rate/vision": 1e-4, "learning-rate/language": 3e-4, "loss-scale": 1.0, "num-zeros": None,
         "batch-size": 32, "iteration-time": 0.152, "tokens-per-s-per-gpu": 12_340.0, "image-tokens": 640,
-        "text-tokens": 1200, "packing-utilisation": 0.0, "bad-samples": 0,
+        "text-tokens": 1200, "packing-utilisation": 0.0, "bad-samples": 0, "tflops": 250.0, "flops/vision": 1e12,
+        "flops/language": 3e12, "hardware-flops/vision": 1e12, "hardware-flops/language": 5e12,
         "data-wait-s": 0.001, "bridge-wait-s": 0.003, "forward-backward-s/vision": 0.09,
         "forward-backward-s/language": 0.1, "optimizer-s/vision": 0.01, "optimizer-s/language": 0.02,
         "peak-memory-bytes/vision": 100, "peak-memory-bytes/language": 200, "skipped-iterations": 0, "success": True,
         "seq_load_balancing_loss": 1.01}
+
+
+def test_figures_that_a_run_has_not_are_left_out():
+    assert RECORD.to_dict().keys() ^ replace(RECORD, tflops=None, mfu=0.25).to_dict().keys() == {"tflops", "mfu"}
 
 
 def test_console_line():

@@ -1,4 +1,4 @@
-"""Counted operations: against hand counts, the parameters, torch's own counter on Hugging Face's model."""
+"""What the families say they compute: against hand counts, the parameters, torch's counter on Hugging Face's model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
+from mimo.observe.flops import FlopComponent, SequenceSums, forward_flops
 from mimo.protocols import LANGUAGE, FlopsProvider, ParameterShape
 from mimo.registry import model_provider
 from providers.common import flops
@@ -24,25 +25,36 @@ TINY = HybridConfig(hybrid_layer_pattern="MEM*-E", hidden_size=32, num_attention
 LENGTH = 16
 
 
+def forward(components: list[FlopComponent], lengths: list[float], whole: bool = False) -> float:
+    """FLOPs of a forward pass over sequences of the language model."""
+    return sum(forward_flops(component, SequenceSums.of(lengths), whole=whole).total for component in components
+               if component.module == LANGUAGE)
+
+
+def linear(components: list[FlopComponent], module: str = LANGUAGE) -> float:
+    """FLOPs a token of products with weights."""
+    return sum(component.linear for component in components if component.module == module)
+
+
 def test_layers_cost_what_a_hand_count_says():
-    layer = {symbol: flops.hybrid_layer_flops(TINY, symbol, 10) for symbol in "M*E-"}
-    assert layer["-"] == 10 * 2 * (32 * 48 + 48 * 32)
+    one = {symbol: forward(flops.hybrid_components(replace(TINY, hybrid_layer_pattern=symbol)), [10])
+           - 10 * 2 * 32 * 128 for symbol in "M*E-"}
+    assert one["-"] == 10 * 2 * (32 * 48 + 48 * 32)
     # Queries 32, keys and values 16 each; half of 10 x 10 scores, and as much for the values.
-    assert layer["*"] == 10 * 2 * (32 * 64 + 32 * 32) + 2 * (10 * 10 / 2) * 2 * 32
+    assert one["*"] == 10 * 2 * (32 * 64 + 32 * 32) + 2 * (10 * 10 / 2) * 2 * 32
     # Router, shared expert, two experts.
-    assert layer["E"] == 10 * 2 * (32 * 4 + 2 * 32 * 40 + 2 * (2 * 32 * 24))
-    # z and x 32 each, B and C 32 each, dt 4; a convolution over x, B and C; one chunk.
-    scan = 10 * (10 * 2 * 16 + 10 * 32) + 10 * 4 * 16 * 32
-    assert layer["M"] == 10 * 2 * (32 * (32 + 32 + 32 + 32 + 4) + 32 * 32) + 10 * 2 * 4 * 96 + scan
-    assert flops.hybrid_flops(TINY, [10]) == 2 * (layer["M"] + layer["E"]) + layer["*"] + layer["-"] + 10 * 2 * 32 * 128
+    assert one["E"] == 10 * 2 * (32 * 4 + 2 * 32 * 40 + 2 * (2 * 32 * 24))
+    # z and x 32 each, B and C 32 each, dt 4; a convolution over x, B and C; one chunk, half of its pairs.
+    scan = 10 * 10 / 2 * 2 * (2 * 16 + 32) + 10 * 4 * 16 * 32
+    assert one["M"] == 10 * 2 * (32 * (32 + 32 + 32 + 32 + 4) + 32 * 32) + 10 * 2 * 4 * 96 + scan
+    whole = forward(flops.hybrid_components(TINY), [10])
+    assert whole == 2 * (one["M"] + one["E"]) + one["*"] + one["-"] + 10 * 2 * 32 * 128
 
 
-def test_the_scan_is_linear_from_chunk_to_chunk_and_attention_is_not():
-    assert flops.ssd_flops(TINY, 512) == 4 * flops.ssd_flops(TINY, 128)
-    assert flops.ssd_flops(TINY, 128) > 2 * flops.ssd_flops(TINY, 64)
-    whole, halves = (flops.hybrid_flops(replace(TINY, hybrid_layer_pattern="*"), lengths)
-                     for lengths in ([64], [32, 32]))
-    assert whole - halves == 2 * 32 * (64**2 - 2 * 32**2)
+def test_every_depth_of_multi_token_prediction_has_projection_layers_and_logits():
+    main, two = (flops.hybrid_components(replace(TINY, hybrid_layer_pattern=pattern)) for pattern in ("M", "M/*/*"))
+    attention = flops.hybrid_components(replace(TINY, hybrid_layer_pattern="*"))
+    assert forward(two, [10]) - forward(main, [10]) == 2 * (forward(attention, [10]) + 10 * 2 * 64 * 32)
 
 
 def weights(shapes: list[ParameterShape], config: Any) -> float:
@@ -57,13 +69,32 @@ def weights(shapes: list[ParameterShape], config: Any) -> float:
 def test_linear_layers_cost_two_operations_a_parameter_and_token(pattern, latent):
     config = replace(TINY, hybrid_layer_pattern=pattern, moe_latent_size=latent)
     provider = model_provider("nemotron_h")
-    shapes = provider.parameter_shapes(provider.Config(**vars(config)), LANGUAGE)
-    layers = config.layers + config.mtp_layers * config.num_mtp_depths
-    others = sum({"M": flops.ssd_flops(config, LENGTH) + 2 * 4 * 96 * LENGTH,
-                  "*": flops.attention_flops(LENGTH, 32, causal=True)}.get(symbol, 0) for symbol in layers)
+    config = provider.Config(**vars(config))
     # Each depth of multi-token prediction has the logits once more.
-    expected = 2 * LENGTH * (weights(shapes, config) + config.num_mtp_depths * 32 * 128)
-    assert flops.hybrid_flops(config, [LENGTH]) - others == expected
+    expected = 2 * (weights(provider.parameter_shapes(config, LANGUAGE), config) + config.num_mtp_depths * 32 * 128)
+    assert linear(provider.flop_components(config)) == expected
+
+
+@pytest.mark.parametrize("flags", [{}, {"num_experts": 8}, {"num_query_groups": 1}])
+def test_a_dense_or_sparse_decoder_costs_two_operations_a_parameter_and_token(flags):
+    provider = model_provider("causal_lm")
+    config = replace(provider.Config(), num_layers=2, hidden_size=64, num_attention_heads=4, **flags)
+    components = provider.flop_components(config)
+    assert linear(components) == 2 * weights(provider.parameter_shapes(config, LANGUAGE), config)
+    # Query heads that share their keys have scores of their own.
+    assert sum(component.attention for component in components) == 2 * 4 * 64
+
+
+@pytest.mark.parametrize("rank", [0, 24])
+def test_latent_attention_has_wider_queries_than_values(rank):
+    provider = model_provider("deepseek_v3")
+    config = replace(provider.Config(), num_layers=3, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96,
+                     vocab_size=256, q_lora_rank=rank, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4,
+                     v_head_dim=6, num_experts=8, moe_router_topk=4, moe_router_num_groups=1, moe_router_group_topk=1,
+                     moe_ffn_hidden_size=20, moe_shared_expert_intermediate_size=40, first_k_dense_replace=1)
+    components = provider.flop_components(config)
+    assert linear(components) == 2 * weights(provider.parameter_shapes(config, LANGUAGE), config)
+    assert sum(component.attention for component in components) == 3 * 2 * 4 * (12 + 6)
 
 
 def test_hugging_face_model_computes_as_much():
@@ -79,48 +110,39 @@ def test_hugging_face_model_computes_as_much():
         if symbol == "M":
             layer = counter.get_flop_counts()[f"NemotronHForCausalLM.model.layers.{number}"]
             found -= layer.get(torch.ops.aten.bmm, 0)
-    # It multiplies whole score matrices.
-    full = flops.attention_flops(LENGTH, 32, causal=False) - flops.attention_flops(LENGTH, 32, causal=True)
-    # Its convolution runs over the padding before the sequence, too.
+    # It multiplies whole score matrices. Its convolution runs over the padding before the sequence, too.
     padding = 2 * 2 * 4 * 96 * 3
-    expected = flops.hybrid_flops(TINY, [LENGTH]) - 2 * flops.ssd_flops(TINY, LENGTH) + full + padding
-    assert found == expected
+    without_scan = [replace(component, scan=0.0, scan_pairs=0.0) for component in flops.hybrid_components(TINY)]
+    assert found == forward(without_scan, [LENGTH], whole=True) + padding
 
 
-@pytest.mark.parametrize("name", ["llava", "mock", "nemotron-moe-vlm-tiny"])
+@pytest.mark.parametrize("name", ["llava", "mock", "nemotron-moe-vlm-20l", "nemotron-moe-vlm-tiny"])
 def test_image_models_count_encoder_projector_and_language_in_order(name):
     provider = model_provider(name)
     assert isinstance(provider, FlopsProvider)
     config = replace(provider.Config(), vision_pixel_shuffle=2)
-    found = provider.forward_flops(config, [50.0], [12.0, 4.0])
-    assert list(found) == ["vision", "projector", LANGUAGE]
-    hidden, channels = config.vision_hidden_size, config.vision_num_channels * config.vision_patch_size**2
-    extra = vars(config).get("vision_class_token_len", int(vars(config).get("vision_class_token", 0)))
+    components = provider.flop_components(config)
+    parts = [component.part for component in components]
+    assert list(dict.fromkeys(parts)) == ["vision", "projector", LANGUAGE] and parts == sorted(
+        parts, key=["vision", "projector", LANGUAGE].index)
+    patches, layers, *projector = [component for component in components if component.module == "vision"]
     shapes = provider.parameter_shapes(config, "vision")
-    projector = [shape for shape in shapes if shape.name.startswith("projector")]
-    assert found["projector"] == pytest.approx(2 * 16 * weights(projector, config))
-    layers = weights([shape for shape in shapes if shape.count > 1 or shape.count == config.vision_num_layers], config)
-    layers -= weights(projector, config) if config.vision_num_layers == 1 else 0
-    expected = sum(2 * (4 * tokens + extra) * layers + config.vision_num_layers * 4 * (4 * tokens + extra) ** 2 * hidden
-                   + 2 * 4 * tokens * channels * hidden for tokens in (12, 4))
-    assert found["vision"] == pytest.approx(expected)
+    held = [shape for shape in shapes if shape.name.startswith("projector")]
+    assert sum(component.linear for component in projector) == 2 * weights(held, config)
+    assert {component.tokens_per_token for component in projector} == {1} and layers.tokens_per_token == 4
+    hidden, pixels = config.vision_hidden_size, config.vision_num_channels * config.vision_patch_size**2
+    assert patches.linear == 2 * pixels * hidden and patches.extra_tokens == 0
+    inside = [shape for shape in shapes if shape.name.startswith(("self_attention", "mlp"))]
+    assert layers.linear == 2 * weights(inside, config)
+    assert layers.attention == config.vision_num_layers * 4 * hidden and not layers.causal
+    extra = vars(config).get("vision_class_token_len", int(vars(config).get("vision_class_token", 0)))
+    assert layers.extra_tokens == extra > 0
 
 
-@pytest.mark.parametrize("experts", [0, 8])
-def test_a_dense_or_sparse_decoder_costs_two_operations_a_parameter_and_token(experts):
-    provider = model_provider("causal_lm")
-    config = replace(provider.Config(), num_layers=2, hidden_size=64, num_attention_heads=4, num_experts=experts)
-    found = provider.forward_flops(config, [LENGTH], [])[LANGUAGE] - 2 * flops.attention_flops(LENGTH, 64, causal=True)
-    assert found == 2 * LENGTH * weights(provider.parameter_shapes(config, LANGUAGE), config)
-
-
-@pytest.mark.parametrize(("frozen", "factors"), [
-    ((), (3, 3, 3)), (("vision",), (1, 3, 3)), (("vision", "language"), (1, 3, 2)), (("language",), (3, 3, 2)),
-    (("vision", "projector"), (1, 1, 3)), (("projector",), (3, 2, 3)),
-])
-def test_frozen_parts_cost_no_weight_gradients(frozen, factors):
-    parts = {"vision": 100.0, "projector": 10.0, "language": 1.0}
-    first_trained = next(name for name in parts if name not in frozen)
-    expected = sum(factor * size for factor, size in zip(factors, parts.values(), strict=True))
-    # The gradient of the first trained part's input would be needed by nobody: counted, as usual, all the same.
-    assert flops.training_flops(parts, frozenset(frozen)) == expected, first_trained
+@pytest.mark.parametrize("name", ["causal_lm", "deepseek_v3", "llava", "nemotron_h", "nemotron-moe-vlm-54l"])
+def test_every_family_says_what_each_of_its_modules_computes(name):
+    provider = model_provider(name)
+    assert isinstance(provider, FlopsProvider)
+    config = provider.Config()
+    modules = {component.module for component in provider.flop_components(config)}
+    assert modules == {LANGUAGE, *provider.encoders(config)}

@@ -1,0 +1,233 @@
+"""Floating-point operations of a training step, from the sizes of a model and the lengths of its sequences.
+
+A product of `[m, k]` and `[k, n]` counts 2 m k n. Norms, activations, softmax, rotary positions, embeddings, losses,
+dispatch of tokens to experts and the optimizer do not count. There are two counts:
+
+- Model FLOPs: what the model needs, in the sense of Chowdhery et al. (PaLM, arXiv:2204.02311, appendix B). Tokens and
+  images of the batch without padding; of causal products the half that is needed, n^2 / 2 pairs of tokens for a
+  sequence of n; no recomputation; no gradient that nobody needs. TFLOP/s and MFU are of these.
+- Hardware FLOPs: what was computed: with padding (in a packed row it is a sequence of its own), with recomputation, and
+  for layers in plain PyTorch with whole score matrices and with the input gradients that their linear layers always
+  compute. This is what `torch.utils.flop_counter` counts, but for the convolution of Mamba layers, which it does not
+  see in either implementation. Of what tensor-parallel ranks compute alike (router, patch embedding), one copy counts.
+
+Training: a product with weights costs its forward pass again for the gradients of the weights, unless they are frozen,
+and again for those of its input, where that or something before it trains. A product of activations costs its forward
+pass twice more where gradients flow through it.
+
+This module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Literal
+
+from mimo.protocols import LANGUAGE
+
+CHUNK = 128
+"""Tokens of a chunk of the Mamba-2 scan (the wheel's MambaMixer)."""
+
+Recompute = Literal["none", "selective", "full"]
+
+# Dense bf16 TFLOP/s of NVIDIA's data sheets (published with sparsity, halved here), by what a device's name holds; the
+# first that fits. SXM modules carry no suffix.
+PEAK_TFLOPS = (("GB200", 2500.0), ("B200", 2250.0), ("H200 NVL", 835.5), ("H200", 989.5), ("H100 NVL", 835.5),
+               ("H100 PCIe", 756.0), ("H100", 989.5))
+
+
+@dataclass(frozen=True)
+class SequenceSums:
+    """What FLOPs depend on of a set of sequences, as sums over them; those of several sets add up.
+
+    Attributes:
+        sequences: how many there are; of an encoder, images.
+        tokens: sum of their lengths; of an encoder, in language tokens.
+        squares: sum of the squared lengths.
+        scan_tokens: tokens of the Mamba-2 scan: `tokens`, and what fills the last chunk where that is computed.
+        scan_squares: sum of the squared lengths of the chunks.
+    """
+
+    sequences: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0
+    scan_tokens: float = 0.0
+    scan_squares: float = 0.0
+
+    @classmethod
+    def of(cls, lengths: Iterable[float]) -> SequenceSums:
+        """Of sequences of these lengths, each with chunks of its own, the last of which may be shorter."""
+        found = [float(length) for length in lengths]
+        chunked = sum(length // CHUNK * CHUNK**2 + (length % CHUNK) ** 2 for length in found)
+        tokens = sum(found)
+        return cls(len(found), tokens, sum(length**2 for length in found), tokens, chunked)
+
+    @classmethod
+    def of_rows(cls, lengths: Iterable[Sequence[float]], row_length: int) -> SequenceSums:
+        """Of rows padded to `row_length` tokens, as they are computed.
+
+        Args:
+            lengths: of each row, the sequences packed in it, padding as one of them; one that fills the row where rows
+                are not packed.
+            row_length: tokens of a row. The scan's chunks run through it, the last one filled.
+        """
+        rows = [[float(length) for length in row] for row in lengths]
+        assert all(sum(row) == row_length for row in rows), (rows, row_length)
+        chunk = min(CHUNK, row_length)
+        scan_tokens = len(rows) * -(-row_length // chunk) * chunk
+        return cls(sum(map(len, rows)), len(rows) * row_length, sum(length**2 for row in rows for length in row),
+                   scan_tokens, scan_tokens * chunk)
+
+    def __add__(self, other: SequenceSums) -> SequenceSums:
+        return SequenceSums(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+
+NUM_SUMS = len(fields(SequenceSums))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopComponent:
+    """Part of a model whose products are alike in training: FLOPs of its forward pass by what they grow with.
+
+    Attributes:
+        name: for tables: `layers`, `output layer`.
+        module: the grid that runs it, `language` or an encoder's name; whose sequences count.
+        part: what --freeze calls it: an encoder's name, `projector`, `language`.
+        linear: FLOPs a token of products with weights.
+        convolution: FLOPs a token of the depthwise convolutions of Mamba layers.
+        attention: FLOPs a pair of tokens of a sequence, of scores and weighted values, all heads and layers.
+        causal: half of those pairs is needed.
+        scan: FLOPs a token of the products of the scan that are linear in the length.
+        scan_pairs: FLOPs a pair of tokens of a chunk of the scan, half of which is needed.
+        opens_part: no parameter of its part lies before it, so that training this part alone needs no gradient of its
+            input.
+        parallel_linear: its products with weights are Megatron's linear layers, which in plain PyTorch compute the
+            gradient of their input always.
+        recomputed: `--recompute full` computes it twice.
+        tokens_per_token: tokens inside it that become one token outside (patches of an image token).
+        extra_tokens: tokens that each of its sequences has besides (class and register tokens).
+    """
+
+    name: str
+    module: str
+    part: str
+    linear: float = 0.0
+    convolution: float = 0.0
+    attention: float = 0.0
+    causal: bool = False
+    scan: float = 0.0
+    scan_pairs: float = 0.0
+    opens_part: bool = False
+    parallel_linear: bool = True
+    recomputed: bool = False
+    tokens_per_token: float = 1.0
+    extra_tokens: float = 0.0
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of a component's forward pass.
+
+    Attributes:
+        weights: products with weights, convolutions included.
+        attention: scores and weighted values.
+        scan: products of activations in the scan.
+    """
+
+    weights: float
+    attention: float
+    scan: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weights + self.attention + self.scan
+
+
+def forward_flops(component: FlopComponent, sums: SequenceSums, *, whole: bool = False) -> ForwardFlops:
+    """FLOPs of a component's forward pass over sequences.
+
+    Args:
+        component: its sizes.
+        sums: the sequences of its module.
+        whole: causal products are computed whole.
+    """
+    factor, extra = component.tokens_per_token, component.extra_tokens
+    tokens = factor * sums.tokens + extra * sums.sequences
+    squares = factor**2 * sums.squares + 2 * factor * extra * sums.tokens + extra**2 * sums.sequences
+    needed = 1.0 if whole else 0.5
+    return ForwardFlops(
+        (component.linear + component.convolution) * tokens,
+        component.attention * squares * (needed if component.causal else 1.0),
+        component.scan * sums.scan_tokens + component.scan_pairs * sums.scan_squares * needed)
+
+
+class FlopsCounter:
+    """FLOPs of training a model.
+
+    Args:
+        components: the model, from input to output.
+        frozen: parts that do not train.
+        recompute: activation recomputation in the language model.
+        fused: layers are Transformer Engine's; False: they are plain PyTorch.
+    """
+
+    def __init__(self, components: Sequence[FlopComponent], *, frozen: frozenset[str] = frozenset(),
+                 recompute: Recompute = "none", fused: bool = True) -> None:
+        self.components = tuple(components)
+        self.frozen, self.recompute, self.fused = frozen, recompute, fused
+
+    def model_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
+        """Of a step by module, forward and backward: what the model needs.
+
+        Args:
+            sums: of each module, its sequences: the language model's without padding, an encoder's images.
+        """
+        return self._by_module(sums, hardware=False)
+
+    def hardware_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
+        """Of a step by module, forward and backward: what is computed.
+
+        Args:
+            sums: of each module, its sequences: the language model's with padding (`SequenceSums.of_rows`).
+        """
+        return self._by_module(sums, hardware=True)
+
+    def _by_module(self, sums: Mapping[str, SequenceSums], *, hardware: bool) -> dict[str, float]:
+        found = dict.fromkeys((component.module for component in self.components), 0.0)
+        for number, component in enumerate(self.components):
+            found[component.module] += self._training(number, sums[component.module], hardware)
+        return found
+
+    def _training(self, number: int, sums: SequenceSums, hardware: bool) -> float:
+        component = self.components[number]
+        trains = component.part not in self.frozen
+        # Of what other encoders see nothing comes here.
+        before = any(other.part not in self.frozen for other in self.components[:number]
+                     if other.module in (component.module, *self._feeding(component)))
+        flows = before or (trains and not component.opens_part)
+        plain = hardware and not self.fused
+        forward = forward_flops(component, sums, whole=plain)
+        if not trains and not before:
+            return forward.total
+        input_gradients = flows or (plain and component.parallel_linear)
+        total = forward.total + forward.weights * (trains + input_gradients)
+        total += 2 * (forward.attention + forward.scan)
+        # A frozen model runs in evaluation mode, where nothing is recomputed.
+        if hardware and trains and component.recomputed and component.module == LANGUAGE:
+            total += {"none": 0.0, "selective": forward.attention, "full": forward.total}[self.recompute]
+        return total
+
+    def _feeding(self, component: FlopComponent) -> tuple[str, ...]:
+        """Other modules whose output a component sees."""
+        if component.module != LANGUAGE:
+            return ()
+        return tuple({other.module for other in self.components} - {LANGUAGE})
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 TFLOP/s of a GPU by its driver's name for it; None for one that is not known, and for a part of one."""
+    if " MIG " in device_name:
+        return None
+    return next((peak for name, peak in PEAK_TFLOPS if name.lower() in device_name.lower()), None)
