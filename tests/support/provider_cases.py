@@ -16,7 +16,8 @@ from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, Layout
 from mimo.platform import current_platform
 from mimo.protocols import LANGUAGE, BuildContext
-from providers.llava import VISION, Config, provider
+from providers.common.vision_language import VISION
+from providers.llava import Config, provider
 
 
 @contextlib.contextmanager
