@@ -8,6 +8,7 @@ from typing import Any
 from mimo import registry
 from mimo.config.optim import OptimConfig, ScheduleConfig
 from mimo.config.run import RunConfig
+from mimo.config.validate_observe import check_device, check_observe
 from mimo.data_request import data_request
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.reading import lanes_read_by
@@ -44,6 +45,10 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     _check_ddp(config)
     _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
+    length = None if train.train_iters is None and train.train_samples is None else train_iterations(config)
+    check_observe(config.observe, world_size, length, dry_run=train.dry_run)
+    if train.device != "auto":  # which means the machine that the run is on
+        check_device(config.observe, train.device)
     _check_data(config, layout, rank)
     return layout
 
@@ -100,7 +105,6 @@ def _check_train(config: RunConfig) -> None:
     train = config.train
     _refuse_below(train, {"seq_length": 1, "train_iters": 1, "train_samples": 1, "eval_interval": 0, "eval_iters": 0,
                           "num_generations": 0})
-    _refuse_below(config.observe, {"log_interval": 1})
     _refuse(train.watchdog_timeout_s <= 0, f"--watchdog-timeout-s {train.watchdog_timeout_s} is not above 0")
     _refuse(train.train_iters is not None and train.train_samples is not None,
             f"--train-iters {train.train_iters} and --train-samples {train.train_samples}: set one of them")

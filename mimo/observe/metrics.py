@@ -69,6 +69,7 @@ class StepRecord:
         forward_backward_s: device time of the forward and backward passes, bridge waits and gradient reduction
             included, on the slowest rank of each module, seconds.
         optimizer_s: device time of the optimizer step, likewise.
+        timeline: what `mimo.observe.timeline.Timeline.figures` gives.
         peak_memory_bytes: highest memory of any rank of each module.
         tflops: model TFLOP/s per GPU over the whole iteration (`mimo.observe.flops` says what counts), or None for a
             model that does not say what it computes.
@@ -104,6 +105,7 @@ class StepRecord:
     bridge_wait_s: float = 0.0
     forward_backward_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: dict[str, float] = field(default_factory=dict)
+    timeline: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     tflops: float | None = None
     mfu: float | None = None
@@ -145,6 +147,7 @@ class StepRecord:
             "bridge-wait-s": self.bridge_wait_s,
             **{f"forward-backward-s/{module}": seconds for module, seconds in self.forward_backward_s.items()},
             **{f"optimizer-s/{module}": seconds for module, seconds in self.optimizer_s.items()},
+            **{f"timeline/{name}": value for name, value in self.timeline.items()},
             **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},
             "skipped-iterations": self.skipped_iterations,
             "success": self.success,

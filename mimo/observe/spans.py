@@ -82,13 +82,14 @@ class Spans:
 
     Attributes:
         module: the module that stretches without one of their own belong to.
+        enabled: whether `begin_step` records; changed between steps only.
     """
 
     def __init__(self, clock: Clock | None = None, stages: Mapping[str, int] | None = None) -> None:
         """Listen to nothing yet.
 
         Args:
-            clock: what `begin_step` records with; None never records.
+            clock: what steps are recorded with; None for never.
             stages: pipeline stage of each module of this rank, the one that unnamed stretches belong to last.
         """
         self._clock = clock
@@ -97,6 +98,7 @@ class Spans:
         self._root = Label(Kind.OTHER, "step", self.module)
         self._stack = [self._root]
         self._marks: list[tuple[Any, Label]] = []
+        self.enabled = clock is not None
         self._recording = False
         self._ranges: tuple[Range, ...] = ()
         self._open: list[list[AbstractContextManager[Any]]] = []
@@ -105,11 +107,6 @@ class Spans:
     def active(self) -> bool:
         """Whether anybody listens."""
         return self._recording or bool(self._ranges)
-
-    @property
-    def can_record(self) -> bool:
-        """Whether `begin_step` records."""
-        return self._clock is not None
 
     def span(self, kind: Kind, name: str, *, module: str | None = None,
              microbatch: int | None = None) -> AbstractContextManager[Any]:
@@ -163,9 +160,9 @@ class Spans:
         self._ranges = ranges
 
     def begin_step(self) -> None:
-        """Record from here on, where there is a clock."""
+        """Record from here on, if that is enabled."""
         self._stack, self._marks, self._open = [self._root], [], []
-        if self._clock is not None:
+        if self._clock is not None and self.enabled:
             self._recording = True
             self._clock.start()
             self._marks.append((self._clock.mark(), self._root))

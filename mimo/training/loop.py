@@ -20,6 +20,7 @@ from mimo.grid.groups import Grids
 from mimo.model.build import layer_impl
 from mimo.observe.metrics import RunLogger, StepRecord
 from mimo.observe.signals import StopSignal
+from mimo.observe.spans import Kind
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
@@ -31,6 +32,7 @@ from mimo.training.generate import greedy_decode
 from mimo.training.loader import StepLoader
 from mimo.training.moe_metrics import TRACKED, count_moe_layers, moe_losses
 from mimo.training.mtp import mtp_losses
+from mimo.training.observer import StepObserver
 from mimo.training.resume import run_state, start
 from mimo.training.setup import setup_trainer
 from mimo.training.step import StepResult, train_step
@@ -68,6 +70,7 @@ class TrainingLoop:
         self.saver: Saver | None = None
         self.last_evaluation: Evaluation | None = None
         self.bad_samples = 0
+        self.observer: StepObserver | None = None
         # Size of the validation split, once it was asked for.
         self.num_valid_samples: tuple[int | None, ...] = ()
         # Loaders opened so far, the same on all ranks: their messages must not mix. 0 is the handshake's.
@@ -100,6 +103,8 @@ class TrainingLoop:
             self._release()
             failed = False
         finally:
+            if self.observer is not None:
+                self.observer.close()
             if loader is not None:
                 loader.close(failed=failed)
             if logger is not None:
@@ -163,13 +168,16 @@ class TrainingLoop:
         """Run iterations; returns why it stopped early, or None."""
         train, checkpoint, progress = self.config.train, self.config.checkpoint, self.progress
         limit_s = (checkpoint.exit_duration_in_mins or float("inf")) * 60
+        self.observer = observer = StepObserver(self.parts, self.grids.layout.language.rank_at(pp=-1),
+                                                progress.iteration + 1, self.total_iterations)
         while progress.iteration < self.total_iterations:
+            observer.begin_step()
             begin = time.perf_counter()
             # Who reads knows why nothing comes: its report has to be out before the launcher ends it for another's.
             patience_s = 0.0 if loader.reads else train.watchdog_timeout_s + READER_SPEAKS_FIRST_S
             with self.watchdog.limit(patience_s), self.watchdog.waiting(
                 "data", iteration=progress.iteration + 1, state=loader.describe
-            ):
+            ), self.parts.spans.span(Kind.DATA_WAIT, "data"):
                 microbatches = loader.next_step()
             over_time = time.monotonic() - began > limit_s
             result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested) or over_time)
@@ -180,7 +188,11 @@ class TrainingLoop:
                 progress.skipped_iterations += 1
             self.watchdog.progress(iteration=progress.iteration)
             self.bad_samples += result.bad_samples
-            logger.log_step(self._record(result, microbatches, loader.last_wait_s, time.perf_counter() - begin))
+            seconds = time.perf_counter() - begin
+            observer.end_step()
+            logger.log_step(self._record(result, microbatches, loader.last_wait_s, seconds, observer))
+            while observer.lines:
+                logger.message(observer.lines.pop(0))
             if result.stop_requested:
                 own = stop.name or ("--exit-duration-in-mins" if over_time else None)
                 return next(reason for reason in gather(self.grids, own) if reason is not None)
@@ -202,7 +214,8 @@ class TrainingLoop:
         self.saver.save(self.progress)
 
     def _record(
-        self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float
+        self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float,
+        observer: StepObserver,
     ) -> StepRecord:
         """Figures of one iteration; the maxima over ranks are agreed here."""
         timers = [bridge.timer for bridge in self.parts.built.model.colocated_comms.values()]
@@ -215,9 +228,11 @@ class TrainingLoop:
         maxima += [value if name in self.grids.modules else 0.0 for value in own for name in names]
         maxima.append(float(self.saver is not None and self.saver.is_writing))
         images, unbalanced = image_tokens(microbatches)
-        agreed = torch.tensor([*maxima, *images, *unbalanced], dtype=torch.float64)
+        row = observer.row(microbatches)
+        agreed = torch.tensor([*maxima, *images, *unbalanced, *row], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
         largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
+        largest, largest_row = largest[: -len(row)], largest[-len(row) :]
         data_wait_s, bridge_wait_s, *by_module, writing = largest[: len(maxima)]
         peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
         most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
@@ -250,6 +265,7 @@ class TrainingLoop:
             bridge_wait_s=bridge_wait_s,
             forward_backward_s=schedules,
             optimizer_s=updates,
+            timeline=observer.figures(row, largest_row),
             peak_memory_bytes={name: int(peak) for name, peak in peaks.items()},
             moe_losses=self._moe_losses(),
             mtp_losses=mtp_losses(self.parts.built.model.mtp, self.grids.collections.get(LANGUAGE)),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mimo.config.run import RunConfig
+from mimo.config.validate_observe import check_device
 from mimo.grid.spec import Layout
 from mimo.observe.errors import fail_fast
 from mimo.platform import get_platform
@@ -32,7 +33,7 @@ def run(config: RunConfig, layout: Layout) -> int:
         Exit code: 0 at the end of the run or after SIGTERM.
 
     Raises:
-        ValueError: a device that is not there, before any process group exists.
+        ValueError: a device that is not there, or a flag that needs another one, before any process group exists.
     """
     return launch(config, layout, _train)
 
@@ -52,6 +53,7 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
     _show_log(rank)
     quieten_wheel()
     platform = get_platform(config.train.device)
+    check_device(config.observe, platform.name)
     config = replace(config, train=replace(config.train, device=platform.name))
     with fail_fast(f"rank {rank}"):
         _with_groups(config, layout, platform, rank, world_size, body)
@@ -79,6 +81,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     import torch.distributed as dist
 
     from mimo.grid.groups import Grids
+    from mimo.observe.profiler import MemorySnapshot
 
     if config.train.deterministic_mode:
         platform.make_deterministic()
@@ -86,6 +89,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     # The watchdog speaks first and names what is waited for; the backend's own limit only backs it up.
     timeout_s = max(2 * config.train.watchdog_timeout_s, 60.0)
     platform.init_process_group(rank, world_size, timeout_s)
-    with Grids(layout, platform.backend) as grids, fail_fast(grids.describe()):
+    with (Grids(layout, platform.backend) as grids, fail_fast(grids.describe()),
+          MemorySnapshot(config.observe, grids.rank)):
         body(config, grids, platform)
     dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""Traces of chosen steps and ranks by torch's profiler, NVTX ranges, snapshots of GPU memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mimo.config.observe import ObserveConfig
+from mimo.observe.spans import Range, Spans
+
+# Allocations that a snapshot of memory reaches back to.
+MAX_MEMORY_ENTRIES = 200_000
+
+
+def nvtx_range(name: str) -> torch.cuda.nvtx.range:
+    """A range that Nsight Systems shows."""
+    return torch.cuda.nvtx.range(name)
+
+
+class StepProfiler:
+    """torch's profiler over --profile-steps on this rank; where there is nothing to profile it does nothing.
+
+    A trace shows what `spans` is told: `language stage 0 forward microbatch 3`.
+
+    Args:
+        flags: what to profile.
+        spans: what the rank does.
+        rank: this one.
+        cuda: whether kernels of a GPU are traced, too.
+    """
+
+    def __init__(self, flags: ObserveConfig, spans: Spans, rank: int, *, cuda: bool) -> None:
+        self._steps = range(0)
+        if flags.profile_steps is not None and rank in (flags.profiled_ranks or (0,)):
+            self._steps = flags.profiled_steps
+        self._spans = spans
+        self._always: tuple[Range, ...] = (nvtx_range,) if flags.nvtx else ()
+        self._path = Path(flags.run_dir) / "profile" / f"rank-{rank}.json.gz"
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._profile: profile | None = None
+        spans.listen(*self._always)
+
+    def begin_step(self, iteration: int) -> None:
+        """Start with the first of the steps. A resumed run may begin inside them."""
+        if iteration in self._steps and self._profile is None:
+            self._profile = profile(activities=self._activities)
+            self._profile.start()
+            self._spans.listen(*self._always, record_function)
+
+    def end_step(self, iteration: int) -> str | None:
+        """Stop after the last of the steps and write the trace; returns what to tell."""
+        if iteration + 1 in self._steps:
+            return None
+        return self.close()
+
+    def close(self) -> str | None:
+        """Write what there is, if a trace is under way: the run may stop inside it. Returns what to tell."""
+        if self._profile is None:
+            return None
+        self._spans.listen(*self._always)
+        running, self._profile = self._profile, None
+        running.stop()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(self._path))
+        except OSError as error:
+            return f"trace {self._path}: cannot be written: {error}"
+        return f"trace: {self._path}"
+
+
+class MemorySnapshot:
+    """Context of a rank's run on a GPU: records allocations and writes them at its end, out of memory included.
+
+    https://pytorch.org/memory_viz shows `RUN_DIR/memory/rank-R.pickle`.
+
+    Args:
+        flags: whether to, and on which ranks; all where they are left out.
+        rank: this one.
+    """
+
+    def __init__(self, flags: ObserveConfig, rank: int) -> None:
+        self._on = flags.memory_snapshot and rank in (flags.profiled_ranks or (rank,))
+        self._path = Path(flags.run_dir) / "memory" / f"rank-{rank}.pickle"
+
+    def __enter__(self) -> None:
+        if self._on:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_ENTRIES)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._on:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._path))
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,86 @@
+"""What watches the steps of a run: timeline, its Gantt, profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from mimo.batch import Microbatch
+from mimo.observe.gantt import Gantt, TimelineSignal
+from mimo.observe.profiler import StepProfiler
+from mimo.observe.spans import Interval
+from mimo.observe.timeline import Timeline
+from mimo.training.step import TrainerParts
+
+
+class StepObserver:
+    """Timeline and profiler of one run, step by step.
+
+    Args:
+        parts: this rank's trainer.
+        writer: the logging rank.
+        first, last: the run's iterations here.
+
+    Attributes:
+        lines: what to tell the reader of the run's log; emptied by whoever tells it.
+    """
+
+    def __init__(self, parts: TrainerParts, writer: int, first: int, last: int) -> None:
+        grids, flags = parts.grids, parts.config.observe
+        self._grids, self._spans, self._watchdog, self._iteration = grids, parts.spans, parts.watchdog, first - 1
+        self._limit_s = 2 * parts.config.train.watchdog_timeout_s
+        self._timeline = Timeline(grids.layout, grids.rank, reports_lane=parts.counts_losses)
+        self._gantt = Gantt(grids, writer, flags.run_dir, interval=flags.timeline_interval, first=first, last=last)
+        self._profiler = StepProfiler(flags, parts.spans, grids.rank, cuda=parts.platform.name == "cuda")
+        self._signal = TimelineSignal()
+        self._intervals: list[Interval] = []
+        self.lines: list[str] = []
+
+    def begin_step(self) -> None:
+        """The next iteration begins."""
+        self._iteration += 1
+        self._profiler.begin_step(self._iteration)
+        self._spans.begin_step()
+
+    def end_step(self) -> None:
+        """The iteration is over, but for what is told of it."""
+        self._spans.end_step()
+        with self._watchdog.limit(self._limit_s):
+            self._say(self._profiler.end_step(self._iteration))
+
+    def row(self, microbatches: Sequence[Microbatch]) -> list[float]:
+        """This rank's numbers of the step, of which every rank has to give the maximum over all to `figures`."""
+        requested = float(self._signal.take())
+        if not self._spans.enabled:
+            return [requested]
+        self._intervals = self._spans.intervals()
+        return [requested, *self._timeline.own(self._intervals, microbatches)]
+
+    def figures(self, row: Sequence[float], largest: Sequence[float]) -> dict[str, float]:
+        """The timeline's figures, and the Gantt where it is due. Collective over the world.
+
+        Args:
+            row: what `row` gave.
+            largest: the maximum of all ranks' rows.
+        """
+        if not self._spans.enabled:
+            return {}
+        requested, *largest = largest
+        summed = torch.tensor(row[1:], dtype=torch.float64)
+        dist.all_reduce(summed, group=self._grids.host)
+        if requested or self._gantt.is_due(self._iteration):
+            with self._watchdog.waiting("timeline of all ranks"):
+                lanes = self._timeline.lanes(summed.tolist())
+                self._say(self._gantt.write(self._iteration, self._intervals, lanes))
+        return self._timeline.figures(largest, summed.tolist())
+
+    def close(self) -> None:
+        """End a trace under way and restore the signal's former handler."""
+        self._say(self._profiler.close())
+        self._signal.close()
+
+    def _say(self, line: str | None) -> None:
+        if line is not None:
+            self.lines.append(line)
