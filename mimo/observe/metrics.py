@@ -1,4 +1,4 @@
-"""The figures of an iteration, and the one object that hands them to console, metrics.jsonl and TensorBoard."""
+"""The figures of an iteration, and the one object that hands them to console, metrics.jsonl and trackers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from mimo.config.observe import ObserveConfig
 from mimo.observe.console import Console, format_eval, format_steps
+from mimo.observe.remote_trackers import open_remote
 from mimo.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Value
 
 
@@ -209,6 +210,11 @@ class RunLogger:
                 self.close()
                 raise ValueError(f"--tensorboard-dir {observe.tensorboard_dir}: cannot be written: {error}") from error
             self._places["tensorboard"] = Path(observe.tensorboard_dir)
+        try:
+            self._trackers += open_remote(observe, config_toml, self.message)
+        except ValueError:
+            self.close()
+            raise
 
     def log_step(self, record: Record) -> None:
         """Write one iteration: always to the trackers, every `log_interval` and at the end to the console."""

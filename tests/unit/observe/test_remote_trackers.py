@@ -1,0 +1,171 @@
+"""Weights & Biases and MLflow, stood in for by small modules with the calls that are used of theirs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import pytest
+
+from mimo.config.observe import ObserveConfig
+from mimo.config.validate_observe import check_observe
+from mimo.observe import remote_trackers
+from mimo.observe.metrics import RunLogger, StepRecord
+from mimo.observe.remote_trackers import BackgroundTracker
+
+# Each writes what it is told to calls.jsonl beside it, one call a line.
+SHARED = '''
+import json, pathlib
+def note(*call):
+    with (pathlib.Path(__file__).parent / "calls.jsonl").open("a") as file:
+        file.write(json.dumps(call) + "\\n")
+'''
+WANDB = SHARED + '''
+class Run:
+    def log(self, figures, step):
+        if step == 2:
+            raise ConnectionError("no route")
+        note("log", step, figures)
+    def finish(self):
+        note("finish")
+def init(project, name, dir, config):
+    if project == "refused":
+        raise PermissionError("no key")
+    note("init", project, name, dir, config)
+    return Run()
+'''
+MLFLOW = SHARED + '''
+from types import SimpleNamespace
+class MlflowClient:
+    def __init__(self, tracking_uri):
+        note("client", tracking_uri)
+    def get_experiment_by_name(self, name):
+        return None if name == "mimo-hetero" else SimpleNamespace(experiment_id="7")
+    def create_experiment(self, name):
+        note("experiment", name)
+        return "1"
+    def create_run(self, experiment_id, run_name):
+        note("run", experiment_id, run_name)
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+    def log_text(self, run_id, text, artifact_file):
+        note("text", run_id, text, artifact_file)
+    def log_batch(self, run_id, metrics):
+        note("batch", run_id, {metric.key: [metric.value, metric.step] for metric in metrics})
+    def set_terminated(self, run_id):
+        note("terminated", run_id)
+'''
+ENTITIES = '''
+class Metric:
+    def __init__(self, key, value, timestamp, step):
+        self.key, self.value, self.step = key, value, step
+'''
+FAKES = {"wandb": {"__init__": WANDB}, "mlflow": {"__init__": MLFLOW, "entities": ENTITIES}}
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Make a stand-in importable by its name; gives a function that reads the calls made to it."""
+
+    def install(name):
+        folder = tmp_path / "site" / name
+        folder.mkdir(parents=True)
+        for part, source in FAKES[name].items():
+            (folder / f"{part}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        for part in FAKES[name]:
+            monkeypatch.delitem(sys.modules, name if part == "__init__" else f"{name}.{part}", raising=False)
+        return lambda: [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+
+    yield install
+    for name in [name for name in sys.modules if name.partition(".")[0] in FAKES]:
+        del sys.modules[name]
+
+
+def record(iteration):
+    return StepRecord(iteration=iteration, consumed_samples=8 * iteration, lm_loss=0.5, grad_norm=None,
+                      learning_rate=1e-3, batch_size=8, iteration_time_s=0.1)
+
+
+def run(observe, iterations):
+    logger = RunLogger(observe, active=True, total_iterations=iterations, config_toml="[train]\nlr = 1.0\n")
+    for iteration in range(1, iterations + 1):
+        logger.log_step(record(iteration))
+    logger.summary({})
+    logger.close()
+
+
+def test_wandb_gets_every_figure_and_a_failure_is_said_once(tmp_path, fake, capsys):
+    calls = fake("wandb")
+    run_dir = tmp_path / "run"
+    run(ObserveConfig(run_dir=str(run_dir), wandb_project="digits", wandb_name="first"), 4)
+    first, *logs, last = calls()
+    assert first == ["init", "digits", "first", str(run_dir), {"train": {"lr": 1.0}}]
+    assert [step for _, step, _ in logs] == [1, 3, 4], "what comes after a failure is sent"
+    assert logs[0][2]["lm loss"] == 0.5 and logs[0][2]["consumed_samples"] == 8
+    assert "grad-norm" not in logs[0][2], "there was none"
+    assert last == ["finish"]
+    out = capsys.readouterr().out
+    assert out.count("Weights & Biases failed: ConnectionError: no route; the run goes on") == 1
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_mlflow_gets_every_figure(tmp_path, fake):
+    calls = fake("mlflow")
+    run(ObserveConfig(run_dir=str(tmp_path / "run"), mlflow_uri="http://host:5000"), 2)
+    *opened, one, two, last = calls()
+    assert opened == [["client", "http://host:5000"], ["experiment", "mimo-hetero"], ["run", "1", "run"],
+                      ["text", "r", "[train]\nlr = 1.0\n", "run_config.toml"]]
+    assert one[2]["lm loss"] == [0.5, 1] and two[2]["consumed_samples"] == [16.0, 2]
+    assert last == ["terminated", "r"]
+
+
+def test_an_experiment_that_is_there_is_used(tmp_path, fake):
+    calls = fake("mlflow")
+    run(ObserveConfig(run_dir=str(tmp_path / "run"), mlflow_uri="folder", mlflow_experiment="old"), 1)
+    assert ["run", "7", "run"] in calls()
+
+
+def test_a_tracker_that_cannot_be_started_is_one_error(tmp_path, fake):
+    fake("wandb")
+    observe = ObserveConfig(run_dir=str(tmp_path / "run"), wandb_project="refused")
+    with pytest.raises(ValueError, match="--wandb-project refused: cannot be started: PermissionError: no key"):
+        RunLogger(observe, active=True, total_iterations=1, config_toml="")
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"wandb_project": "p"}, "--wandb-project p: the package wandb is not installed"),
+    ({"mlflow_uri": "u"}, "--mlflow-uri u: the package mlflow is not installed"),
+    ({"wandb_name": "n"}, "--wandb-name n needs --wandb-project"),
+    ({"mlflow_experiment": "e"}, "--mlflow-experiment e needs --mlflow-uri"),
+])
+def test_what_cannot_work_is_refused_before_a_run(monkeypatch, flags, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        check_observe(ObserveConfig(**flags), 2, 10, dry_run=False)
+
+
+def test_a_dry_run_needs_no_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_observe(ObserveConfig(wandb_project="p", mlflow_uri="u"), 2, None, dry_run=True)
+
+
+def test_a_tracker_that_hangs_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(remote_trackers, "MAX_BEHIND", 2)
+    monkeypatch.setattr(remote_trackers, "CLOSE_LIMIT_S", 0.2)
+    release, said = threading.Event(), []
+
+    class Hanging:
+        def log(self, step, samples, record):
+            release.wait()
+
+        def close(self):
+            pass
+
+    tracker = BackgroundTracker("MLflow", Hanging(), said.append)
+    for step in range(10):
+        tracker.log(step, step, {})
+    tracker.close()
+    tracker.close()
+    release.set()
+    assert said == ["MLflow is 2 iterations behind; the run goes on, its figures are in metrics.jsonl"]
