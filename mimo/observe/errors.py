@@ -17,7 +17,7 @@ WRITE_LIMIT_S = 5.0
 LOST_RANK_MARKS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
-def _within_limit(action: Callable[[], None]) -> None:
+def within_limit(action: Callable[[], None]) -> None:
     """Run `action` in a thread and go on without it after the limit."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
@@ -49,12 +49,12 @@ def write_report(text: str, path: Path | None = None) -> None:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             text += f"(no copy in {path}: {error})\n"
-    _within_limit(lambda: _write_all(text.encode("utf-8", "backslashreplace")))
+    within_limit(lambda: _write_all(text.encode("utf-8", "backslashreplace")))
 
 
 def exit_now(code: int) -> None:
     """Leave the process with `code`: no `atexit`, no join, no process group tear-down, any of which can hang."""
-    _within_limit(_flush_streams)
+    within_limit(_flush_streams)
     os._exit(code)
 
 

@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mimo.observe.errors import STDERR_FD, exit_now, write_report
+from mimo.observe.errors import STDERR_FD, exit_now, within_limit, write_report
 
 STALL_EXIT_CODE = 17
 # Seconds between looks at the clock; a changed limit takes effect within it.
@@ -74,6 +74,7 @@ class Watchdog:
         current_wait: innermost open wait.
         last_change: monotonic time of the last progress or transition, seconds.
         iteration, microbatch: the last ones told; None before the first.
+        at_stall: called after the report of a stall, each for a few seconds at most.
     """
 
     def __init__(self, timeout_s: float, who: str, *, report_path: Path | None = None,
@@ -91,6 +92,7 @@ class Watchdog:
         self.last_change = time.monotonic()
         self.iteration: int | None = None
         self.microbatch: int | None = None
+        self.at_stall: list[Callable[[], None]] = []
         self._timeout_s = timeout_s if timeout_s > 0 else math.inf
         self._extra_s = 0.0
         self._report_path = report_path
@@ -178,6 +180,8 @@ class Watchdog:
             if left_s <= 0:
                 faulthandler.cancel_dump_traceback_later()
                 self.report("stall")
+                for action in self.at_stall:
+                    within_limit(action)
                 exit_now(STALL_EXIT_CODE)
             if math.isinf(left_s):
                 faulthandler.cancel_dump_traceback_later()

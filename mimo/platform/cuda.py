@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from mimo.observe import flight_recorder
 from mimo.platform.base import Platform, mamba_kernels_installed, transformer_engine_installed
 
 
@@ -18,7 +19,8 @@ class CudaPlatform(Platform):
         self.backend = "nccl"
 
     def install(self) -> None:
-        """Nothing to prepare."""
+        """Have NCCL remember its last collectives, for a stall."""
+        flight_recorder.turn_on()
 
     def set_device(self, local_rank: int) -> None:
         """Make GPU `local_rank` current. Raises ValueError where the host has fewer GPUs."""

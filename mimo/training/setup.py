@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 from megatron.core.utils import get_model_config
 
 from mimo.bridge.disjoint import Bridge
@@ -10,6 +13,7 @@ from mimo.bridge.pipeline import PipelineCommunicator
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, build_model, params_dtype
+from mimo.observe import flight_recorder
 from mimo.observe.clock import DeviceClock, HostClock
 from mimo.observe.schedule_spans import ScheduleSpans
 from mimo.observe.spans import Spans
@@ -33,6 +37,8 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         platform: device and backend.
         watchdog: told about every wait.
     """
+    watchdog.at_stall.append(partial(flight_recorder.dump, Path(config.observe.run_dir) / "flight-recorder", grids.rank,
+                                     platform.backend))
     spans = _spans(config, grids, platform)
     schedule_spans = ScheduleSpans(spans)
     built = build_model(config, provider, grids, platform, watchdog, spans)
