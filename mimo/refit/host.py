@@ -185,7 +185,7 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
                 try:
                     processes[number].wait_until_up(0.0)
                 except RefitError as error:
-                    raise RefitError(f"replica {number} of the engine: {error}") from error
+                    raise RefitError(f"replica {number}: {error}") from error
     except BaseException:
         for process in processes:
             process.close()
@@ -221,9 +221,7 @@ class _Call:
 def _serve(options: EngineOptions, key: bytes, starter: Connection, setup: Callable[[], None] | None) -> None:
     threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
     try:
-        if setup is not None:
-            setup()
-        engine = RolloutEngine(options)
+        engine = make_engine(options, setup)
         listener = Listener(("127.0.0.1", 0), backlog=64)
     except Exception:  # of any kind: it is told to who started this process
         starter.send((None, traceback.format_exc()))
@@ -267,6 +265,13 @@ def _answer(engine: RolloutEngine, call: _Call) -> None:
         call.connection.send(answer_of(engine, call.method, call.arguments))
     except OSError:
         return  # the caller did not wait
+
+
+def make_engine(options: EngineOptions, setup: Callable[[], None] | None) -> RolloutEngine:
+    """An engine in this process, of which `setup` is called before."""
+    if setup is not None:
+        setup()
+    return RolloutEngine(options)
 
 
 def answer_of(engine: RolloutEngine, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -24,8 +25,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mimo.refit.engine import EngineOptions, Rollout, RolloutEngine, Sampling
-from mimo.refit.host import answer_of
+from mimo.refit.engine import EngineOptions, Rollout, Sampling
+from mimo.refit.host import answer_of, make_engine
 from mimo.refit.meeting import RefitError
 from mimo.refit.replicas import RolloutClient, one_client
 
@@ -40,11 +41,9 @@ class EngineActor:
         """Make the engine; whether it is there, and where it is or why it is not."""
         where = f"process {os.getpid()} on {socket.gethostname()}"
         try:
-            if setup is not None:
-                setup()
             if not Path(options.model).is_dir():
                 return False, f"{where} sees no folder {options.model}: it has to be on a file system of all nodes"
-            self._engine = RolloutEngine(options)
+            self._engine = make_engine(options, setup)
         except Exception:  # of any kind: it is told to who started this
             return False, f"{where}: {traceback.format_exc()}"
         return True, where
@@ -60,7 +59,7 @@ class RayEngineHandle:
 
     Attributes:
         actor: Ray's handle.
-        name: of the replica and its process, for messages.
+        name: which it is, for messages.
         num_workers: that take in weights.
         timeout_s: seconds that a call may take.
     """
@@ -228,7 +227,7 @@ class RayEngines:
         except BaseException:
             self.close()
             raise
-        names = [f"replica {number} of the engine (Ray actor, {place})" for number, place in enumerate(where)]
+        names = [f"the engine in {place} (a Ray actor)" for place in where]
         self.client: RolloutClient = one_client(
             [RayEngineHandle(actor, name, each.num_workers, call_timeout_s)
              for actor, name, each in zip(self._actors, names, options, strict=True)], call_timeout_s)
@@ -278,15 +277,15 @@ class RayEngines:
             done, _ = ray.wait(list(starts), timeout=max(0.0, self._deadline - time.monotonic()))
             if not done:
                 late = ", ".join(map(str, sorted(starts.values())))
-                raise RefitError(f"replica {late} of the engine did not start within {self._start_timeout_s:g} s, as "
-                                 "Ray actor")
+                raise RefitError(f"replica {late}: the engine, a Ray actor, did not start within "
+                                 f"{self._start_timeout_s:g} s")
             number = starts.pop(done[0])
             try:
                 is_up, told = ray.get(done[0])
             except RayError as error:
                 is_up, told = False, f"its Ray actor has ended: {_short(error)}"
             if not is_up:
-                raise RefitError(f"replica {number} of the engine did not start: {told}")
+                raise RefitError(f"replica {number}: the engine did not start: {told}")
             places[number] = told
         return [places[number] for number in range(len(options))]
 
@@ -306,5 +305,6 @@ def _reachable(address: str) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """The first lines of what Ray says."""
-    return " ".join(str(error).split())[:300]
+    """What Ray says: how it begins and how it ends."""
+    words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
+    return words if len(words) <= 600 else f"{words[:300]} ... {words[-300:]}"

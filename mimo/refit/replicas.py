@@ -72,10 +72,10 @@ class Replicas:
 
     def __post_init__(self) -> None:
         if not self.replicas:
-            raise ValueError("there is no replica of the engine")
+            raise ValueError("an engine needs a replica")
         for (one, first), (other, second) in itertools.combinations(enumerate(self.replicas), 2):
             if first == second:
-                raise ValueError(f"replica {other} of the engine is replica {one} again: {second}")
+                raise ValueError(f"replica {other} is replica {one} again: {second}")
 
     @property
     def num_workers(self) -> int:
@@ -148,8 +148,7 @@ class Replicas:
         answers: dict[int, T] = {}
         for number, (share, found) in enumerate(zip(shares, given, strict=True)):
             if len(found) != len(share):
-                raise RefitError(f"replica {number} of the engine: {len(found)} answers of {method} to {len(share)} "
-                                 "prompts")
+                raise RefitError(f"replica {number}: {len(found)} answers of {method} to {len(share)} prompts")
             answers.update(zip(share, found, strict=True))
         return [answers[place] for place in range(len(prompts))]
 
@@ -173,10 +172,9 @@ class Replicas:
                 place, answer, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 late = [str(number + place) for place in range(len(calls)) if place not in answers]
-                raise RefitError(f"replica {', '.join(late)} of the engine: no answer to {method} within "
-                                 f"{limit_s:g} s") from None
+                raise RefitError(f"replica {', '.join(late)}: no answer to {method} within {limit_s:g} s") from None
             if error is not None:
-                raise RefitError(f"replica {number + place} of the engine: {told(error)}") from error
+                raise RefitError(f"replica {number + place}: {told(error)}") from error
             answers[place] = answer
         return [answers[place] for place in range(len(calls))]
 

@@ -384,3 +384,20 @@ def use_echo_engine() -> None:
 def fail_to_start() -> None:
     """In an engine's process, before the engine is made."""
     raise OSError("there is no such model")
+
+
+class BreakingEngine(EchoEngine):
+    """Does not come up for the model `broken`; takes a while for others."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        if options.model == "broken":
+            raise OSError("there is no such model")
+        super().__init__(options)
+        time.sleep(1000)
+
+
+def use_breaking_engine() -> None:
+    """In an engine's process, before the engine is made."""
+    from mimo.refit import host
+
+    host.RolloutEngine = BreakingEngine  # type: ignore[assignment,misc]

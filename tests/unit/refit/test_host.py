@@ -9,12 +9,13 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from mimo.refit.host import EngineHandle, EngineProcess
+from mimo.refit.host import EngineHandle, EngineProcess, start_processes
 from mimo.refit.meeting import RefitError
-from tests.support.refit_faults import engine_options, fail_to_start, use_echo_engine
+from tests.support.refit_faults import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +101,39 @@ def test_an_engine_that_is_killed_is_an_error_at_once(process: EngineProcess) ->
 def test_an_engine_that_does_not_start_says_why() -> None:
     with pytest.raises(RefitError, match=r"the engine for plain did not start(.|\n)*OSError: there is no such model"):
         EngineProcess(engine_options(), setup=fail_to_start)
+
+
+@pytest.mark.slow
+def test_replicas_start_together_and_answer_alone() -> None:
+    processes = start_processes([engine_options(), engine_options(2)], 120, 60, use_echo_engine)
+    try:
+        first, second = (process.handle for process in processes)
+        assert (first.num_workers, second.num_workers) == (1, 2)
+        second.update_weights({"name": "abc"})
+        assert done_so_far(first) == [] and done_so_far(second) == [3, 3]
+    finally:
+        for process in processes:
+            process.close()
+
+
+@pytest.mark.slow
+def test_a_replica_that_does_not_start_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[EngineProcess] = []
+    start = EngineProcess.__init__
+
+    def noted(self: EngineProcess, *arguments: Any, **named: Any) -> None:
+        made.append(self)
+        start(self, *arguments, **named)
+
+    monkeypatch.setattr(EngineProcess, "__init__", noted)
+    options = engine_options()
+    with pytest.raises(RefitError, match=r"^replica 1: the engine for broken did not start(.|\n)*no such model"):
+        start_processes([options, dataclasses.replace(options, model="broken"), options], 120, 60,
+                        use_breaking_engine)
+    assert len(made) == 3 and not any(process.process.is_alive() for process in made)
+
+
+@pytest.mark.slow
+def test_replicas_that_take_too_long_are_ended_in_time() -> None:
+    with pytest.raises(RefitError, match=r"^replica 0: the engine for plain did not start within 0\.1 s: no answer"):
+        start_processes([engine_options(), engine_options()], 0.1, 60, use_echo_engine)

@@ -1,0 +1,135 @@
+"""Where the engine goes: GPUs beside the trainer's, what is refused before anything starts, what goes along."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mimo.config.cli import parse_as
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
+from mimo.config.rollout import RolloutConfig
+from mimo.rl import placement
+from mimo.rl.engine import engine_options, refit_options
+from mimo.rl.placement import check_placement, choose_gpus, forwarded, replica_gpus, visible_gpus
+
+FLAGS = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 64
+--vocab-size 100 --no-bf16 --transformer-impl local --seq-length 64 --max-completion-tokens 16
+--max-tokens-per-microbatch 128 --global-batch-size 16 --completions-per-prompt 4 --train-iters 3""".split()
+
+
+def parsed(*flags: str, device: str = "cuda") -> RlRunConfig:
+    return parse_as(RlRunConfig, [*FLAGS, "--device", device, *flags], DESCRIPTION)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Of eight GPUs, with two trainer ranks."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return monkeypatch
+
+
+def test_engines_get_the_gpus_behind_the_trainers(host: pytest.MonkeyPatch) -> None:
+    config = parsed("--engine-dp", "3", "--engine-tp", "2")
+    assert replica_gpus(config) == [["2", "3"], ["4", "5"], ["6", "7"]]
+    assert replica_gpus(parsed("--engine-gpus", "7, 4", "--engine-dp", "2")) == [["7"], ["4"]]
+    assert replica_gpus(parsed("--engine-placement", "colocated", "--engine-tp", "2")) == [["0", "1"]]
+
+
+def test_gpus_are_those_that_this_process_sees(host: pytest.MonkeyPatch) -> None:
+    host.setenv("CUDA_VISIBLE_DEVICES", "6,4,GPU-3f, 1")
+    host.setattr("torch.cuda.device_count", lambda: 4)
+    assert replica_gpus(parsed("--engine-tp", "2")) == [["GPU-3f", "1"]]
+    assert replica_gpus(parsed("--engine-gpus", "3")) == [["1"]]
+    assert visible_gpus(1, "2,99,3") == ["2"], "CUDA stops at a number that there is not"
+    assert visible_gpus(0, "") == []
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("--engine-dp 2 --engine-tp 2 --engine-pp 2",
+     "separate: the first host has 8 GPUs; its 2 trainer ranks and the engine's 8 workers "
+     "(--engine-dp 2 --engine-tp 2 --engine-pp 2) need 10"),
+    ("--engine-placement ray --engine-dp 7", "ray: the first host has 8 GPUs; its 2 trainer ranks and the engine's 7"),
+    ("--engine-gpus 8", "--engine-gpus 8: the first rank sees 8 GPUs, numbered from 0; there is no 8"),
+    ("--engine-gpus 1,2 --engine-tp 2", "--engine-gpus 1,2: the 2 trainer ranks of the first host have GPUs 0 to 1"),
+    ("--engine-placement colocated --engine-tp 4", "need 4 GPUs that trainer ranks have, and the first host has 2"),
+])
+def test_too_few_gpus_are_refused_with_the_numbers(host: pytest.MonkeyPatch, flags: str, expected: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        check_placement(parsed(*flags.split()), 0)
+    assert expected in str(refused.value)
+    check_placement(parsed(*flags.split()), 1)  # of another host, perhaps
+
+
+def test_a_ray_cluster_knows_its_gpus_itself(host: pytest.MonkeyPatch) -> None:
+    config = parsed("--engine-placement", "ray", "--ray-address", "auto", "--engine-dp", "64")
+    check_placement(config, 0)
+    assert replica_gpus(config) == []
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("--engine-gpus 1", "--engine-gpus 1 is for GPUs"),
+    ("--engine-memory 0.5", "--engine-memory 0.5 is for GPUs"),
+    ("--engine-enforce-eager", "--engine-enforce-eager True is for GPUs"),
+])
+def test_flags_of_gpus_are_refused_on_the_cpu(flags: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        check_placement(parsed(*flags.split(), device="cpu"), 0)
+
+
+def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--engine-placement ray needs the package ray"):
+        check_placement(parsed("--engine-placement", "ray", device="cpu"), 0)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("--engine-dp 0", "--engine-dp 0 is below 1"),
+    ("--ray-address auto", "--ray-address auto is for --engine-placement ray, not for separate"),
+    ("--engine-placement ray --ray-address ray://head:10001", "ray://head:10001: Ray Client is not supported"),
+    ("--engine-memory 1.5", "--engine-memory 1.5 is not above 0 and at most 1"),
+    ("--engine-memory nan", "--engine-memory nan is not above 0"),
+    ("--engine-gpus 4,x", "--engine-gpus 4,x: must be numbers with commas between them"),
+    ("--engine-gpus 4,", "--engine-gpus 4,: must be numbers"),
+    ("--engine-gpus 4,4 --engine-tp 2", "--engine-gpus 4,4 has a GPU twice"),
+    ("--engine-gpus 4,5", "--engine-gpus 4,5 are 2, and --engine-dp 1 --engine-tp 1 --engine-pp 1 need 1"),
+    ("--engine-gpus 4 --engine-placement ray", "--engine-gpus 4 is for --engine-placement separate, not for ray"),
+])
+def test_what_makes_no_sense_is_refused_by_name(flags: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        validate_rl(parsed(*flags.split(), device="cpu"), 1)
+
+
+def test_an_engine_on_gpus_fills_them_and_compiles() -> None:
+    options = engine_options(parsed("--engine-tp", "2", "--seed", "7"), Path("folder"), 3, ["4", "GPU-5"])
+    assert options.environment["CUDA_VISIBLE_DEVICES"] == "4,GPU-5" and options.seed == 10
+    assert options.extra["gpu_memory_utilization"] == 0.85 and options.extra["enforce_eager"] is False
+    assert options.extra["distributed_executor_backend"] == "mp" and "kv_cache_memory_bytes" not in options.extra
+    assert "VLLM_CPU_CI_ENV" not in options.environment
+    chosen = engine_options(parsed("--engine-memory", "0.5", "--engine-enforce-eager"), Path("folder"))
+    assert chosen.extra["gpu_memory_utilization"] == 0.5 and chosen.extra["enforce_eager"] is True
+    assert chosen.extra["distributed_executor_backend"] == "uni" and "CUDA_VISIBLE_DEVICES" not in chosen.environment
+
+
+@pytest.mark.parametrize(("device", "flags", "backend"), [
+    ("cuda", "", "nccl"), ("cpu", "", "gloo"), ("cuda", "--engine-placement ray", "nccl"),
+    ("cuda", "--engine-placement colocated", "ipc")])
+def test_weights_travel_as_fast_as_the_place_allows(device: str, flags: str, backend: str) -> None:
+    assert refit_options(parsed(*flags.split(), device=device)).backend == backend
+
+
+def test_what_an_engine_of_another_node_needs_goes_along_and_nothing_of_this_process() -> None:
+    own = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "CUDA_VISIBLE_DEVICES": "0", "PATH": "/bin",
+           "TORCHELASTIC_RUN_ID": "1", "VLLM_HOST_IP": "10.0.0.1", "HOME": "/root"}
+    along = {"HF_HOME": "/hub", "VLLM_LOGGING_LEVEL": "INFO", "NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "1"}
+    assert forwarded(own | along) == along
+    assert "CUDA_VISIBLE_DEVICES" not in forwarded(dict(os.environ) | own)
+
+
+def test_one_engine_on_one_gpu_needs_two() -> None:
+    assert choose_gpus(RolloutConfig(), 1, 2) == [1]
+    with pytest.raises(ValueError, match="has 1 GPUs; its 1 trainer ranks and the engine's 1 workers"):
+        choose_gpus(RolloutConfig(), 1, 1)
