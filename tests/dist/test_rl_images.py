@@ -1,0 +1,89 @@
+"""Policy updates of a vision-language model are the same on every layout, for every division into microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from mimo.config.rl import RlConfig
+from tests.support import vlm_updates
+from tests.support.global_state import assemble, worst_errors
+from tests.support.spawn import WorkerPool
+from tests.support.vlm_updates import LENGTHS, PROMPTS, TOKENS_OF_IMAGE, Outcome
+
+TOLERANCE = 1e-5
+CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1)
+# name -> ranks, flags, tokens of a microbatch, microbatches of each rank
+LAYOUTS = {
+    "disjoint": (2, "", 48, 3),
+    "fan-out": (3, "--llm-dp 2", 48, 2),
+    "fan-in": (3, "--encoder-dp 2", 24, 5),
+    "more-microbatches": (1, "--layout colocated", 24, 5),
+    "disjoint-2-2": (4, "--encoder-dp 2 --llm-dp 2", 40, 2),
+    "fan-in-tp2": (4, "--encoder-dp 2 --llm-tp 2 --sequence-parallel", 48, 3),
+    "pipelines": (4, "--encoder-pp 2 --llm-pp 2", 48, 3),
+    "colocated-fan-out": (2, "--layout colocated --encoder-tp 2 --llm-dp 2", 48, 2),
+    "colocated-fan-in": (2, "--layout colocated --encoder-dp 2 --llm-tp 2", 48, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(pool: WorkerPool) -> Outcome:
+    """One process, one microbatch."""
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
+    (outcome,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, world_size=1)
+    return outcome
+
+
+def test_loss_and_gradients_are_those_of_the_plain_formula(pool, expected):
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
+    ((loss, gradients),) = pool.run(vlm_updates.plain, config, world_size=1)
+    first = expected.results[0]
+    assert first.success and first.num_microbatches == 1
+    images = sum(prompt.count(vlm_updates.IMAGE_TOKEN) for prompt in PROMPTS)
+    assert first.num_tokens == sum(LENGTHS) + 2 * (sum(map(len, PROMPTS)) + (TOKENS_OF_IMAGE - 1) * images)
+    assert first.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE)
+    errors = worst_errors(assemble(gradients), [expected.gradients])
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+    assert any("modality_submodules" in name and np.abs(value).max() > 1e-4
+               for name, value in assemble(gradients).items()), "the encoder learns from completions"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
+    world_size, flags, budget, num_microbatches = LAYOUTS[layout]
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
+    found = pool.run(vlm_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
+    for outcome in found:
+        assert not outcome.error
+        for mine, wanted in zip(outcome.results, expected.results, strict=True):
+            assert mine.num_microbatches == num_microbatches and mine.num_tokens == wanted.num_tokens
+            assert mine.metrics == pytest.approx(wanted.metrics, rel=TOLERANCE, abs=TOLERANCE)
+            assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE)
+    errors = worst_errors(assemble(expected.after), [outcome.after for outcome in found])
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+    if "layout" not in flags:
+        *encoders, language = (outcome.pixels[0] for outcome in found)
+        assert language == [], "ranks without an encoder build no pixels"
+        assert max(len(drawn) for drawn in encoders) == len(set(max(encoders, key=len))), "each picture once"
+
+
+def test_what_is_frozen_stays(pool, expected):
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=48)
+    found = pool.run(vlm_updates.update, ("--freeze", "vision,projector"), 2, config, world_size=2)
+    first = found[0].results[0]
+    assert first.metrics["loss"] == pytest.approx(expected.results[0].metrics["loss"], rel=TOLERANCE)
+    after, moved = assemble([piece for outcome in found for piece in outcome.after]), assemble(expected.after)
+    same = {name for name, value in after.items() if np.allclose(value, moved[name], rtol=0, atol=1e-6)}
+    assert not any("modality_submodules" in name for name in same), "they move where they train"
+    assert 0 < first.grad_norm < expected.results[0].grad_norm and math.isfinite(first.grad_norm)
+
+
+def test_an_encoder_rank_whose_prompts_differ_says_so(pool):
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
+    (outcome,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, 1, world_size=1)
+    assert outcome.error.startswith("prompt 0 is prompt 0 on an encoder rank and differs from what completion prompt "
+                                    "0#0 was drawn for"), outcome.error

@@ -1,0 +1,211 @@
+"""Policy updates of a small llava on made-up completions of prompts with images; inside a worker process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mimo.config.cli import parse_as
+from mimo.config.rl import RlConfig
+from mimo.config.rl_run import RlRunConfig
+from mimo.config.validate import validate
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE, Sample
+from mimo.rl.advantages import advantages
+from mimo.rl.images import ImageTokens, needs_pixels
+from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.prompts import Normalisation, Prompt
+from mimo.rl.rollouts import Completion
+from tests.support import equality
+from tests.support.global_state import Piece, read_gradients, read_parameters
+
+VOCAB_SIZE, IMAGE_TOKEN, SIDE = 61, 60, 16
+TOKENS_OF_IMAGE = 4
+FLAGS = f"""--model-provider llava --dataset-provider digits --device cpu --no-bf16 --transformer-impl local
+--global-batch-size 8 --train-iters 1 --lr-decay-style constant --lr 1e-2 --adam-eps 1e-4 --num-generations 0
+--watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
+--ffn-hidden-size 48 --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 64 --image-token-id {IMAGE_TOKEN}
+--vision-image-size {SIDE} --vision-patch-size 8 --vision-hidden-size 32 --vision-num-layers 2
+--vision-num-attention-heads 4 --vision-ffn-hidden-size 48""".split()
+# One image first, none, two side by side, one in the middle.
+PROMPTS = ((IMAGE_TOKEN, 4), (5, 6), (7, IMAGE_TOKEN, IMAGE_TOKEN), (11, IMAGE_TOKEN, 12))
+LENGTHS = (9, 4, 1, 12, 6, 15, 3, 7)
+NUM_UPDATES = 2
+
+
+@dataclass
+class Outcome:
+    """What a rank saw.
+
+    Attributes:
+        results: of each update.
+        gradients: of the first, normalised, before clipping.
+        after: parameters.
+        pixels: prompts whose pictures were drawn, by update.
+        error: what the last update raised.
+    """
+
+    results: list[PolicyResult] = field(default_factory=list)
+    gradients: list[Piece] = field(default_factory=list)
+    after: list[Piece] = field(default_factory=list)
+    pixels: list[list[int]] = field(default_factory=list)
+    error: str = ""
+
+
+class PictureSet:
+    """Prompts with noise as images; a `mimo.rl.prompts.ImagePromptSet`. Place `n` holds prompt `n % 4`.
+
+    Attributes:
+        drawn: places whose pictures were asked for.
+        shift: added to the tokens of every prompt, as by a set that differs from rank to rank.
+    """
+
+    end_token_id, pad_token_id = 1, 0
+    normalisation = Normalisation((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
+
+    def __init__(self, shift: int = 0) -> None:
+        self.drawn: list[int] = []
+        self.shift = shift
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at a place."""
+        ids = tuple(token if token == IMAGE_TOKEN else token + self.shift for token in PROMPTS[index % len(PROMPTS)])
+        count = ids.count(IMAGE_TOKEN)
+        return Prompt(f"prompt {index}", "", ids, "", {}, ((SIDE, SIDE),) * count, lambda: self._pictures(index, count))
+
+    def decode(self, token_ids: Any) -> str:
+        """Ids as text."""
+        return " ".join(map(str, token_ids))
+
+    def _pictures(self, index: int, count: int) -> list[np.ndarray]:
+        self.drawn.append(index)
+        rng = np.random.default_rng(index)
+        return [rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(count)]
+
+
+def completions(step: int) -> list[Completion]:
+    """Two of each prompt, with log-probs near those of an untrained model; some sample the image token."""
+    generator, prompts, found = torch.Generator().manual_seed(step), PictureSet(), []
+    for number, length in enumerate(LENGTHS):
+        ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+        if number % 3 == 0:
+            ids[length // 2] = IMAGE_TOKEN
+        log_probs = (-math.log(VOCAB_SIZE) - 0.5 * torch.rand(length, generator=generator)).tolist()
+        reward, index = torch.rand((), generator=generator).item(), step * len(PROMPTS) + number // 2
+        prompt = prompts.prompt(index)
+        found.append(Completion(
+            f"{prompt.key}#{number % 2}", number // 2, prompt.token_ids, tuple(ids), tuple(log_probs), "length", reward,
+            index, prompt.image_sizes, TOKENS_OF_IMAGE * len(prompt.image_sizes)))
+    return found
+
+
+def parsed(config: RlConfig, flags: tuple[str, ...]) -> RlRunConfig:
+    """A run of the small model."""
+    budget = str(config.max_tokens_per_microbatch)
+    return parse_as(RlRunConfig, [*FLAGS, "--seq-length", budget, "--max-tokens-per-microbatch", budget, *flags], "")
+
+
+def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, shift: int = 0) -> Outcome:
+    """Take steps on this rank of a layout.
+
+    Args:
+        rank: this process.
+        flags: of the layout and of what is frozen.
+        world_size: number of processes.
+        config: the algorithm.
+        shift: of the prompts that encoder ranks see.
+    """
+    from mimo.registry import model_provider
+
+    run = parsed(config, flags)
+    layout = validate(run, world_size)
+    parts: Any = equality.make_trainer(run, layout)
+    images = ImageTokens.of(model_provider("llava"), run.model_family, layout)
+    prompts = PictureSet(shift)
+    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, prompts if needs_pixels(layout, rank) else None)
+    outcome, real_step = Outcome(), parts.optimizer.step
+
+    def capture_then_step() -> Any:
+        if not outcome.gradients:
+            outcome.gradients = read_gradients(parts.built.model)
+        return real_step()
+
+    parts.optimizer.step = capture_then_step
+    try:
+        for step in range(NUM_UPDATES):
+            outcome.results.append(trainer.update(completions(step)))
+            outcome.pixels.append(sorted(prompts.drawn))
+            prompts.drawn.clear()
+    except ValueError as error:
+        outcome.error = str(error)
+    outcome.after = read_parameters(parts.built.model)
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return outcome
+
+
+def plain(rank: int, config: RlConfig) -> tuple[float, list[Piece]]:
+    """Loss of the first update and its gradients: a sequence at a time, no packing, no schedule, autograd alone.
+
+    Sequences go through the collation of supervised training, which knows nothing of completions.
+
+    Args:
+        rank: this process, the only one.
+        config: the algorithm, with `ppo`, `token-mean`, `grpo` and `--importance-correction token`.
+    """
+    from mimo.registry import model_provider
+
+    run = parsed(config, ("--layout", "colocated", "--no-use-distributed-optimizer"))
+    parts: Any = equality.make_trainer(run, Layout("colocated", 1, (GridSpec("vision"),), GridSpec(LANGUAGE)))
+    model = equality._unwrapped(parts.built.model)
+    images = ImageTokens.of(model_provider("llava"), run.model_family, parts.grids.layout)
+    own = completions(0)
+    scores = advantages([each.reward for each in own], [each.prompt for each in own], config.advantage)
+    num_tokens, total = sum(LENGTHS), torch.zeros(())
+    for each, score in zip(own, scores, strict=True):
+        logits, ids = _forward(model, images, each)
+        log_p = (logits / config.temperature).log_softmax(-1)
+        # Position before each sampled token.
+        places = torch.arange(each.prompt_length - 1, each.length - 1)
+        policy = log_p[places, ids[places + 1]]
+        weights = (policy.detach() - torch.tensor(each.logprobs)).exp().clamp(max=config.importance_cap)
+        entropy = -(log_p[places].exp() * log_p[places]).sum(-1)
+        loss = -(weights * score * (policy - policy.detach()).exp()).sum() - config.entropy_coeff * entropy.sum()
+        (loss / num_tokens).backward()
+        total = total + loss.detach() / num_tokens
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = read_gradients(model)
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return total.item(), gradients
+
+
+def _forward(model: Any, images: ImageTokens, completion: Completion) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[t, vocab]` and token ids `[t]` of a whole sequence."""
+    from mimo.batch import Microbatch
+    from mimo.training.collate import collate_encoder, collate_text
+
+    prompts = PictureSet()
+    prompt = prompts.prompt(completion.index)
+    # A sampled image token is a word among words: it is put where it belongs after images have been.
+    words = [0 if token == IMAGE_TOKEN else token for token in completion.token_ids]
+    tokens = np.array([*prompt.token_ids, *words])
+    sample = Sample(completion.key, tokens, np.arange(len(tokens)) >= len(prompt.token_ids), list(prompt.image_sizes),
+                    [prompts.normalisation.apply(picture) for picture in prompt.pictures()])
+    text = collate_text([sample], modules=images.modules, num_image_tokens=images.num_image_tokens,
+                        seq_length=completion.length, vocab_size=VOCAB_SIZE, pad_token_id=0)
+    text = replace(text, input_ids=text.input_ids.clone())
+    text.input_ids[0, completion.prompt_length:] = torch.tensor(completion.token_ids)
+    encoder = collate_encoder([sample], module="vision", modules=images.modules,
+                              num_image_tokens=images.num_image_tokens, num_channels=3, lane_sizes=[1],
+                              dtype=torch.float32)
+    for bridge in model.colocated_comms.values():
+        bridge.begin_step([[sum(encoder.token_counts)]], [[sum(text.token_counts["vision"])]])
+    logits = model(Microbatch(text, {"vision": encoder}), with_labels=False)
+    return logits[0, :, :VOCAB_SIZE], text.input_ids[0]
