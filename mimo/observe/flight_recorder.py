@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from torch._C import _distributed_c10d
+import torch
 
+# Has no stubs.
+_C10D: Any = torch._C._distributed_c10d
 # Collectives that a rank remembers; about 2 MB.
 NUM_ENTRIES = 2000
 # torch's name for it, and the one before.
@@ -32,6 +35,6 @@ def dump(folder: Path, rank: int, backend: str) -> None:
     """
     if not any(int(os.environ.get(name, "0")) for name in SIZE_VARIABLES):
         return
-    record = _distributed_c10d._dump_nccl_trace if backend == "nccl" else _distributed_c10d._dump_fr_trace
+    record = _C10D._dump_nccl_trace if backend == "nccl" else _C10D._dump_fr_trace
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank_{rank}").write_bytes(record())

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from mimo.config.observe import ObserveConfig
-from mimo.observe.spans import Range, Spans
+from mimo.observe.spans import Spans
 
 # Allocations that a snapshot of memory reaches back to.
 MAX_MEMORY_ENTRIES = 200_000
 
 
-def nvtx_range(name: str) -> torch.cuda.nvtx.range:
+def nvtx_range(name: str) -> AbstractContextManager[Any]:
     """A range that Nsight Systems shows."""
     return torch.cuda.nvtx.range(name)
 
@@ -37,11 +39,10 @@ class StepProfiler:
         if flags.profile_steps is not None and rank in (flags.profiled_ranks or (0,)):
             self._steps = flags.profiled_steps
         self._spans = spans
-        self._always: tuple[Range, ...] = (nvtx_range,) if flags.nvtx else ()
+        self._always = spans.ranges
         self._path = Path(flags.run_dir) / "profile" / f"rank-{rank}.json.gz"
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._profile: profile | None = None
-        spans.listen(*self._always)
 
     def begin_step(self, iteration: int) -> None:
         """Start with the first of the steps. A resumed run may begin inside them."""

@@ -83,6 +83,7 @@ class Spans:
     Attributes:
         module: the module that stretches without one of their own belong to.
         enabled: whether `begin_step` records; changed between steps only.
+        ranges: opened around every stretch; changed by `listen`.
     """
 
     def __init__(self, clock: Clock | None = None, stages: Mapping[str, int] | None = None) -> None:
@@ -100,13 +101,13 @@ class Spans:
         self._marks: list[tuple[Any, Label]] = []
         self.enabled = clock is not None
         self._recording = False
-        self._ranges: tuple[Range, ...] = ()
+        self.ranges: tuple[Range, ...] = ()
         self._open: list[list[AbstractContextManager[Any]]] = []
 
     @property
     def active(self) -> bool:
         """Whether anybody listens."""
-        return self._recording or bool(self._ranges)
+        return self._recording or bool(self.ranges)
 
     def span(self, kind: Kind, name: str, *, module: str | None = None,
              microbatch: int | None = None) -> AbstractContextManager[Any]:
@@ -118,8 +119,8 @@ class Spans:
         outer = self._stack[-1]
         label = Label(kind, name, module or outer.module, outer.microbatch if microbatch is None else microbatch)
         self._stack.append(label)
-        if self._ranges:
-            opened = [make(self.text(label)) for make in self._ranges]
+        if self.ranges:
+            opened = [make(self.text(label)) for make in self.ranges]
             for each in opened:
                 each.__enter__()
             self._open.append(opened)
@@ -131,7 +132,7 @@ class Spans:
         self._stack.pop()
         if self._clock is not None and self._recording:
             self._marks.append((self._clock.mark(), self._stack[-1]))
-        if self._ranges:
+        if self.ranges:
             for each in reversed(self._open.pop()):
                 each.__exit__(None, None, None)
 
@@ -157,7 +158,7 @@ class Spans:
     def listen(self, *ranges: Range) -> None:
         """Open these ranges around every stretch from now on, instead of earlier ones. Between steps."""
         assert len(self._stack) == 1, f"inside {self._stack[-1]}"
-        self._ranges = ranges
+        self.ranges = ranges
 
     def begin_step(self) -> None:
         """Record from here on, if that is enabled."""

@@ -15,6 +15,7 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, build_model, params_dtype
 from mimo.observe import flight_recorder
 from mimo.observe.clock import DeviceClock, HostClock
+from mimo.observe.profiler import nvtx_range
 from mimo.observe.schedule_spans import ScheduleSpans
 from mimo.observe.spans import Spans
 from mimo.observe.watchdog import Watchdog
@@ -56,7 +57,10 @@ def _spans(config: RunConfig, grids: Grids, platform: Platform) -> Spans:
     clock = None
     if config.observe.timeline:
         clock = DeviceClock() if platform.name == "cuda" else HostClock()
-    return Spans(clock, {name: grids.layout.grids[name].coordinates(grids.rank)["pp"] for name in grids.modules})
+    spans = Spans(clock, {name: grids.layout.grids[name].coordinates(grids.rank)["pp"] for name in grids.modules})
+    if config.observe.nvtx:
+        spans.listen(nvtx_range)
+    return spans
 
 
 def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
