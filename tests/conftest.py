@@ -16,6 +16,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_dynamic_resolution.py": ("both_pipelines", "1-encoder"),
     "test_equality.py": ("the_batch_is_mixed", "dense-encoder-dp1-llm-dp2", "dense-encoder-tp2", "moe-llm-ep2",
                          "moe-encoder-pp2-llm-pp2", "dense-colocated-encoder-dp2"),
+    "test_flops.py": ("as_much[llava]", "as_much[qwen3-moe]", "as_much[nemotron]", "as_much[deepseek]", "router"),
     "test_hf_families.py": ("llama", "tied"),
     "test_language_model.py": ("",),
     "test_mtp.py": ("pytorch[two-depths-pp2]", "pytorch[packed-tp2]", "label_of", "reports", "unread"),

@@ -106,6 +106,8 @@ def _check_train(config: RunConfig) -> None:
     _refuse_below(train, {"seq_length": 1, "train_iters": 1, "train_samples": 1, "eval_interval": 0, "eval_iters": 0,
                           "num_generations": 0})
     _refuse(train.watchdog_timeout_s <= 0, f"--watchdog-timeout-s {train.watchdog_timeout_s} is not above 0")
+    peak = config.observe.peak_tflops
+    _refuse(peak is not None and not peak > 0, f"--peak-tflops {peak} is not above 0")
     _refuse(train.train_iters is not None and train.train_samples is not None,
             f"--train-iters {train.train_iters} and --train-samples {train.train_samples}: set one of them")
     _refuse(train.train_iters is None and train.train_samples is None and not train.dry_run,

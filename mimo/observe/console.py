@@ -39,6 +39,9 @@ def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
         f"data {1e3 * fmean(record.data_wait_s for record in records):.0f} ms",
         f"bridge {1e3 * fmean(record.bridge_wait_s for record in records):.0f} ms",
     ]
+    if last.mfu is not None:
+        tflops = fmean(record.tflops or 0.0 for record in records)
+        parts.insert(-2, f"{tflops:.1f} TFLOP/s/gpu, MFU {fmean(record.mfu or 0.0 for record in records):.1%}")
     if last.loss_scale != 1.0:
         parts.append(f"loss scale {last.loss_scale:g}")
     if last.skipped_iterations:

@@ -227,7 +227,7 @@ class FlopsCounter:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 TFLOP/s of a GPU by its driver's name for it; None for one that is not known, and for a part of one."""
+    """Dense bf16 TFLOP/s of a GPU by the name that its driver gives; None for unknown ones and for a part of a GPU."""
     if " MIG " in device_name:
         return None
     return next((peak for name, peak in PEAK_TFLOPS if name.lower() in device_name.lower()), None)

@@ -2,67 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mimo.batch import Microbatch
+from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.observe.flops import FlopsCounter
-from mimo.protocols import LANGUAGE, FlopsProvider
+from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
-from tests.support import equality
+from tests.support import equality, packing
 
 
 @dataclass
 class Counted:
-    """FLOPs of one step.
+    """FLOPs of forward and backward passes of one step.
 
     Attributes:
         torch: by module, as torch's counter saw them.
         hardware: by module, as `FlopsCounter.hardware_flops` says, without convolutions, which torch's does not see.
         model: by module, as `FlopsCounter.model_flops` says.
-        sequences: of the language model's batch.
-        packed: rows hold several.
+        text: tokens of each sequence of the batch, padding excluded.
+        images: language tokens of each image.
     """
 
     torch: dict[str, float]
     hardware: dict[str, float]
     model: dict[str, float]
-    sequences: float
-    packed: bool
+    text: list[int]
+    images: list[int]
 
 
-def count(rank: int, flags: tuple[str, ...]) -> Counted:
-    """Run forward and backward passes of one step on one process with both grids on it."""
+def count(rank: int, flags: tuple[str, ...], packed: bool = False) -> Counted:
+    """Run one step on one process that has all modules, with packed rows of `tests.support.packing` or the flags'."""
     from mimo.training.mtp import begin_mtp_step
     from mimo.training.step import forward_step, run_schedule
     from mimo.training.workload import FlopsMeter, workload
 
-    config = equality.parse_config(*flags)
+    config = parse(list(flags))
     layout, provider = validate(config, 1), model_provider(config.model.model_provider)
     parts = equality.make_trainer(config, layout)
-    loader = equality.make_loader(config, layout, rank)
     try:
-        microbatches = loader.next_step()
+        microbatches = _packed(parts) if packed else _loaded(parts, rank)
         begin_mtp_step(parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), torch.device("cpu"))
         with FlopCounterMode(display=False) as counter:
             run_schedule(parts, microbatches, forward_step, forward_only=False)
     finally:
-        loader.close()
         parts.watchdog.close()
         parts.grids.destroy()
-    counts = {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
-    found = {name: sum(flops for key, flops in counts.items() if key.endswith(suffix))
-             for name, suffix in (("vision", "modality_submodules.vision"), (LANGUAGE, "HeteroModel.language_model"))}
-    found["all"] = counts["Global"]
     meter = FlopsMeter.of(config, provider, layout, impl="local", device_name="")
-    assert meter is not None and isinstance(provider, FlopsProvider)
+    assert meter is not None
     work = workload(microbatches, [encoder.name for encoder in layout.encoders])
-    figures = meter.figures(work, 1.0)
     seen = FlopsCounter([replace(component, convolution=0.0) for component in meter.counter.components],
                         frozen=config.model.frozen, recompute=config.model.recompute, fused=False)
-    hardware = seen.hardware_flops({LANGUAGE: work.padded, **work.images})
-    packed = any(batch.text is not None and batch.text.packed is not None for batch in microbatches)
-    print(flags, found, hardware, figures, sorted(counts)[:12], flush=True)
-    return Counted(found, hardware, figures["flops"], work.text.sequences, packed)
+    texts = [batch.text for batch in microbatches if batch.text is not None]
+    return Counted(
+        _by_module(counter, list(layout.grids)), seen.hardware_flops({LANGUAGE: work.padded, **work.images}),
+        meter.figures(work, 1.0)["flops"], [length for text in texts for row in text.lengths for length in row],
+        [tokens for text in texts for images in text.image_lengths.values() for tokens in images])
+
+
+def _by_module(counter: FlopCounterMode, names: Sequence[str]) -> dict[str, float]:
+    """The counter's modules; the language model has what no encoder has, for backward passes lose its name at times."""
+    counts: Any = counter.get_flop_counts()
+    found = {name: float(sum(sum(ops.values()) for key, ops in counts.items()
+                             if key == f"HeteroModel.modality_submodules.{name}"))
+             for name in names if name != LANGUAGE}
+    return found | {LANGUAGE: counter.get_total_flops() - sum(found.values())}
+
+
+def _packed(parts: Any) -> list[Microbatch]:
+    spec = model_provider(parts.config.model.model_provider).token_spec(parts.config.model_family)
+    packs = packing.make_samples(spec, ((16, 16), (16, 48), (32, 16), (32, 48)))
+    length = parts.config.train.seq_length
+    return [packing.microbatch([packing.join(samples)], parts, length) for samples in packs]
+
+
+def _loaded(parts: Any, rank: int) -> list[Microbatch]:
+    loader = equality.make_loader(parts.config, parts.grids.layout, rank)
+    try:
+        return list(loader.next_step())
+    finally:
+        loader.close()

@@ -43,6 +43,7 @@ def test_a_run_that_makes_sense_passes(flags):
     ("--train-samples -1", "--train-samples -1 is below 1"),
     (f"{ITERS} --seq-length 0", "--seq-length 0 is below 1"),
     (f"{ITERS} --log-interval 0", "--log-interval 0 is below 1"),
+    (f"{ITERS} --peak-tflops 0", "--peak-tflops 0.0 is not above 0"),
     (f"{ITERS} --eval-iters -1", "--eval-iters -1 is below 0"),
     (f"{ITERS} --eval-interval 5", "--eval-interval 5 with --eval-iters 0"),
     (f"{ITERS} --num-generations -1", "--num-generations -1 is below 0"),

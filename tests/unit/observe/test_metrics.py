@@ -52,6 +52,11 @@ def test_console_line():
         " | 12.3k tokens/s/gpu | data 1 ms | bridge 3 ms")
 
 
+def test_console_line_with_a_known_peak():
+    fast, slow = (replace(RECORD, tflops=tflops, mfu=tflops / 1000) for tflops in (300.0, 201.0))
+    assert "tokens/s/gpu | 250.5 TFLOP/s/gpu, MFU 25.1% | data 1 ms" in format_steps([fast, slow], 200)
+
+
 def test_console_line_of_several_iterations_averages_those_that_took_a_step():
     skipped = replace(RECORD, iteration=13, lm_loss=float("nan"), grad_norm=None, success=False, skipped_iterations=1,
                       iteration_time_s=0.252, loss_scale=4096.0)
