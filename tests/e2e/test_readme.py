@@ -40,6 +40,8 @@ OTHER_FLAGS = {
     "--upgrade-package": "scripts/compile_requirements.sh",
     "--no-deps": "scripts/lib.sh",
     "--nproc-per-node": None,
+    "--address": None,
+    "--num-gpus": None,
     "--shutdown-timeout": None,
     "--requeue": None,
     "--signal": None,
