@@ -135,6 +135,25 @@ def test_weights_kl_and_entropy_by_hand():
     assert metrics["loss"] == pytest.approx(total.item() / 2) and metrics["entropy"] == 2 and metrics["ratio"] == 1
 
 
+@pytest.mark.parametrize(("kind", "naive"), [
+    ("k1", lambda policy, reference: policy - reference),
+    ("k2", lambda policy, reference: (policy - reference) ** 2 / 2),
+    ("k3", lambda policy, reference: (reference - policy).exp() - (reference - policy) - 1),
+])
+def test_the_gradient_of_the_kl_term_is_that_of_its_formula(kind, naive):
+    generator = torch.Generator().manual_seed(3)
+    log_probs, reference = (-3 * torch.rand(6, generator=generator, dtype=torch.float64) for _ in range(2))
+    log_probs.requires_grad_()
+    masks = [True, True, False, True, True, True]
+    batch = batch_of([4, 2], masks, [0.0, 0.0], [0.0] * 6, reference_log_probs=reference)
+    total, count, totals = policy_loss(config(kl_coeff=0.7, kl_type=kind), batch, log_probs)
+    terms = naive(log_probs, reference)[torch.tensor(masks)]
+    assert count.item() == 5 and totals.mean("reference_kl") == pytest.approx(terms.mean().item())
+    gradient, expected = (torch.autograd.grad(each, log_probs)[0] for each in (total, 0.7 * terms.sum()))
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert gradient[2] == 0 and gradient.count_nonzero() == 5
+
+
 def test_kl_in_the_reward_is_reported_and_leaves_the_loss_alone():
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     batch = batch_of([2], [True, True], [2.0], [-1.0, -2.0], reference_log_probs=torch.tensor([-1.5, -2.0]))
