@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from mimo.config.observe import ObserveConfig
+from mimo.config.validate_observe import check_device, check_observe
+from mimo.grid.spec import GridSpec, Layout
+from mimo.observe.clock import DeviceClock
+from mimo.observe.gantt import TimelineSignal
+from mimo.observe.profiler import StepProfiler
+from mimo.observe.spans import Interval, Kind, Label, Spans
+from mimo.observe.timeline import Timeline
+
+DISJOINT = Layout("disjoint", 3, (GridSpec("vision"),), GridSpec("language", offset=1, dp=2))
+
+
+def step_of(module, busy_s, wait_s):
+    forward, wait = Label(Kind.FORWARD, "forward", module, 0), Label(Kind.BRIDGE_WAIT, "recv_forward", module, 0)
+    return [Interval(wait, 5.0, 5.0 + wait_s), Interval(forward, 5.0 + wait_s, 5.0 + wait_s + busy_s)]
+
+
+def test_figures_are_mean_and_maximum_over_the_ranks_of_a_module():
+    steps = [step_of("vision", 3.0, 1.0), step_of("language", 1.0, 3.0), step_of("language", 2.0, 2.0)]
+    timelines = [Timeline(DISJOINT, rank, reports_lane=rank > 0) for rank in range(3)]
+    rows = [timeline.own(step, []) for timeline, step in zip(timelines, steps, strict=True)]
+    largest, summed = [max(each) for each in zip(*rows, strict=True)], [sum(each) for each in zip(*rows, strict=True)]
+    figures = timelines[0].figures(largest, summed)
+    assert figures["vision/forward-s"] == figures["vision/forward-max-s"] == 3.0
+    assert (figures["language/forward-s"], figures["language/forward-max-s"]) == (1.5, 2.0)
+    assert (figures["language/bridge-wait-s"], figures["language/bridge-wait-max-s"]) == (2.5, 3.0)
+    assert figures["language/step-s"] == figures["language/step-max-s"] == 4.0
+    assert "language/other-modules-s" not in figures, "these grids share no ranks"
+    assert all(other.figures(largest, summed) == figures for other in timelines)
+
+
+def test_device_clock_reads_events_after_the_step(monkeypatch):
+    class Event:
+        now_ms = 0.0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            Event.now_ms += 250.0
+            self.ms = Event.now_ms
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    clock = DeviceClock()
+    for _ in range(2):  # the second step uses the events of the first
+        clock.start()
+        times = clock.seconds([clock.mark() for _ in range(3)])
+        assert [times[1] - times[0], times[2] - times[1]] == pytest.approx([0.25, 0.25])
+    assert len(clock._events) == 3
+
+
+def test_a_signal_asks_once():
+    before = signal.getsignal(signal.SIGUSR2)
+    asked = TimelineSignal()
+    assert not asked.take()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert asked.take() and not asked.take()
+    asked.close()
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"log_interval": 0}, "--log-interval 0 is below 1"),
+    ({"timeline_interval": -1}, "--timeline-interval -1 is below 0"),
+    ({"timeline_interval": 5, "timeline": False}, "--timeline-interval 5 needs --timeline"),
+    ({"profile_steps": "10"}, "--profile-steps 10 is not FIRST:LAST"),
+    ({"profile_steps": "0:2"}, "--profile-steps 0:2 is not FIRST:LAST"),
+    ({"profile_steps": "5:4"}, "--profile-steps 5:4 is not FIRST:LAST"),
+    ({"profile_steps": "21:22"}, "--profile-steps 21:22 begins after the run's last iteration, 20"),
+    ({"profile_steps": "1:2", "profile_ranks": "0,x"}, "--profile-ranks 0,x is not a list of ranks"),
+    ({"profile_steps": "1:2", "profile_ranks": "0,4"}, "--profile-ranks 0,4: this run has ranks 0 to 3"),
+    ({"profile_ranks": "1"}, "--profile-ranks 1 needs --profile-steps or --memory-snapshot"),
+])
+def test_what_cannot_work_is_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        check_observe(ObserveConfig(**flags), 4, 20, dry_run=False)
+
+
+@pytest.mark.parametrize(("flags", "flag"), [({"nvtx": True}, "--nvtx"),
+                                             ({"memory_snapshot": True}, "--memory-snapshot")])
+def test_what_needs_a_gpu_is_refused_on_a_cpu(flags, flag):
+    check_device(ObserveConfig(**flags), "cuda")
+    with pytest.raises(ValueError, match=f"{flag} needs CUDA, and this run is on cpu"):
+        check_device(ObserveConfig(**flags), "cpu")
+
+
+def test_traces_cover_the_chosen_steps_of_the_chosen_ranks(tmp_path):
+    flags = ObserveConfig(run_dir=str(tmp_path), profile_steps="2:3", profile_ranks="1")
+    check_observe(flags, 2, None, dry_run=False)
+    listening = {0: [], 1: []}
+    for rank, seen in listening.items():
+        spans = Spans(None, {"language": 0})
+        profiler = StepProfiler(flags, spans, rank, cuda=False)
+        for iteration in range(1, 5):
+            profiler.begin_step(iteration)
+            seen.append(spans.active)
+            with spans.span(Kind.FORWARD, "forward", microbatch=0):
+                pass
+            said = profiler.end_step(iteration)
+            assert (said is not None) == (rank == 1 and iteration == 3)
+        assert profiler.close() is None
+    assert listening == {0: [False] * 4, 1: [False, True, True, False]}
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-1.json.gz"]
