@@ -143,8 +143,8 @@ def augment(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.clip(shifted * rng.uniform(0.9, 1.1), 0, 1)
 
 
-def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int]) -> np.ndarray:
-    """Draw scans side by side, enlarged by an integer factor, on black: float32 `[height, width]` in 0..1.
+def lay_out(scans: list[np.ndarray], cells: int, size: tuple[int, int]) -> np.ndarray:
+    """Lay scans side by side, enlarged by an integer factor, on black: float32 `[height, width]` in 0..1.
 
     Args:
         scans: `[8, 8]` each, in 0..1; at most `cells` of them.
@@ -158,6 +158,11 @@ def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int]) -> np.ndarr
     for cell, scan in enumerate(scans):
         canvas[top : top + side, cell * side : (cell + 1) * side] = np.kron(scan, np.ones((factor, factor), np.float32))
     return canvas
+
+
+def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int], num_channels: int) -> np.ndarray:
+    """As `lay_out`, normalised: float32 `[num_channels, height, width]`."""
+    return normalise(lay_out(scans, cells, size), num_channels)
 
 
 def draw_number(config: Config, tokens: TokenSpec, scans: Sequence[int], rng: np.random.Generator | None) -> (
@@ -174,7 +179,7 @@ def draw_number(config: Config, tokens: TokenSpec, scans: Sequence[int], rng: np
     shapes = [pixels[scan] if rng is None else augment(pixels[scan], rng) for scan in scans]
     groups = [shapes] if config.digits_strip and shapes else [[shape] for shape in shapes]
     cells = config.digits_max if config.digits_strip else 1
-    return [draw(group, cells, image_size(config, tokens)) for group in groups]
+    return [lay_out(group, cells, image_size(config, tokens)) for group in groups]
 
 
 def normalise(image: np.ndarray, num_channels: int) -> np.ndarray:

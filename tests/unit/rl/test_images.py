@@ -1,0 +1,105 @@
+"""Images of prompts: what the engine is asked, how tokens are counted and cut, and pixels equal on both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mimo.config.rl_run import RlRunConfig
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE
+from mimo.registry import model_provider
+from mimo.rl.images import ImageTokens, as_request, cut, needs_pixels
+from mimo.rl.prompts import Normalisation
+from tests.support import vlm_updates
+from tests.support.vlm_updates import IMAGE_TOKEN, LENGTHS, SIDE, TOKENS_OF_IMAGE, PictureSet, completions
+
+LAYOUT = Layout("disjoint", 3, (GridSpec("vision", pp=2),), GridSpec(LANGUAGE, offset=2))
+
+
+@pytest.fixture(scope="module")
+def config() -> RlRunConfig:
+    return vlm_updates.parsed(RlRunConfig().rl, ("--encoder-dp", "4", "--llm-dp", "2"))
+
+
+@pytest.fixture(scope="module")
+def images(config: RlRunConfig) -> ImageTokens:
+    return ImageTokens.of(model_provider("llava"), config.model_family, LAYOUT)
+
+
+def test_encoder_ranks_share_a_lane_in_as_many_parts(config):
+    assert config.lane_rows == 2 and dataclasses.replace(config, layout=type(config.layout)()).lane_rows == 1
+    assert [[*part] for part in cut(completions(0)[:5], 2)] == [completions(0)[:2], completions(0)[2:5]]
+    assert [len(part) for part in cut(completions(0)[:1], 3)] == [0, 0, 1]
+    assert [needs_pixels(LAYOUT, rank) for rank in range(3)] == [True, False, False]
+
+
+def test_the_engine_is_asked_with_one_placeholder_an_image():
+    prompt = PictureSet().prompt(2)
+    request = as_request(prompt)
+    assert request["prompt_token_ids"] == [7, IMAGE_TOKEN, IMAGE_TOKEN]
+    for image, picture in zip(request["multi_modal_data"]["image"], prompt.pictures(), strict=True):
+        assert (np.asarray(image) == picture).all()
+    assert as_request(PictureSet().prompt(1)) == {"prompt_token_ids": [5, 6]}
+
+
+def test_images_count_as_the_tokens_that_they_become(images):
+    assert [images.count(PictureSet().prompt(index)) for index in range(4)] == [4, 0, 8, 4]
+    own = completions(0)
+    assert [each.length for each in own] == [
+        count + len(each.prompt_ids) + (TOKENS_OF_IMAGE - 1) * len(each.image_sizes)
+        for count, each in zip(LENGTHS, own, strict=True)]
+    expanded = [images.expanded(each) for each in own[4:7]]
+    assert [each.tolist() for each in expanded] == [[7, *[IMAGE_TOKEN] * 8]] * 2 + [[11, *[IMAGE_TOKEN] * 4, 12]]
+    # In a row the sequences have their completions between them.
+    places = images.placeholders(expanded, [0, 30, 60])["vision"]
+    assert places.tolist() == [*range(1, 9), *range(31, 39), *range(61, 65)]
+
+
+def test_parts_of_a_microbatch_have_keys_and_counts_of_their_own(images):
+    own = completions(0)
+    keys, counts = images.text_parts(own[:5], 2)
+    assert keys == ("prompt 0#0 prompt 0#1", "prompt 1#0 prompt 1#1 prompt 2#0")
+    assert counts == {"vision": (8, 8)}
+    assert images.text_parts(own[:1], 2) == (("", "prompt 0#0"), {"vision": (0, 4)})
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"image_sizes": ()}, "prompt 0: 1 image placeholders .* but 0 images"),
+    ({"image_sizes": ((8, 8),)}, "prompt 0: image 0 of 8x8 pixels: .* does not fit --vision-image-size 16"),
+])
+def test_images_that_the_model_does_not_take_are_refused_by_prompt(images, changes, expected):
+    with pytest.raises(ValueError, match=expected):
+        images.count(dataclasses.replace(PictureSet().prompt(0), **changes))
+
+
+def test_the_engines_processor_makes_the_trainers_pixels(config, tmp_path):
+    from transformers import LlavaProcessor
+
+    normalisation = Normalisation((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
+    model_provider("llava").write_processor(config.model_family, tmp_path, normalisation.mean, normalisation.std)
+    processor = LlavaProcessor.from_pretrained(tmp_path)
+    assert processor.tokenizer.convert_tokens_to_ids("<image>") == IMAGE_TOKEN
+    assert len(processor.tokenizer) == vlm_updates.VOCAB_SIZE
+    # All levels of a pixel; and red is not blue.
+    picture = np.arange(SIDE * SIDE, dtype=np.uint8).reshape(SIDE, SIDE, 1).repeat(3, axis=2)
+    picture[..., 2] = picture[::-1, :, 2]
+    theirs = processor.image_processor(as_request_image(picture), return_tensors="np")["pixel_values"][0]
+    assert theirs.shape == (3, SIDE, SIDE)
+    assert np.abs(theirs - normalisation.apply(picture)).max() < 1e-6
+
+
+def as_request_image(picture: np.ndarray) -> object:
+    prompt = dataclasses.replace(PictureSet().prompt(0), pictures=lambda: [picture])
+    return as_request(prompt)["multi_modal_data"]["image"][0]
+
+
+def test_models_without_a_processor_say_so(tmp_path):
+    with pytest.raises(ValueError, match="an image processor is made for llava alone, not for NemotronH_Nano_VL_V2"):
+        provider = model_provider("nemotron-moe-vlm-20l")
+        provider.write_processor(provider.Config(), tmp_path, (0.5,) * 3, (0.5,) * 3)
+    llava = model_provider("llava")
+    with pytest.raises(ValueError, match="--vision-num-channels 1: image processors take images of 3 channels"):
+        llava.write_processor(llava.Config(vision_num_channels=1), tmp_path, (0.5,), (0.5,))
