@@ -110,6 +110,9 @@ def _check_mode(config: RlRunConfig) -> None:
             f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
             "last update, and the loss takes them for the present one's. Use --importance-correction token, icepop or "
             "sequence")
+    _refuse(mode != "sync" and config.rollout.engine_placement == "colocated",
+            f"--rollout-mode {mode} with --engine-placement colocated: the engine cannot generate beside the update on "
+            "GPUs that it shares with it; use --rollout-mode sync")
 
 
 def _refuse_missing(config: RlRunConfig) -> None:

@@ -28,6 +28,9 @@ class Devices:
     `mimo.rl.colocated.SharedDevices` is the other kind. Every method is collective.
     """
 
+    def for_engine_start(self) -> None:
+        """The engine can take all its memory."""
+
     def for_refit(self) -> None:
         """Trainer and engine both have their weights."""
 
@@ -41,6 +44,10 @@ class Devices:
     def keeps_weights(self) -> bool:
         """Whether an engine keeps its weights while the trainer trains."""
         return True
+
+    def take_seconds(self) -> float:
+        """Seconds that memory took to come and go since they were last asked for."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ class Collector:
         with self.watchdog.limit(limit_s), self.watchdog.waiting("refit of the rollout engine", version=iteration):
             self.devices.for_refit()
             self.report = from_first_rank(self.grids, self.sender.send(str(iteration)))
+        with self.watchdog.limit(limit_s), self.watchdog.waiting("memory of the rollout engine"):
             self.devices.for_rollout()
         self._version = iteration
 
@@ -167,7 +175,8 @@ class Collector:
         return tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward) for each in completions)
 
     def _finish_rollouts(self) -> None:
-        self.devices.for_training()
+        with self._patience(), self.watchdog.waiting("memory of the trainer"):
+            self.devices.for_training()
         if not self.devices.keeps_weights:
             self._version = None
 

@@ -25,6 +25,7 @@ from mimo.refit.options import RefitReport
 from mimo.refit.replicas import RolloutClient
 from mimo.refit.trainer import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices
+from mimo.rl.colocated import SharedDevices
 from mimo.rl.engine import Engine, refit_options, start_engine
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.place import Place
@@ -33,6 +34,7 @@ from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import Rollouts, RolloutSource, rollout_metrics
+from mimo.training.offload import Offload
 from mimo.training.resume import start
 from mimo.training.setup import setup_trainer
 
@@ -116,11 +118,22 @@ class RlLoop:
 
     def _start_engine(self) -> Engine | None:
         """The engine, on the first rank."""
+        self.devices = self._devices()
+        self.devices.for_engine_start()
         if self.grids.rank != 0:
             return None
         limit_s = self.config.rollout.engine_start_timeout_s
         with self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S), self.watchdog.waiting("start of the rollout engine"):
-            return start_engine(self.config, self.provider)
+            engine = start_engine(self.config, self.provider)
+        if isinstance(self.devices, SharedDevices):
+            self.devices.client = engine.client
+        return engine
+
+    def _devices(self) -> Devices:
+        if self.config.rollout.engine_placement != "colocated":
+            return Devices()
+        return SharedDevices(self.grids, Offload(self.parts.built, self.parts.optimizer),
+                             sleeps=self.platform.name == "cuda")
 
     def _connect(self, engine: Engine | None) -> None:
         """Meet the engine, which every rank sends weights to and the first one talks to."""
@@ -128,6 +141,7 @@ class RlLoop:
         with (self.watchdog.limit(flags.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
             num_workers = from_first_rank(self.grids, engine.client.num_workers if engine is not None else None)
+            self.devices.for_training()
         # An engine's first answer may take as long as its calls may.
         with (self.watchdog.limit(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the rollout engine's agreement on weights")):
@@ -141,7 +155,7 @@ class RlLoop:
             source, held_out = self._source(engine.client, "train"), self._source(engine.client, "valid")
             padding = source.prompts.pad_token_id
         self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.place,
-                                   Devices())
+                                   self.devices)
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
                                     from_first_rank(self.grids, padding), self._images, self._pixel_prompts(),
                                     self._reference)
@@ -210,7 +224,8 @@ class RlLoop:
             self.progress.skipped_iterations += 1
         self.watchdog.progress(iteration=self.progress.iteration)
         assert report is not None
-        seconds = {"refit": report.seconds["total"], "rollout": rollouts.rollout_s, "reward": rollouts.reward_s,
+        seconds = {"memory": self.devices.take_seconds(), "refit": report.seconds["total"],
+                   "rollout": rollouts.rollout_s, "reward": rollouts.reward_s,
                    "rollout-wait": self.collector.waited_s, "log-probs": result.log_probs_s,
                    "update": update_s - result.log_probs_s - result.reference_s,
                    "iteration": time.perf_counter() - began}

@@ -28,8 +28,9 @@ class PolicyRecord:
         world_size: trainer ranks.
         figures: of completions, loss and mismatch, by name.
         refit_bytes: that the engine took.
-        seconds: by part: refit, rollout (of the engine), reward, rollout-wait (of the trainer, for all three),
-            log-probs, reference (its log-probs, where there is one), update, and the whole iteration.
+        seconds: by part: memory (going between trainer and engine on the same GPUs), refit, rollout (of the engine),
+            reward, rollout-wait (of the trainer, for all of these), log-probs, reference (its log-probs, where there is
+            one), update, and the whole iteration.
     """
 
     iteration: int

@@ -112,6 +112,19 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: st
         assert all(step["gen-kl"] > 1e-7 for step in expected[1:]) and expected[0]["gen-kl"] < 1e-9
 
 
+def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:
+    """The engine of a CPU does not sleep; the trainer's memory comes and goes as on GPUs that both share."""
+    flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--eval-prompts", "8", "--eval-interval", "2"]
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    for folder, more in ((alone, []), (shared, ["--engine-placement", "colocated", "--refit-verify"])):
+        done = torchrun(2, *flags, *more, "--run-dir", str(folder), script="train_rl.py")
+        assert done.returncode == 0, done.stdout[-3000:]
+    for mine, other in zip(records(shared), records(alone), strict=True):
+        assert mine.get("loss") == other.get("loss") and mine.get("grad-norm") == other.get("grad-norm")
+        assert mine.get("reward validation") == other.get("reward validation")
+        assert "memory-s" not in mine or mine["memory-s"] > 0
+
+
 def test_a_checkpoint_of_supervised_training_is_not_a_run_to_go_on_with(tmp_path: Path) -> None:
     model = [flag for flag in FLAGS[:FLAGS.index("--seq-length")]]
     supervised = torchrun(2, *model, "--dataset-provider", "arithmetic", "--seq-length", "32", "--train-iters", "1",

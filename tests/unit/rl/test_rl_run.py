@@ -67,6 +67,8 @@ def test_names_of_flags_are_those_of_no_other_section():
     ("--eval-temperature nan", "--eval-temperature nan is not a number from 0 on"),
     ("--rollout-mode one-step-off --importance-correction none",
      "--rollout-mode one-step-off with --importance-correction none: completions come from the policy before"),
+    ("--rollout-mode one-step-off --engine-placement colocated",
+     "--rollout-mode one-step-off with --engine-placement colocated: the engine cannot generate beside the update"),
     ("--hidden-dropout 0.1", "--hidden-dropout 0.1: the policy that is trained"),
     ("--dry-run", "--dry-run is for train_hetero.py"),
     ("--lane-loader per-lane", "--lane-loader per-lane: the first rank reads the prompts"),
