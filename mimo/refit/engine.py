@@ -65,12 +65,14 @@ class Rollout:
         logprobs: natural logarithm of each token's probability under the weights that generated it.
         version: policy version of those weights.
         finish_reason: `stop`, or `length` where the limit cut it.
+        prompt_length: tokens that the engine made of the prompt, those of images included; None: it does not say.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: str
     finish_reason: str
+    prompt_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ class RolloutEngine:
             detokenize=False) for seed in given]
         with self._turn:
             outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
-        return [[_rollout(answer, version) for answer in output.outputs] for output in outputs]
+        return [[_rollout(answer, version, len(output.prompt_token_ids)) for answer in output.outputs]
+                for output in outputs]
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
         """Natural logarithm of the probability of each prompt's tokens from the second on, given those before.
@@ -264,7 +267,7 @@ def _forget_update(worker: Any) -> None:
     own._weight_update_active = False
 
 
-def _rollout(answer: Any, version: str) -> Rollout:
+def _rollout(answer: Any, version: str, prompt_length: int) -> Rollout:
     tokens = tuple(answer.token_ids)
     logprobs = tuple(float(each[token].logprob) for token, each in zip(tokens, answer.logprobs, strict=True))
-    return Rollout(tokens, logprobs, version, str(answer.finish_reason))
+    return Rollout(tokens, logprobs, version, str(answer.finish_reason), prompt_length)

@@ -146,6 +146,8 @@ class RolloutSource:
         answers = self.engine.generate([as_request(prompt) for prompt in prompts], self.sampling, seeds)
         seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
+        for prompt, group in zip(prompts, answers, strict=True):
+            self._check_prompt_length(prompt, group)
         return Answers(first, prompts, answers, version, seconds)
 
     def score(self, asked: Answers) -> Rollouts:
@@ -169,6 +171,14 @@ class RolloutSource:
             raise ValueError(
                 f"prompt {prompt.key} has {length} tokens{images}; with --max-completion-tokens "
                 f"{self.sampling.max_tokens} they are more than --seq-length {self.seq_length}")
+
+    def _check_prompt_length(self, prompt: Prompt, answers: Sequence[Rollout]) -> None:
+        """Refuse answers to a prompt whose images the engine has made other numbers of tokens of than the trainer."""
+        length = len(prompt.token_ids) - len(prompt.image_sizes) + self._num_image_tokens(prompt)
+        for answer in answers:
+            if answer.prompt_length not in (None, length):
+                raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the trainer "
+                                 f"makes {length}: they do not take its {len(prompt.image_sizes)} images alike")
 
     def _num_image_tokens(self, prompt: Prompt) -> int:
         """Tokens that the images of a prompt become. Raises ValueError for images that the model does not take."""

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from mimo.refit.engine import Rollout, Sampling
+from mimo.rl.images import ImageTokens
 from mimo.rl.prompts import Prompt
 from mimo.rl.rollouts import Completion, Rollouts, RolloutSource, check_answers, draw_seed, rollout_metrics
 
@@ -126,3 +127,28 @@ def test_every_prompt_has_a_seed_of_its_own_whatever_it_is_asked_with():
     assert len(both) == 2 and both[1:] == one and both[0] != both[1]
     assert draw_seed(7, 4) == one[0] and draw_seed(8, 4) != one[0]
     assert all(0 <= draw_seed(7, index) < 2**62 for index in range(100))
+
+
+def test_images_that_the_engine_counts_otherwise_are_refused():
+    images = ImageTokens({"vision": 12}, lambda module, height, width: height // 4, 3, 0)
+
+    class Images(Prompts):
+        def prompt(self, index):
+            return dataclasses.replace(super().prompt(index), image_sizes=((8, 8),) if index >= 2 else ())
+
+    def ask(length):
+        asked = source((dataclasses.replace(GOOD, prompt_length=length),) * 2)
+        asked.prompts, asked.images = Images(), images
+        return draw(asked, 2, 1).completions[0]
+
+    # Three tokens, the last of which stands for an image of two.
+    completion = ask(4)
+    assert (completion.prompt_length, completion.length, completion.image_sizes) == (4, 6, ((8, 8),))
+    assert ask(None) == completion
+    with pytest.raises(ValueError, match="the engine made 3 tokens of prompt p2, the trainer makes 4: they do not take "
+                       "its 1 images alike"):
+        ask(3)
+    asked = source()
+    asked.prompts = Images()
+    with pytest.raises(ValueError, match="prompt p2 has 1 images, and the model takes none"):
+        draw(asked, 2, 1)
