@@ -1,0 +1,49 @@
+"""`train_rl.py` of a vision-language model: encoder and language model on grids of their own, a live engine, images."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import records, torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FLAGS = """--device cpu --no-bf16 --transformer-impl local --model-provider llava --vision-image-size 8
+--vision-patch-size 4 --vision-hidden-size 64 --vision-num-layers 2 --vision-num-attention-heads 2
+--vision-ffn-hidden-size 96 --num-layers 2 --hidden-size 64 --num-attention-heads 2 --num-query-groups 1
+--ffn-hidden-size 96 --vocab-size 32 --make-vocab-size-divisible-by 32 --image-token-id 3 --rotary-base 100
+--max-position-embeddings 64 --dataset-provider digits --reward tests.support.rl_rewards:digits --seq-length 32
+--max-completion-tokens 5 --max-tokens-per-microbatch 96 --global-batch-size 32 --completions-per-prompt 8
+--eval-prompts 8 --train-iters 3 --lr 1e-2 --lr-decay-style constant --watchdog-timeout-s 60""".split()
+# ranks, flags
+LAYOUTS = {
+    "fan-out": (3, "--llm-dp 2"),
+    "fan-in-siglip": (3, "--encoder-dp 2 --no-vision-class-token --no-vision-pre-layernorm --vision-patch-bias "
+                         "--vision-hidden-act gelu_tanh"),
+    "colocated": (1, "--layout colocated"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_three_steps_train_on_completions_of_prompts_with_images(tmp_path: Path, layout: str) -> None:
+    num_processes, flags = LAYOUTS[layout]
+    done = torchrun(num_processes, *FLAGS, *flags.split(), "--run-dir", str(tmp_path), script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    steps = [record for record in records(tmp_path) if "gen-kl" in record]
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["success"] and math.isfinite(step["loss"]) and step["grad-norm"] > 0
+        # Other pixels, other places of image tokens or old images of a cache would be far off.
+        assert 0 <= step["gen-kl"] < 1e-5 and step["max-abs-dlogp"] < 1e-3
+    assert done.stdout.strip().splitlines()[-1].startswith("reward: ")
+
+
+def test_prompts_without_images_train_a_model_with_an_encoder(tmp_path: Path) -> None:
+    done = torchrun(2, *FLAGS, "--dataset-provider", "arithmetic", "--vocab-size", "104", "--image-token-id", "103",
+                    "--run-dir", str(tmp_path), script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    steps = [record for record in records(tmp_path) if "gen-kl" in record]
+    assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 1e-5 for step in steps)
