@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,6 +98,8 @@ def _check_placement(config: RolloutConfig) -> None:
     if config.ray_address.startswith("ray://"):
         raise ValueError(f"--ray-address {config.ray_address}: Ray Client is not supported; start Ray on this node as "
                          "one of the cluster's and use auto, or host:port of its GCS")
+    if config.ray_address not in ("", "auto") and not re.fullmatch(r".+:\d+", config.ray_address):
+        raise ValueError(f"--ray-address {config.ray_address} is neither host:port of a Ray cluster nor auto")
     if config.engine_memory is not None and not 0 < config.engine_memory <= 1:
         raise ValueError(f"--engine-memory {config.engine_memory} is not above 0 and at most 1")
     if config.engine_gpus:

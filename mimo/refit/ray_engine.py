@@ -30,6 +30,8 @@ from mimo.refit.host import answer_of, make_engine
 from mimo.refit.meeting import RefitError
 from mimo.refit.replicas import RolloutClient, one_client
 
+# Seconds for a cluster to answer at all.
+CONNECT_S = 10.0
 # What Ray raises where a cluster is not there or ends meanwhile.
 CLUSTER_ERRORS = (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError)
 
@@ -147,7 +149,9 @@ class RayCluster:
             ValueError: nobody answers at the address, or Ray did not start.
         """
         arguments: dict[str, Any] = {"address": self.address}
-        if not self.address:
+        if self.address:
+            self._check_reachable()
+        else:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             arguments = {"address": "local", "num_cpus": num_cpus, "num_gpus": len(self.gpus),
                          "include_dashboard": False}
@@ -158,6 +162,18 @@ class RayCluster:
             what = f"--ray-address {self.address}: no Ray cluster to connect to" if self.address else \
                 "--engine-placement ray: Ray did not start here"
             raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+    def _check_reachable(self) -> None:
+        """Ray itself tries for minutes, and says so on lines of its own. Raises ValueError."""
+        address = os.environ.get("RAY_ADDRESS", "") if self.address == "auto" else self.address
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            return  # of auto, which Ray finds; or whatever it makes of RAY_ADDRESS
+        try:
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise ValueError(f"--ray-address {self.address}: nobody answers at {address}: {error}") from error
 
 
 @contextlib.contextmanager

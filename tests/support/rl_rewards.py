@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def digits(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """Share of the longest completion's characters that are digits."""
@@ -45,3 +47,11 @@ def hanging(prompt: str, completion: str, ground_truth: str, metadata: Mapping[s
     """Never comes back."""
     time.sleep(1e6)
     return 0.0
+
+
+def killing_actor(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Kills the Ray actor whose answers it scores."""
+    for process in psutil.Process().children(recursive=True):
+        if "EngineActor" in " ".join(process.cmdline()):
+            process.kill()
+    return float(len(completion))

@@ -90,6 +90,7 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ("--engine-dp 0", "--engine-dp 0 is below 1"),
     ("--ray-address auto", "--ray-address auto is for --engine-placement ray, not for separate"),
     ("--engine-placement ray --ray-address ray://head:10001", "ray://head:10001: Ray Client is not supported"),
+    ("--engine-placement ray --ray-address head", "--ray-address head is neither host:port of a Ray cluster nor auto"),
     ("--engine-memory 1.5", "--engine-memory 1.5 is not above 0 and at most 1"),
     ("--engine-memory nan", "--engine-memory nan is not above 0"),
     ("--engine-gpus 4,x", "--engine-gpus 4,x: must be numbers with commas between them"),
