@@ -1,0 +1,37 @@
+"""`train_rl.py` on GPUs, in bfloat16, with a live engine: on the trainer's own GPU, and on one beside it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.launch import records, torchrun
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+              pytest.mark.timeout(580)]
+
+FLAGS = """--device cuda --bf16 --transformer-impl local --model-provider causal_lm --num-layers 2 --hidden-size 256
+--num-attention-heads 4 --num-query-groups 2 --kv-channels 64 --ffn-hidden-size 256 --vocab-size 100 --num-experts 4
+--moe-router-topk 2 --moe-ffn-hidden-size 128 --qk-layernorm --seq-length 32 --max-completion-tokens 12
+--max-tokens-per-microbatch 256 --global-batch-size 32 --completions-per-prompt 8 --train-iters 3 --lr 1e-4
+--lr-decay-style constant --watchdog-timeout-s 120 --engine-memory 0.3 --engine-enforce-eager --refit-verify
+--eval-prompts 4 --reward tests.support.rl_rewards:digits""".split()
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate", "one-step-off"])
+def test_three_steps_on_completions_of_the_weights_as_they_are(placement: str, tmp_path: Path) -> None:
+    if placement != "colocated" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    mode = ["--rollout-mode", "one-step-off"] if placement == "one-step-off" else ["--engine-placement", placement]
+    done = torchrun(1, *FLAGS, *mode, "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=400)
+    assert done.returncode == 0, done.stdout[-5000:]
+    steps = [each for each in records(tmp_path) if "loss" in each]
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["success"] and math.isfinite(step["loss"]) and step["grad-norm"] > 0
+        # bfloat16 on other kernels; stale weights of a model of such random weights are far from each other.
+        assert 0 <= step["gen-kl"] < 2e-2 and step["refit-bytes"] > 100_000
+    assert (steps[1]["memory-s"] > 0) == (placement == "colocated")
