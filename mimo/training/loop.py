@@ -51,7 +51,12 @@ class TrainingLoop:
         platform: device and backend.
         provider: the model family.
         dataset: the data set.
+
+    Attributes:
+        observer_type: what watches the steps.
     """
+
+    observer_type = StepObserver
 
     def __init__(
         self, config: RunConfig, grids: Grids, platform: Platform, provider: ModelProvider, dataset: DataProvider
@@ -168,8 +173,8 @@ class TrainingLoop:
         """Run iterations; returns why it stopped early, or None."""
         train, checkpoint, progress = self.config.train, self.config.checkpoint, self.progress
         limit_s = (checkpoint.exit_duration_in_mins or float("inf")) * 60
-        self.observer = observer = StepObserver(self.parts, self.grids.layout.language.rank_at(pp=-1),
-                                                progress.iteration + 1, self.total_iterations)
+        self.observer = observer = self.observer_type(self.parts, self.grids.layout.language.rank_at(pp=-1),
+                                                      progress.iteration + 1, self.total_iterations)
         while progress.iteration < self.total_iterations:
             observer.begin_step()
             begin = time.perf_counter()

@@ -24,12 +24,13 @@ class StepObserver:
         first, last: the run's iterations here.
 
     Attributes:
+        spans: what the rank does.
         lines: what to tell the reader of the run's log; emptied by whoever tells it.
     """
 
     def __init__(self, parts: TrainerParts, writer: int, first: int, last: int) -> None:
         grids, flags = parts.grids, parts.config.observe
-        self._grids, self._spans, self._watchdog, self._iteration = grids, parts.spans, parts.watchdog, first - 1
+        self._grids, self.spans, self._watchdog, self._iteration = grids, parts.spans, parts.watchdog, first - 1
         self._limit_s = 2 * parts.config.train.watchdog_timeout_s
         self._timeline = Timeline(grids.layout, grids.rank, reports_lane=parts.counts_losses)
         self._gantt = Gantt(grids, writer, flags.run_dir, interval=flags.timeline_interval, first=first, last=last)
@@ -42,20 +43,20 @@ class StepObserver:
         """The next iteration begins."""
         self._iteration += 1
         self._profiler.begin_step(self._iteration)
-        self._spans.begin_step()
+        self.spans.begin_step()
 
     def end_step(self) -> None:
         """The iteration is over, but for what is told of it."""
-        self._spans.end_step()
+        self.spans.end_step()
         with self._watchdog.limit(self._limit_s):
             self._say(self._profiler.end_step(self._iteration))
 
     def row(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """This rank's numbers of the step, of which every rank has to give the maximum over all to `figures`."""
         requested = float(self._signal.take())
-        if not self._spans.enabled:
+        if not self.spans.enabled:
             return [requested]
-        self._intervals = self._spans.intervals()
+        self._intervals = self.spans.intervals()
         return [requested, *self._timeline.own(self._intervals, microbatches)]
 
     def figures(self, row: Sequence[float], largest: Sequence[float]) -> dict[str, float]:
@@ -65,7 +66,7 @@ class StepObserver:
             row: what `row` gave.
             largest: the maximum of all ranks' rows.
         """
-        if not self._spans.enabled:
+        if not self.spans.enabled:
             return {}
         requested, *largest = largest
         summed = torch.tensor(row[1:], dtype=torch.float64)

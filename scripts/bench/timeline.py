@@ -1,0 +1,145 @@
+"""What the step timeline costs: steps with and without it in turn, in one run.
+
+    python scripts/bench/timeline.py --steps 400 --encoder-dp 1 --llm-dp 1 --model-provider mock --dataset-provider mock
+
+Starts the trainer under torchrun, with as many processes as the grids of the flags have ranks. Every step trains on the
+first global batch, in the order off, on, on, off, so that what drifts meets both alike. A step lasts from its begin to
+that of the next, with what the timeline reads and agrees on after it. The first --warmup-steps steps are left out.
+`ratio` is the median step with the timeline over that without; `ratio_low` and `ratio_high` hold 95 % of the ratios of
+fours of steps drawn again and again. The last line of output is JSON; above it the same as a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mimo.config.cli import parse
+from mimo.config.run import RunConfig
+from mimo.config.validate import validate
+from scripts.training_runs import num_ranks, quiet
+
+# off, on, on, off
+PATTERN = (False, True, True, False)
+RESAMPLES = 1000
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what of it is for the trainer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=400, help="timed steps, half of them without the timeline")
+    parser.add_argument("--warmup-steps", type=int, default=20, help="first steps, not in the figures")
+    chosen, further = parser.parse_known_args(arguments)
+    if chosen.steps < len(PATTERN) or chosen.steps % len(PATTERN) or chosen.warmup_steps < 1:
+        parser.error(f"--steps {chosen.steps} --warmup-steps {chosen.warmup_steps}: need a multiple of {len(PATTERN)} "
+                     "steps and a warmup of at least 1")
+    return chosen, further
+
+
+def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
+    """The run's configuration. Raises ValueError for flags that cannot work."""
+    # One more step, whose begin ends the last one that counts.
+    config = quiet(parse([*further, "--train-iters", str(chosen.warmup_steps + chosen.steps + 1)]))
+    if not config.observe.timeline:
+        raise ValueError("--no-timeline leaves nothing to measure")
+    return config
+
+
+def is_on(index: int) -> bool:
+    """Whether a timed step has the timeline."""
+    return PATTERN[index % len(PATTERN)]
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Figures of the timed steps, in order."""
+    def ratio(fours: list[list[float]]) -> float:
+        on = [second for four in fours for index, second in enumerate(four) if PATTERN[index]]
+        off = [second for four in fours for index, second in enumerate(four) if not PATTERN[index]]
+        return statistics.median(on) / statistics.median(off)
+
+    fours = [seconds[start : start + len(PATTERN)] for start in range(0, len(seconds), len(PATTERN))]
+    draw = random.Random(0)
+    ratios = sorted(ratio(draw.choices(fours, k=len(fours))) for _ in range(RESAMPLES))
+    arms = {name: statistics.median(second for index, second in enumerate(seconds) if is_on(index) == on)
+            for name, on in (("on_ms", True), ("off_ms", False))}
+    return {**{name: 1000 * value for name, value in arms.items()}, "ratio": ratio(fours),
+            "ratio_low": ratios[int(0.025 * RESAMPLES)], "ratio_high": ratios[int(0.975 * RESAMPLES) - 1]}
+
+
+def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
+    """One process of the run; the logging rank prints."""
+    from mimo.training.run import launch
+
+    begins: list[float] = []
+
+    def body(config: RunConfig, grids: Any, platform: Any) -> None:
+        from mimo.registry import model_provider
+        from mimo.training.loop import TrainingLoop
+        from mimo.training.observer import StepObserver
+
+        class Interleaved(StepObserver):
+            def begin_step(self) -> None:
+                self.spans.enabled = is_on(len(begins) - chosen.warmup_steps)
+                begins.append(time.perf_counter())
+                super().begin_step()
+
+        class InterleavedLoop(TrainingLoop):
+            observer_type = Interleaved
+
+            def _open(self, split: str, *, prefetch: bool) -> Any:
+                loader = super()._open(split, prefetch=False)
+                first = loader.next_step()
+                loader.next_step = lambda: first
+                return loader
+
+        loop = InterleavedLoop(config, grids, platform, model_provider(config.model.model_provider),
+                               config.find_dataset(config.data.dataset_provider))
+        loop.run()
+        if loop.is_logging_rank:
+            report(chosen, platform.device_name, begins[chosen.warmup_steps :], grids.layout.world_size)
+
+    return launch(config, validate(config, num_ranks(config)), body)
+
+
+def report(chosen: argparse.Namespace, device_name: str, begins: list[float], ranks: int) -> None:
+    """Print the figures."""
+    found = summary([two - one for one, two in zip(begins, begins[1:], strict=False)])
+    print("| " + " | ".join(found) + " |\n|" + " --- |" * len(found))
+    print("| " + " | ".join(f"{value:.4f}" for value in found.values()) + " |")
+    print(json.dumps({"device_name": device_name, "ranks": ranks, "steps": chosen.steps,
+                      "warmup_steps": chosen.warmup_steps, **found}), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks, or be one of them; gives the exit code."""
+    chosen, further = parse_arguments(arguments)
+    try:
+        config = configure(chosen, further)
+        if "RANK" in os.environ:
+            run_dir = os.environ["TIMELINE_BENCH_DIR"]
+            return run_rank(chosen, replace(config, observe=replace(config.observe, run_dir=run_dir)))
+        validate(config, num_ranks(config))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="timeline-bench-") as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                   str(num_ranks(config)), __file__, *arguments]
+        return subprocess.run(command, check=False, env={**os.environ, "TIMELINE_BENCH_DIR": folder}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
