@@ -1,0 +1,192 @@
+"""One rank of an arm of scripts/bench/rl_sweep.py: updates on fabricated rollouts; writes what it measured.
+
+Its arguments are the sweep's settings as JSON, then flags of train_rl.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from mimo.config.cli import parse_as
+from mimo.config.rl_run import RlRunConfig, validate_rl
+from mimo.config.validate import run_world_size
+from mimo.platform import get_platform
+from mimo.platform.base import Platform
+from mimo.registry import model_provider
+from mimo.training.run import launch
+
+if TYPE_CHECKING:
+    from mimo.grid.groups import Grids
+    from mimo.rl.policy import PolicyTrainer
+    from mimo.rl.rollouts import Completion
+
+# What torch's allocator on the CPU says; its errors have no type of their own.
+CPU_MARKS = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
+GIB = 2**30
+
+
+def rollouts(settings: dict[str, Any], config: RlRunConfig, vocab_size: int, step: int) -> list[Completion]:
+    """The completions of a global batch, the same on every rank and for every layout and budget.
+
+    Lengths are log-normal: with the standard deviation s of the logarithm, its mean is ln(mean) - s^2 / 2.
+    """
+    from mimo.rl.rollouts import Completion
+
+    mean, spread = settings["completion_length"]
+    prompt_length, longest = settings["prompt_length"], config.rollout.max_completion_tokens
+    rng = np.random.default_rng([config.train.seed, step])
+    drawn = rng.lognormal(math.log(mean) - spread**2 / 2, spread, config.train.global_batch_size)
+    found = []
+    for number, length in enumerate(np.clip(np.rint(drawn), 1, longest).astype(int)):
+        prompt, place = divmod(number, config.rl.completions_per_prompt)
+        ids = rng.integers(0, vocab_size, prompt_length + length).tolist()
+        # Near those of a model that knows nothing, so that importance weights are not all cut.
+        log_probs = (-math.log(vocab_size) - 0.1 * rng.random(length)).tolist()
+        found.append(Completion(
+            f"prompt {prompt}#{place}", prompt, tuple(ids[:prompt_length]), tuple(ids[prompt_length:]),
+            tuple(log_probs), "length" if length == longest else "stop", float(rng.random())))
+    return found
+
+
+def limit_memory(limit_gib: float | None, platform: Platform) -> None:
+    """Have tensors above a limit fail: those of the GPU, or on the CPU whatever is allocated from now on."""
+    if limit_gib is None:
+        return
+    if platform.name == "cpu":
+        # Beyond what Python, its libraries and their threads have by now.
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        held, (_, most) = 1024 * int(fields["VmData"].split()[0]), resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (held + int(limit_gib * GIB), most))
+        return
+    import torch
+
+    total = torch.cuda.get_device_properties(platform.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(limit_gib * GIB / total, 1.0), platform.device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was not enough memory, of the GPU or of the host."""
+    import torch
+
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, (RuntimeError, OSError)) and any(mark in str(error) for mark in CPU_MARKS))
+
+
+def peaks(platform: Platform) -> dict[str, int]:
+    """High-water marks, bytes."""
+    found = {"allocated": platform.peak_memory_bytes()}
+    if platform.name != "cpu":
+        import torch
+
+        found["reserved"] = torch.cuda.max_memory_reserved()
+    return found
+
+
+class Rank:
+    """This rank's measurements.
+
+    Args:
+        settings: of the sweep.
+        config: of the arm.
+        grids: process groups.
+        platform: device and backend.
+    """
+
+    def __init__(self, settings: dict[str, Any], config: RlRunConfig, grids: Grids, platform: Platform) -> None:
+        self.settings, self.config, self.grids, self.platform = settings, config, grids, platform
+        self.provider = model_provider(config.model.model_provider)
+        self.vocab_size: int = self.provider.token_spec(config.model_family).vocab_size
+        self.updates: list[dict[str, float]] = []
+
+    def run(self) -> None:
+        """Set up and update; writes the measurements. A rank that runs out of memory writes what it has and ends."""
+        try:
+            self._measure()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.platform.name == "cpu":
+                _, most = resource.getrlimit(resource.RLIMIT_DATA)
+                resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+            self._write(" ".join(str(error).split()) or type(error).__name__)
+            # The others wait for this rank in a collective; torchrun ends them when it sees this.
+            os._exit(1)
+        self._write("")
+
+    def _write(self, out_of_memory: str) -> None:
+        record = {"rank": self.grids.rank, "out_of_memory": out_of_memory, "peaks": peaks(self.platform),
+                  "updates": self.updates[1:]}
+        path = Path(self.settings["out"]) / f"rank{self.grids.rank}.json"
+        path.write_text(json.dumps(record), encoding="utf-8")
+
+    def _measure(self) -> None:
+        import torch.distributed as dist
+
+        trainer = self._set_up()
+        self.platform.reset_peak_memory()
+        for step in range(self.settings["repeats"] + 1):
+            completions = rollouts(self.settings, self.config, self.vocab_size, step)
+            own = [each.batch.text for each in trainer.microbatches(completions)]
+            self.platform.synchronize()
+            dist.barrier(group=self.grids.host)
+            began = time.perf_counter()
+            result = trainer.update(completions)
+            self.platform.synchronize()
+            seconds, log_probs_s = time.perf_counter() - began, result.log_probs_s + result.reference_s
+            self.updates.append({
+                "log_probs_s": log_probs_s, "update_s": seconds - log_probs_s, "tokens": result.num_tokens,
+                "microbatches": result.num_microbatches, "lane": self.grids.layout.language.coordinates(
+                    self.grids.rank)["dp"],
+                "positions": sum(text.input_ids.shape[1] for text in own if text is not None)})
+        trainer.parts.watchdog.close()
+
+    def _set_up(self) -> PolicyTrainer:
+        """As `mimo.rl.loop.RlLoop`, without an engine."""
+        from mimo.checkpoint.state import RunState
+        from mimo.observe.watchdog import Watchdog
+        from mimo.rl.policy import PolicyTrainer
+        from mimo.rl.reference import reference_policy
+        from mimo.training.resume import start
+        from mimo.training.setup import setup_trainer
+
+        config = self.config
+        limit_memory(self.settings["memory_limit_gib"], self.platform)
+        watchdog = Watchdog(config.train.watchdog_timeout_s, self.grids.describe())
+        # The schedule's sequence is a packed microbatch.
+        train = replace(config.train, seq_length=config.rl.max_tokens_per_microbatch)
+        parts = setup_trainer(replace(config, train=train), self.provider, self.grids, self.platform, watchdog)
+        state = RunState(config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler)
+        start(state, self.provider, None, watchdog)
+        reference, _ = reference_policy(state, self.provider, config.rl, watchdog, resumed=False)
+        return PolicyTrainer(parts, config.rl, self.vocab_size, 0, reference=reference)
+
+
+def main() -> int:
+    """One rank under torchrun; gives the exit code."""
+    settings, flags = json.loads(sys.argv[1]), sys.argv[2:]
+    sys.path.append(os.getcwd())
+    config = parse_as(RlRunConfig, flags, "")
+    # The first rank would open the prompts, and has checked them before this was started.
+    layout = validate_rl(config, run_world_size(config, os.environ), rank=-1)
+    platform = get_platform(config.train.device)
+
+    def body(run: RlRunConfig, grids: Grids, _: Platform) -> None:
+        Rank(settings, run, grids, platform).run()
+
+    return launch(config, layout, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The sweep of policy updates: its last line has every figure of each arm, also of one that runs out of memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.launch import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PROGRAM = [sys.executable, str(ROOT / "scripts" / "bench" / "rl_sweep.py"), "--device", "cpu"]
+
+
+def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *arguments], check=False, capture_output=True, text=True, timeout=580,
+                          env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
+
+
+def test_every_arm_is_a_row_one_that_runs_out_of_memory_too() -> None:
+    # Attention of 4,096 tokens in one row needs gigabytes on the CPU; of 256 it needs a few MB.
+    done = sweep("--layout", "--llm-pp 2", "--tokens", "256", "--tokens", "4096", "--prompt-length", "16",
+                 "--completion-length", "96:0.6", "--repeats", "2", "--memory-limit-gib", "0.5", "--",
+                 "--global-batch-size", "32")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    fits, full = found["arms"]
+    assert (fits["max_tokens"], fits["ranks"], fits["error"]) == (256, 2, "")
+    assert fits["microbatches"] >= 12 and len(fits["update_all_s"]) == 2
+    assert 0 < fits["log_probs_s"] < fits["update_s"] and fits["tokens_per_s"] > 0
+    # Pipeline stages hand over microbatches of one size, so all that is not full is padding.
+    assert 0 < fits["padding_share"] < 0.5
+    assert fits["padding_share"] == pytest.approx(1 - fits["budget_share"])
+    assert fits["peak_gib"] > 0.1 and fits["reserved_gib"] is None
+    assert (full["max_tokens"], full["error"], full["update_s"]) == (4096, "out of memory", None)
+    assert full["peak_gib"] > 0.1
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| --llm-pp 2 |")]
+    assert len(rows) == 2 and rows[1].startswith("| --llm-pp 2 | 4096 | 2 | out of memory | ")
