@@ -22,7 +22,7 @@ from mimo.config.rl import RlConfig
 from mimo.model.build import BuiltModel
 from mimo.model.residency import WEIGHTS
 from mimo.observe.watchdog import Watchdog
-from mimo.protocols import MegatronSourceProvider, ModelProvider
+from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
 from mimo.training.offload import Held, HostMemory, synchronize, weight_storages
 from mimo.weights.load import HfPaths, load_hf
 
@@ -172,7 +172,7 @@ def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Wa
     with watchdog.limit(float("inf")), watchdog.waiting("weights of the reference policy"):
         report = load_hf(state.built, state.grids, provider, state.config.model_family, hf)
     absent = [f"{module} {name}" for module, names in report.absent.items() for name in names]
-    raise_together(state.grids, f"{hf.flag(hf.model)} does not have all weights of the reference policy; missing are "
+    raise_together(state.grids, f"{hf.flag(hf.of(LANGUAGE))} does not have all weights of the reference policy; missing are "
                                 f"{', '.join(absent)}" if absent else None)
 
 
