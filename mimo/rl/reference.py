@@ -172,8 +172,8 @@ def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Wa
     with watchdog.limit(float("inf")), watchdog.waiting("weights of the reference policy"):
         report = load_hf(state.built, state.grids, provider, state.config.model_family, hf)
     absent = [f"{module} {name}" for module, names in report.absent.items() for name in names]
-    raise_together(state.grids, f"{hf.flag(hf.of(LANGUAGE))} does not have all weights of the reference policy; missing are "
-                                f"{', '.join(absent)}" if absent else None)
+    raise_together(state.grids, f"{hf.flag(hf.of(LANGUAGE))} does not have all weights of the reference policy; "
+                                f"missing are {', '.join(absent)}" if absent else None)
 
 
 def _find(state: RunState, given: str) -> Path:

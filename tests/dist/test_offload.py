@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_goes_on_bit_by_bit(pool: WorkerPool, layout: str) -> None:
+def test_no_memory_is_left_behind_and_training_goes_on_bit_by_bit(pool: WorkerPool, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     plain = pool.run(offloading.train, flags, world_size, False, world_size=world_size)
     moved = pool.run(offloading.train, flags, world_size, True, world_size=world_size)

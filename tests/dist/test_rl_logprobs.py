@@ -56,7 +56,8 @@ def sharded(rank: int, world_size: int, dtype: torch.dtype, temperature: float) 
 # Of four ranks the last has no token of the vocabulary.
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("dtype", "temperature"), [(torch.float64, 1.0), (torch.float32, 0.6), (torch.bfloat16, 1.0)])
-def test_columns_over_ranks_give_what_one_process_gives(pool: WorkerPool, world_size, dtype, temperature):
+def test_log_probs_and_entropy_of_columns_over_ranks_are_those_of_one_process(
+        pool: WorkerPool, world_size, dtype, temperature):
     logits, labels, weights = full_inputs(dtype)
     wide = logits[..., :VOCAB].double().requires_grad_()
     log_p = (wide / temperature).log_softmax(-1)

@@ -62,7 +62,7 @@ from mimo.rl.rewards.reasoning import visible_text
     ("7<think></think>2", "72", 0),
     ("<think>a<think>b</think>3</think>#### 72", "72", 1),
 ])
-def test_gsm8k(completion, truth, expected):
+def test_gsm8k_scores_right_answers_however_they_are_written(completion, truth, expected):
     assert gsm8k("", completion, truth, {}) == expected
 
 
