@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from mimo.batch import PackedSequences
+
+# Of one head: sequences that run together hold their scores at the same time.
+MAX_SCORES = 1 << 20
 
 
 def packed_seq_params(sequences: PackedSequences | None) -> PackedSeqParams | None:
@@ -24,7 +30,7 @@ def packed_seq_params(sequences: PackedSequences | None) -> PackedSeqParams | No
 
 
 class PackedDotProductAttention(DotProductAttention):
-    """The wheel's PyTorch attention, which takes packed rows too: it then runs sequence by sequence.
+    """The wheel's PyTorch attention, which takes packed rows too: sequences of one length are then rows of a batch.
 
     So scale, mask, softmax precision and dropout are those of the same samples in rows of their own.
     """
@@ -60,7 +66,28 @@ class PackedDotProductAttention(DotProductAttention):
         assert attention_mask is None, "sequences of a packed row have no mask of their own"
         starts = packed_seq_params.cu_seqlens_q.tolist()
         assert starts[0] == 0 and starts[-1] == len(query), f"sequences {starts} of {len(query)} tokens"
-        rows = [attend(query[start:stop, None], key[start:stop, None], value[start:stop, None], None, attn_mask_type,
-                       attention_bias)
-                for start, stop in zip(starts, starts[1:], strict=False) if start < stop]
-        return torch.cat(rows)
+        found, places = [], []
+        for length, firsts in equal_lengths(starts):
+            # [length, sequences]
+            place = torch.tensor(firsts, device=query.device) + torch.arange(length, device=query.device)[:, None]
+            rows = attend(query[place], key[place], value[place], None, attn_mask_type, attention_bias)
+            found.append(rows.flatten(0, 1))
+            places.append(place.flatten())
+        return torch.cat(found)[torch.cat(places).argsort(), None]
+
+
+def equal_lengths(starts: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Sequences of a packed row that run together.
+
+    Args:
+        starts: where each begins, and where the last one ends.
+
+    Returns:
+        A length, and where sequences of that length begin: so many at once that their scores stay few.
+    """
+    firsts: dict[int, list[int]] = {}
+    for start, stop in itertools.pairwise(starts):
+        if start < stop:
+            firsts.setdefault(stop - start, []).append(start)
+    return [(length, list(some)) for length, found in firsts.items()
+            for some in itertools.batched(found, max(1, MAX_SCORES // length**2))]

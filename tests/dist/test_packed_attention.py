@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,3 +108,40 @@ def test_positions_start_again_with_every_sample(pool: WorkerPool) -> None:
     assert [len(query) for query in packed] == [length for pack in packing.PACKS for length, _ in pack]
     for query, expected in zip(packed, alone, strict=True):
         torch.testing.assert_close(query, expected, rtol=1e-5, atol=1e-6)
+
+
+def rows_together(rank: int, starts: list[int]) -> tuple[Any, Any, list[int]]:
+    """`[t, 1, 6]` of sequences that run together and of each alone, and how many ran at a time.
+
+    A running sum stands for attention: it knows where a sequence begins, too.
+    """
+    import torch
+
+    from mimo.model import packed_attention
+    from mimo.model.packed_attention import DotProductAttention, PackedDotProductAttention
+
+    sizes: list[int] = []
+
+    def attend(self: Any, query: Any, key: Any, value: Any, *others: Any) -> Any:
+        sizes.append(query.shape[1])
+        return ((query * key).cumsum(0) + value).flatten(2)
+
+    query, key, value = torch.randn(3, starts[-1], 2, 3, generator=torch.Generator().manual_seed(1))
+    row = SimpleNamespace(cu_seqlens_q=torch.tensor(starts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DotProductAttention, "forward", attend)
+        patch.setattr(packed_attention, "MAX_SCORES", 3 * 4 * 4)
+        layer = PackedDotProductAttention.__new__(PackedDotProductAttention)
+        together = PackedDotProductAttention.forward(layer, query, key, value, None, packed_seq_params=row)
+    alone = [attend(None, *(each[start:stop, None] for each in (query, key, value)))
+             for start, stop in itertools.pairwise(starts)]
+    return together, torch.cat(alone), sizes[: -len(alone)]
+
+
+def test_sequences_of_one_length_are_rows_of_a_batch(pool: WorkerPool) -> None:
+    import torch
+
+    starts = [0, 4, 5, 9, 13, 14, 14, 21, 25, 29]
+    ((together, alone, sizes),) = pool.run(rows_together, starts, world_size=1)
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+    assert sizes == [3, 2, 2, 1], "of 4 tokens as many as their scores allow, then the other two, of 1 and of 7"
