@@ -124,6 +124,9 @@ def _refuse_missing(config: RlRunConfig) -> None:
     _refuse(config.optim.correct_encoder_grad_for_partial_participation,
             "--correct-encoder-grad-for-partial-participation is for train_hetero.py; leave it out")
     _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
+    for name in ("profile_steps", "timeline_interval"):
+        given = vars(config.observe)[name]
+        _refuse(bool(given), f"--{name.replace('_', '-')} {given} is for train_hetero.py; leave it out")
     family = vars(config.model_family)
     pattern = family.get("hybrid_layer_pattern") or ""
     _refuse("/" in pattern, f"--hybrid-layer-pattern {pattern} has layers of multi-token prediction behind a /: they "
