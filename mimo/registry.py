@@ -28,6 +28,7 @@ DATASET_PROVIDERS = {
 PROMPT_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",
     "digits": "data.digit_prompts:provider",
+    "gsm8k": "data.gsm8k:provider",
 }
 REWARDS = {
     "exact-match": "mimo.rl.rewards.exact_match:reward",

@@ -25,7 +25,7 @@ class PromptDataConfig(DataConfig):
     """Data: which prompts."""
 
     dataset_provider: str = "arithmetic"
-    """Prompt data set: a name (arithmetic) or pkg.module:attr."""
+    """Prompt data set: a name (arithmetic, digits, gsm8k) or pkg.module:attr."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def test_every_layout_meets_every_budget(tmp_path):
 @pytest.mark.parametrize(("arguments", "expected"), [
     (("--prompt-length", "512"), "--prompt-length 512 leaves no room for a completion in --seq-length 512"),
     (("--", "--seq-length", "600"), "--max-tokens-per-microbatch 512 is below --seq-length 600"),
-    (("--layout", "--llm-dp 3"), "not divisible by"),
+    (("--layout", "--llm-dp 3"), "--llm-dp 3 = 3; nearest are 30 and 33"),
     (("--", "--model-provider", "llava"), "has the encoder vision"),
 ])
 def test_what_cannot_work_is_said_before_anything_starts(tmp_path, arguments, expected):

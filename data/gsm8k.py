@@ -1,0 +1,216 @@
+"""GSM8K (arXiv:2110.14168), or any questions with a number as answer, from files of a folder: prompts for train_rl.py.
+
+The folder has `train*` and `test*` files, .jsonl or .parquet, whose rows have the fields `question` and `answer`; an
+answer is a number, or ends with `#### <number>`. That is how github.com/openai/grade-school-math and the folder `main`
+of openai/gsm8k on the Hugging Face Hub are. Held-out prompts are those of the test files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from mimo.protocols import TokenSpec
+from mimo.rl.prompts import Prompt
+from mimo.rl.rewards.gsm8k import answer as number_of
+
+FILES = {"train": "train", "valid": "test"}
+SUFFIXES = (".jsonl", ".parquet")
+# Some templates write today's date; a prompt is to be the same every day.
+DATE = datetime.date(2024, 7, 26)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Prompts `gsm8k`: word problems from files."""
+
+    data_path: str = ""
+    """Folder with train*.jsonl and test*.jsonl, or .parquet; rows have question and answer."""
+    tokenizer: str = ""
+    """Folder of the model's Hugging Face tokenizer."""
+    gsm8k_format: Literal["chat", "plain"] = "chat"
+    """chat: a turn of a user in the tokenizer's chat template; plain: "Question: ... Answer:", for base models."""
+    gsm8k_instruction: str = 'Let\'s think step by step and output the final answer after "####".'
+    """Said after each question."""
+    gsm8k_thinking: bool = True
+    """What enable_thinking of the chat template is set to, where it has such a switch, as Qwen3's does."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row.
+
+    Attributes:
+        question: the problem.
+        answer: with the number.
+    """
+
+    question: str
+    answer: str
+
+
+class Gsm8k:
+    """One split in the order of a seed, over and over; a `mimo.rl.prompts.PromptSet`.
+
+    Attributes:
+        end_token_id: ends a completion.
+        pad_token_id: fills rows.
+        problems: in the order of the files.
+    """
+
+    def __init__(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> None:
+        """Read the files of a split and open the tokenizer.
+
+        Raises:
+            ValueError: naming flags and values, or file and row, for what cannot work.
+        """
+        self.problems = read_problems(config.data_path, split)
+        self._config, self._split, self._seed = config, split, seed
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
+
+        self._tokenizer = load_tokenizer(config.tokenizer)
+        largest = max(self._tokenizer.get_vocab().values())
+        if largest >= tokens.vocab_size:
+            raise ValueError(f"--tokenizer {config.tokenizer} has token ids up to {largest}, the model's --vocab-size "
+                             f"is {tokens.vocab_size}")
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"--tokenizer {config.tokenizer} has no token that ends a text (eos_token)")
+        if config.gsm8k_format == "chat" and not self._tokenizer.chat_template:
+            raise ValueError(f"--tokenizer {config.tokenizer} has no chat template; give --gsm8k-format plain")
+        self.end_token_id: int = self._tokenizer.eos_token_id
+        padding = self._tokenizer.pad_token_id
+        self.pad_token_id: int = self.end_token_id if padding is None else padding
+        self.prompt(0)  # a template that refuses it does so now
+
+    def prompt(self, index: int) -> Prompt:
+        """The problem at a place; every pass over the files has an order of its own."""
+        number = self._row(index)
+        problem = self.problems[number]
+        said = f"{problem.question.strip()} {self._config.gsm8k_instruction}".strip()
+        if self._config.gsm8k_format == "chat":
+            text = self._chat(said)
+            # The template has written all special tokens.
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            text = f"Question: {said}\nAnswer:"
+            ids = self._tokenizer(text)["input_ids"]
+            if ids[-1] == self.end_token_id:
+                ids = ids[:-1]
+        return Prompt(f"gsm8k/{self._split}/{number:06d}", text, tuple(ids), problem.answer,
+                      {"question": problem.question})
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _row(self, index: int) -> int:
+        """Number of the row at a place."""
+        epoch, place = divmod(index, len(self.problems))
+        if self._order[0] != epoch:
+            rng = np.random.default_rng([self._seed, list(FILES).index(self._split), epoch])
+            self._order = epoch, rng.permutation(len(self.problems))
+        return int(self._order[1][place])
+
+    def _chat(self, said: str) -> str:
+        """What a user says as the template writes it, up to where the model goes on."""
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, _ = render_jinja_template(
+                [[{"role": "user", "content": said}]], chat_template=self._tokenizer.get_chat_template(),
+                add_generation_prompt=True, strftime_now=DATE.strftime, enable_thinking=self._config.gsm8k_thinking,
+                **self._tokenizer.special_tokens_map)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"--tokenizer {self._config.tokenizer}: the chat template refuses a question: {error}; "
+                             "--gsm8k-format plain does without it") from error
+        if said not in rendered[0]:
+            raise ValueError(f"--tokenizer {self._config.tokenizer}: the chat template leaves out what the user says; "
+                             "give --gsm8k-format plain")
+        return str(rendered[0])
+
+
+class Gsm8kProvider:
+    """The `gsm8k` prompts; see the module's text."""
+
+    Config: ClassVar[type] = Config
+
+    def validate(self, config: Config, tokens: TokenSpec) -> None:
+        """Raise ValueError, naming flags and values, for what cannot work. Reads both splits."""
+        for split in FILES:
+            self.open(config, tokens, split, 0)
+
+    def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> Gsm8k:
+        """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
+        return Gsm8k(config, tokens, split, seed)
+
+
+def read_problems(folder: str, split: str) -> list[Problem]:
+    """All rows of a split, in the order of file names.
+
+    Args:
+        folder: `--data-path`.
+        split: `train` or `valid`.
+
+    Raises:
+        ValueError: there is no such folder or file, or a row is not what it should be.
+    """
+    if not folder:
+        raise ValueError("--data-path: give the folder of the data set gsm8k")
+    if not Path(folder).is_dir():
+        raise ValueError(f"--data-path {folder}: there is no such folder")
+    files = sorted(path for path in Path(folder).glob(f"{FILES[split]}*") if path.suffix in SUFFIXES)
+    if not files:
+        raise ValueError(f"--data-path {folder}: has no {FILES[split]}*.jsonl and no {FILES[split]}*.parquet")
+    if len({path.suffix for path in files}) > 1:
+        raise ValueError(f"--data-path {folder}: has {' and '.join(path.name for path in files)}: the same problems "
+                         "twice? Leave one kind of file there")
+    problems = [_checked(path, number, row) for path in files for number, row in enumerate(_rows(path), 1)]
+    if not problems:
+        raise ValueError(f"{files[0]}: has no row")
+    return problems
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}: line {number} is no JSON: {error}") from error
+
+
+def _parquet_rows(path: Path) -> list[Any]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: Parquet needs the package pyarrow (pip install pyarrow); .jsonl needs "
+                         "none") from error
+    try:
+        rows: list[Any] = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own are one or the other
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    return rows
+
+
+def _checked(path: Path, number: int, row: Any) -> Problem:
+    fields = [row.get(name) if isinstance(row, dict) else None for name in ("question", "answer")]
+    if not all(isinstance(value, str) and value.strip() for value in fields):
+        raise ValueError(f"{path}: row {number} has no question and answer as text: {str(row)[:100]}")
+    if number_of(fields[1]) is None:
+        raise ValueError(f"{path}: the answer of row {number} has no number: {fields[1][-100:]!r}")
+    return Problem(*fields)
+
+
+provider = Gsm8kProvider()

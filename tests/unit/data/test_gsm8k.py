@@ -1,0 +1,130 @@
+"""Prompts of GSM8K's files: order, template, held-out split, what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from data.gsm8k import Config, provider, read_problems
+from mimo.protocols import TokenSpec
+from mimo.registry import prompt_provider
+from mimo.rl.rewards.gsm8k import reward
+from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
+
+TOKENS = TokenSpec(400, image_token_id=-1, image_size=0, num_channels=0)
+CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+          "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
+
+
+def rows(count: int, first: int) -> list[dict[str, str]]:
+    return [{"question": f"what is {number} and 1?", "answer": f"it is {number}+1.\n#### {number + 1}"}
+            for number in range(first, first + count)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder of seven problems to train on and three that are held out, and a tokenizer."""
+    for name, found in (("train-0", rows(4, 0)), ("train-1", rows(3, 4)), ("test", rows(3, 100))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found) + "\n")
+    write_tokenizer(tmp_path / "tokenizer", special=CHATML_TOKENS, chat_template=CHATML)
+    return tmp_path
+
+
+def opened(files, split: str = "train", seed: int = 3, **settings):
+    config = Config(data_path=str(files), tokenizer=str(files / "tokenizer"), **settings)
+    return provider.open(config, TOKENS, split, seed)
+
+
+def test_every_pass_has_each_problem_once_in_an_order_of_its_seed(files):
+    assert prompt_provider("gsm8k") is provider
+    one, same, other = (opened(files, seed=seed) for seed in (3, 3, 4))
+    keys = [one.prompt(index).key for index in range(21)]
+    assert [same.prompt(index).key for index in reversed(range(21))] == keys[::-1]
+    assert [other.prompt(index).key for index in range(21)] != keys
+    for start in (0, 7, 14):
+        assert sorted(keys[start:start + 7]) == [f"gsm8k/train/{number:06d}" for number in range(7)]
+    assert len({*map(tuple, (keys[:7], keys[7:14], keys[14:]))}) > 1
+
+
+def test_held_out_problems_are_those_of_the_test_file(files):
+    held_out = opened(files, "valid")
+    assert {held_out.prompt(index).metadata["question"] for index in range(9)} == {
+        row["question"] for row in rows(3, 100)}
+
+
+@pytest.mark.parametrize("form", ["chat", "plain"])
+def test_the_ground_truth_is_what_the_reward_reads(files, form):
+    prompts = opened(files, gsm8k_format=form)
+    for index in range(7):
+        prompt = prompts.prompt(index)
+        right = int(prompt.key.rpartition("/")[2]) + 1
+        assert reward(prompt.text, f"so\n#### {right}", prompt.ground_truth, prompt.metadata) == 1.0
+        assert reward(prompt.text, f"so\n#### {right + 1}", prompt.ground_truth, prompt.metadata) == 0.0
+
+
+def test_a_chat_ends_where_the_model_goes_on(files):
+    prompt = opened(files, gsm8k_instruction="now").prompt(0)
+    question = prompt.metadata["question"]
+    assert prompt.text == f"<|im_start|>user\n{question} now<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.token_ids[0] == 3 and prompt.token_ids.count(3) == 2, "special tokens, none added to the template's"
+    without = opened(files, gsm8k_instruction="now", gsm8k_thinking=False).prompt(0)
+    assert without.text == f"{prompt.text}<think>\n\n</think>\n\n"
+
+
+def test_plain_text_has_no_template(files):
+    prompts = opened(files, gsm8k_format="plain", gsm8k_instruction="")
+    prompt = prompts.prompt(0)
+    assert prompt.text == f"Question: {prompt.metadata['question']}\nAnswer:"
+    assert prompts.decode((*prompt.token_ids, prompts.end_token_id)) == prompt.text
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), [
+    ("test.jsonl", None, "has no test*.jsonl and no test*.parquet"),
+    ("test.jsonl", "\n", "test.jsonl: has no row"),
+    ("test.jsonl", "{\n", "test.jsonl: line 1 is no JSON"),
+    ("test.jsonl", '{"question": "q"}\n', "row 1 has no question and answer"),
+    ("test.jsonl", '["q", "a"]\n', "row 1 has no question and answer"),
+    ("test.jsonl", '{"question": "q", "answer": "none"}\n', "the answer of row 1 has no number: 'none'"),
+    ("train.parquet", "", "train-0.jsonl and train-1.jsonl and train.parquet: the same problems twice?"),
+])
+def test_what_is_wrong_with_a_file_is_named(files, name, text, expected):
+    if text is None:
+        (files / name).unlink()
+    else:
+        (files / name).write_text(text)
+    with pytest.raises(ValueError) as found:
+        provider.validate(Config(data_path=str(files), tokenizer=str(files / "tokenizer")), TOKENS)
+    assert expected in str(found.value)
+
+
+def test_flags_that_cannot_work_are_named(files, tmp_path):
+    tokenizer = str(files / "tokenizer")
+    for config, tokens, expected in (
+        (Config(tokenizer=tokenizer), TOKENS, "--data-path: give the folder"),
+        (Config(data_path="nowhere", tokenizer=tokenizer), TOKENS, "--data-path nowhere: there is no such folder"),
+        (Config(data_path=str(files)), TOKENS, "--tokenizer: give the folder"),
+        (Config(data_path=str(files), tokenizer=tokenizer), TokenSpec(9, -1, 0, 0), "the model's --vocab-size is 9"),
+        (Config(data_path=str(files), tokenizer=str(write_tokenizer(tmp_path / "bare"))), TOKENS,
+         "has no chat template; give --gsm8k-format plain"),
+    ):
+        with pytest.raises(ValueError) as found:
+            provider.validate(config, tokens)
+        assert expected in str(found.value)
+
+
+def test_parquet_is_read_where_its_package_is(files, monkeypatch):
+    for path in files.glob("*.jsonl"):
+        path.rename(path.with_suffix(".parquet"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"test.parquet: Parquet needs the package pyarrow"):
+        read_problems(str(files), "valid")
+    package = ModuleType("pyarrow")
+    package.parquet = SimpleNamespace(read_table=lambda path: SimpleNamespace(
+        to_pylist=lambda: [json.loads(line) for line in path.read_text().splitlines() if line]))
+    monkeypatch.setitem(sys.modules, "pyarrow", package)
+    assert [problem.question for problem in read_problems(str(files), "valid")] == [
+        row["question"] for row in rows(3, 100)]
