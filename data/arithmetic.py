@@ -37,6 +37,9 @@ class Config:
     """Largest number that is added."""
     arithmetic_valid_fraction: float = 0.1
     """Share of the sums that is held out."""
+    arithmetic_slip_fraction: float = 0.0
+    """Share of the answers to learn from (train_hetero.py) that are one too many; held-out ones are right. Completions
+    are scored by right answers."""
     tokenizer: str = ""
     """Folder of a Hugging Face tokenizer; left out: one token a character, 100 in all (data/character_tokenizer.py)."""
 
@@ -98,9 +101,17 @@ class Arithmetic:
     def sample(self, index: int) -> Sample:
         """The sum at a place with its answer and the end token, which are the targets."""
         prompt = self.prompt(index)
-        answer = [*self._tokenizer(prompt.ground_truth, add_special_tokens=False)["input_ids"], self.end_token_id]
+        answer = [*self._tokenizer(self._written(index, prompt), add_special_tokens=False)["input_ids"],
+                  self.end_token_id]
         return Sample(prompt.key, np.array([*prompt.token_ids, *answer], np.int64),
                       np.arange(len(prompt.token_ids) + len(answer)) >= len(prompt.token_ids))
+
+    def _written(self, index: int, prompt: Prompt) -> str:
+        """The answer at a place to learn from, which may be wrong."""
+        rng = np.random.default_rng([self._seed, len(SPLITS), index])
+        if self._split == "valid" or rng.random() >= self._config.arithmetic_slip_fraction:
+            return prompt.ground_truth
+        return f"#### {sum(prompt.metadata['numbers']) + 1}"
 
 
 class ArithmeticProvider:
@@ -138,6 +149,8 @@ def _check(config: Config) -> None:
     if not 0.01 <= config.arithmetic_valid_fraction <= 0.9:
         raise ValueError(f"--arithmetic-valid-fraction {config.arithmetic_valid_fraction}: must be between 0.01 and "
                          "0.9")
+    if not 0 <= config.arithmetic_slip_fraction <= 1:
+        raise ValueError(f"--arithmetic-slip-fraction {config.arithmetic_slip_fraction}: must be between 0 and 1")
     # Of larger numbers there are so many that a hundredth of them is never none.
     numbers = range(min(config.arithmetic_max, 99) + 1)
     if not any(is_held_out(config, first, second) for first in numbers for second in numbers):

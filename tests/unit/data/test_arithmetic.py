@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 from data import arithmetic, character_tokenizer
@@ -78,6 +80,7 @@ class Ending:
 @pytest.mark.parametrize(("fields", "tokens", "expected"), [
     ({"arithmetic_max": 5}, TOKENS, "--arithmetic-max 5 is below 9"),
     ({"arithmetic_valid_fraction": 0.0}, TOKENS, "--arithmetic-valid-fraction 0.0: must be between"),
+    ({"arithmetic_slip_fraction": 1.1}, TOKENS, "--arithmetic-slip-fraction 1.1: must be between 0 and 1"),
     ({"tokenizer": "nowhere"}, TOKENS, "--tokenizer nowhere: there is no such folder"),
     ({}, TokenSpec(98, image_token_id=-1, image_size=0, num_channels=0),
      "the tokenizer of characters has token ids up to 99, the model's --vocab-size is 98"),
@@ -103,6 +106,21 @@ def test_samples_to_learn_from_are_the_prompts_with_their_answers(split):
         assert answer[-1] == prompts.end_token_id and prompts.decode(answer) == prompt.ground_truth
         assert provider.decode(config, [*answer, *answer]) == prompt.ground_truth, "up to the end token"
         assert reward(prompt.text, provider.decode(config, answer), prompt.ground_truth, {}) == 1.0
+
+
+def test_some_answers_to_learn_from_are_one_too_many():
+    config, clean = Config(arithmetic_slip_fraction=0.6), Config()
+    for split, expected in (("train", 0.6), ("valid", 0.0)):
+        given, right = (provider.stream(each, TOKENS, Lane("language", 0, 1, 3, split)) for each in (config, clean))
+        slips = 0
+        for sample, other in zip(islice(given, 300), islice(right, 300), strict=True):
+            texts = [provider.decode(config, each.tokens[each.target_mask].tolist()) for each in (sample, other)]
+            written, answer = (int(text.removeprefix("#### ")) for text in texts)
+            assert sample.key == other.key and written - answer in (0, 1)
+            slips += written - answer
+        assert slips / 300 == pytest.approx(expected, abs=0.1), split
+    prompts = [provider.open(each, TOKENS, "train", 3).prompt(5) for each in (config, clean)]
+    assert prompts[0] == prompts[1], "what completions are scored by is right"
 
 
 def test_both_programs_know_it_by_one_name():

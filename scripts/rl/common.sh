@@ -1,0 +1,43 @@
+# shellcheck shell=bash
+# What the recipes on the CPU share. A script sources this file, calls prepare and then supervised and reinforce, whose
+# last line is the reward on held-out prompts.
+#
+# PYTHON names a Python with the extra rl-cpu; without it the script sets up .venv. RUNS is where everything is written.
+
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+
+# Set up the environment where none is given, and go to the top of the checkout.
+prepare() {
+    if [[ -z "${PYTHON:-}" ]]; then
+        setup_venv rl-cpu
+        PYTHON="$VENV/bin/python"
+    fi
+    cd "$ROOT"
+    # One thread a process: they share the cores. Dynamo would compile the few fused functions of the wheel.
+    export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
+}
+
+# Processes, then a program with its flags.
+launch() {
+    local processes="$1"
+    shift
+    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" "$@"
+}
+
+# Processes, folder, then flags of train_hetero.py: train what reinforcement learning starts from, once.
+supervised() {
+    local processes="$1" runs="$2"
+    shift 2
+    if [[ -e "$runs/checkpoints/latest_checkpointed_iteration.txt" ]]; then
+        say "$runs/checkpoints is there: reinforcement learning starts from it"
+        return 0
+    fi
+    launch "$processes" train_hetero.py "$@" --save "$runs/checkpoints" --run-dir "$runs/supervised"
+}
+
+# Processes, folder, then flags of train_rl.py: go on from there.
+reinforce() {
+    local processes="$1" runs="$2"
+    shift 2
+    launch "$processes" train_rl.py --load "$runs/checkpoints" --finetune --run-dir "$runs/grpo" "$@"
+}
