@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +16,9 @@ from mimo.observe.flops import FlopsCounter
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
 from tests.support import equality, packing
+
+if TYPE_CHECKING:
+    from mimo.training.workload import Workload
 
 
 @dataclass
@@ -64,6 +67,19 @@ def count(rank: int, flags: tuple[str, ...], packed: bool = False) -> Counted:
         _by_module(counter, list(layout.grids)), seen.hardware_flops({LANGUAGE: work.padded, **work.images}),
         meter.figures(work, 1.0)["flops"], [length for text in texts for row in text.lengths for length in row],
         [tokens for text in texts for images in text.image_lengths.values() for tokens in images])
+
+
+def work_of(rank: int, flags: tuple[str, ...], world_size: int) -> Workload:
+    """What a step of a layout says of the global batch."""
+    from mimo.training.step import train_step
+
+    config = parse(list(flags))
+    parts = equality.make_trainer(config, validate(config, world_size))
+    try:
+        return train_step(parts, _loaded(parts, rank)).work
+    finally:
+        parts.watchdog.close()
+        parts.grids.destroy()
 
 
 def _by_module(counter: FlopCounterMode, names: Sequence[str]) -> dict[str, float]:
