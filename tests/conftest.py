@@ -17,7 +17,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_equality.py": ("the_batch_is_mixed", "dense-encoder-dp1-llm-dp2", "dense-encoder-tp2", "moe-llm-ep2",
                          "moe-encoder-pp2-llm-pp2", "dense-colocated-encoder-dp2"),
     "test_flops.py": ("as_much[llava]", "as_much[qwen3-moe]", "as_much[nemotron]", "as_much[deepseek]", "router",
-                      "process[3"),
+                      "process[2"),
     "test_hf_families.py": ("llama", "tied"),
     "test_language_model.py": ("",),
     "test_mtp.py": ("pytorch[two-depths-pp2]", "pytorch[packed-tp2]", "label_of", "reports", "unread"),

@@ -66,7 +66,7 @@ def test_a_frozen_router_computes_the_gradient_of_its_weights_all_the_same(pool:
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [
-    (3, "--llm-dp 2"), (4, "--encoder-dp 2 --llm-tp 2"), (4, "--encoder-tp 2 --llm-pp 2"),
+    (3, "--llm-dp 2"), (3, "--llm-tp 2"), (4, "--encoder-tp 2 --llm-pp 2"),
     (2, "--layout colocated --encoder-dp 2 --llm-dp 2"),
 ])
 def test_every_layout_has_the_work_of_one_process(pool: WorkerPool, ranks: int, layout: str) -> None:
