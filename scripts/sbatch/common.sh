@@ -17,6 +17,9 @@ SHUTDOWN_TIMEOUT_S=570
 PREFLIGHT_TIMEOUT_S=300
 # A run that is requeued more often than this has another problem.
 MAX_REQUEUES=200
+# Folders and files that every node copies to STAGE_TO, on its own disk; a script that copies nothing sets neither.
+[[ -v STAGE_FROM ]] || STAGE_FROM=()
+[[ -v STAGE_TO ]] || STAGE_TO=
 # The file that preflight.py --dry-run wants the command in; a job has none.
 PRINT_COMMAND="${PRINT_COMMAND:-}"
 # Slurm leaves it unset in the first attempt.
@@ -70,9 +73,32 @@ check_paths() {
     for name in "${SITE_PATHS[@]}"; do
         [[ "${!name}" == /* ]] || die "$name=${!name}: an absolute path"
         [[ "${!name}" != /path/to/* ]] || die "$name=${!name}: edit the paths at the top of the script"
-        [[ "$name" == RUN_DIR || -e "${!name}" ]] || die "$name=${!name}: there is no such file or folder"
+        [[ "$name" == RUN_DIR || -e "${!name}" ]] || is_staged "${!name}" ||
+            die "$name=${!name}: there is no such file or folder"
     done
     [[ -x "$PYTHON" ]] || die "PYTHON=$PYTHON: not a program"
+}
+
+# Whether a path is one that the nodes get from STAGE_FROM.
+is_staged() {
+    local source
+    for source in "${STAGE_FROM[@]}"; do
+        if [[ "$1/" == "$STAGE_TO/${source##*/}"/* ]]; then return 0; fi
+    done
+    return 1
+}
+
+# Copy STAGE_FROM to STAGE_TO on the nodes of a step, once per node; what is there already is not copied again. The
+# arguments are further options of srun.
+stage_files() {
+    local code=0
+    ((${#STAGE_FROM[@]})) || return 0
+    require_set STAGE_TO
+    [[ "$STAGE_TO" == /* && "$STAGE_TO" != /path/to/* ]] || die "STAGE_TO=$STAGE_TO: a folder on every node's own disk"
+    run_step "$@" "$PYTHON" "$ROOT/scripts/stage.py" "${STAGE_FROM[@]}" --to "$STAGE_TO" || code=$?
+    if ((code != 0)) && [[ -z "$stopped" ]]; then
+        die "staging to $STAGE_TO failed with exit code $code; nothing was started"
+    fi
 }
 
 # Variables for NCCL and the libraries around it, the same in every run.
@@ -133,6 +159,20 @@ requeue() {
     fi
 }
 
+# What follows a training step with exit code $1 and logs in $2: an error, another attempt or the end.
+conclude() {
+    # A stopped node gives 0. After an error srun stops the other nodes, which is no reason to go on.
+    if (($1 != 0)); then die "training ended with exit code $1; see $2"; fi
+    if [[ -e "$2/stopped" ]]; then stopped=SIGTERM; fi
+    if [[ -n "$stopped" ]]; then
+        requeue "$stopped"
+    elif (($(saved_iterations) < TRAIN_ITERS)); then
+        requeue "--exit-duration-in-mins"
+    else
+        say "finished: $TRAIN_ITERS iterations"
+    fi
+}
+
 # Run the trainer with these flags on all nodes, after a preflight; requeue the job where the run was stopped.
 launch_training() {
     local hosts port logs code=0 trainer
@@ -165,25 +205,21 @@ $LLM_NODES = $NUM_NODES: change #SBATCH --nodes"
     say "from iteration $(saved_iterations) of $TRAIN_ITERS"
     trap pass_stop_on TERM
 
+    stage_files --ntasks-per-node=1
     # For the preflight, which names the nodes that do not answer.
     export MASTER_ADDR="${hosts[0]}" MASTER_PORT="$port" JOB_HOSTS="${hosts[*]}"
-    run_step "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" --timeout-s "$PREFLIGHT_TIMEOUT_S" \
-        -- "$@" || code=$?
-    if ((code != 0)) && [[ -z "$stopped" ]]; then
-        die "preflight failed with exit code $code; nothing was started"
+    if [[ -z "$stopped" ]]; then
+        run_step "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" \
+            --timeout-s "$PREFLIGHT_TIMEOUT_S" -- "$@" || code=$?
+        if ((code != 0)) && [[ -z "$stopped" ]]; then
+            die "preflight failed with exit code $code; nothing was started"
+        fi
     fi
     if [[ -z "$stopped" ]]; then
         # One file a node; the marker says that a step was told to stop, by this script or by Slurm.
         run_step --output="$logs/%N.log" "$ROOT/scripts/sbatch/node.sh" "$logs/stopped" "${trainer[@]}" || code=$?
-        # A stopped node gives 0. After an error srun stops the other nodes, which is no reason to go on.
-        if ((code != 0)); then die "training ended with exit code $code; see $logs"; fi
-        if [[ -e "$logs/stopped" ]]; then stopped=SIGTERM; fi
-    fi
-    if [[ -n "$stopped" ]]; then
-        requeue "$stopped"
-    elif (($(saved_iterations) < TRAIN_ITERS)); then
-        requeue "--exit-duration-in-mins"
+        conclude "$code" "$logs"
     else
-        say "finished: $TRAIN_ITERS iterations"
+        requeue "$stopped"
     fi
 }

@@ -22,6 +22,9 @@ DATA_PATH=/path/to/data/blend.yaml
 TOKENIZER=/path/to/tokenizer
 NEMOTRON_CHECKPOINT=/path/to/megatron-checkpoint
 RUN_DIR=/path/to/runs/nemotron-54l-68n-gbs768-ep8
+# Copied to every node's own disk first, to STAGE_TO/NAME, where the paths above may then point; () copies nothing.
+STAGE_FROM=()
+STAGE_TO=/path/to/local-disk
 # What the cluster wants of srun besides, such as --container-image=... --container-mounts=...
 SRUN_FLAGS=()
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_arm_is_a_row_one_that_runs_out_of_memory_too() -> None:
-    # Attention of 4,096 tokens in one row needs gigabytes on the CPU; of 256 it needs a few MB.
-    done = sweep("--layout", "--llm-pp 2", "--tokens", "256", "--tokens", "4096", "--prompt-length", "16",
+    # Stages fill a microbatch up with padding, 12,000 tokens of 16,384 here, whose attention needs gigabytes on the CPU.
+    done = sweep("--layout", "--llm-pp 2", "--tokens", "256", "--tokens", "16384", "--prompt-length", "16",
                  "--completion-length", "96:0.6", "--repeats", "2", "--memory-limit-gib", "0.5", "--",
                  "--global-batch-size", "32")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -35,7 +35,7 @@ def test_every_arm_is_a_row_one_that_runs_out_of_memory_too() -> None:
     assert 0 < fits["padding_share"] < 0.5
     assert fits["padding_share"] == pytest.approx(1 - fits["budget_share"])
     assert fits["peak_gib"] > 0.1 and fits["reserved_gib"] is None
-    assert (full["max_tokens"], full["error"], full["update_s"]) == (4096, "out of memory", None)
+    assert (full["max_tokens"], full["error"], full["update_s"]) == (16384, "out of memory", None)
     assert full["peak_gib"] > 0.1
     rows = [line for line in done.stdout.splitlines() if line.startswith("| --llm-pp 2 |")]
-    assert len(rows) == 2 and rows[1].startswith("| --llm-pp 2 | 4096 | 2 | out of memory | ")
+    assert len(rows) == 2 and rows[1].startswith("| --llm-pp 2 | 16384 | 2 | out of memory | ")

@@ -181,6 +181,10 @@ if [[ "$*" == *preflight.py* ]]; then
     echo "$*" >"$STATE/preflight"
     exit "$(<"$STATE/preflight_code")"
 fi
+if [[ "$*" == *stage.py* ]]; then
+    printf '%s\n' "$SLURM_NODEID" "$@" >>"$STATE/staged$SLURM_NODEID"
+    exit "$(<"$STATE/stage_code")"
+fi
 echo "$PET_NODE_RANK $*" >>"$STATE/trainer"
 stopping=
 trap 'stopping=1' TERM
@@ -215,7 +219,7 @@ def cluster(tmp_path):
     for name, value in values.items():
         text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.M)
     (tmp_path / "job.sh").write_text(text)
-    for name, value in (("mode", "finish"), ("preflight_code", "0"), ("job_state", "RUNNING")):
+    for name, value in (("mode", "finish"), ("preflight_code", "0"), ("stage_code", "0"), ("job_state", "RUNNING")):
         (tmp_path / name).write_text(value)
     return tmp_path
 
@@ -304,7 +308,36 @@ def test_nothing_starts_after_a_preflight_that_failed(cluster):
     assert not (cluster / "trainer").exists() and not requeued(cluster)
 
 
+def stage_first(folder: Path) -> None:
+    """Have the job copy two sources, one of them with a space in its name, and read its data from the copy."""
+    text = (folder / "job.sh").read_text()
+    for name, value in (("STAGE_FROM", f'("{folder}/all data" "{folder}/bin")'), ("STAGE_TO", "/nowhere/disk"),
+                        ("DATA_PATH", '"/nowhere/disk/all data/blend.yaml"')):
+        text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.M)
+    (folder / "job.sh").write_text(text)
+
+
+def test_files_are_staged_on_every_node_before_the_preflight(cluster):
+    stage_first(cluster)
+    output = end(submit(cluster))
+    assert "finished: " in output, output
+    for node in "01":
+        assert (cluster / f"staged{node}").read_text().splitlines() == [
+            node, f"{ROOT}/scripts/stage.py", f"{cluster}/all data", f"{cluster}/bin", "--to", "/nowhere/disk"]
+    assert "--data-path /nowhere/disk/all data/blend.yaml" in (cluster / "preflight").read_text()
+
+
+def test_nothing_starts_where_staging_failed(cluster):
+    stage_first(cluster)
+    (cluster / "stage_code").write_text("1")
+    job = submit(cluster)
+    output = end(job)
+    assert job.returncode == 2 and "staging to /nowhere/disk failed with exit code 1; nothing was started" in output
+    assert not (cluster / "preflight").exists() and not requeued(cluster)
+
+
 @pytest.mark.parametrize(("name", "value", "expected"), [
+    ("STAGE_FROM", "(/data)", "STAGE_TO=/path/to/local-disk: a folder on every node's own disk"),
     ("DATA_PATH", "/nowhere/blend.yaml", "DATA_PATH=/nowhere/blend.yaml: there is no such file or folder"),
     ("TOKENIZER", "/path/to/tokenizer", "TOKENIZER=/path/to/tokenizer: edit the paths at the top"),
     ("RUN_DIR", "runs/here", "RUN_DIR=runs/here: an absolute path"),
