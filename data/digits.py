@@ -44,6 +44,8 @@ class Config:
     digits_text_only_fraction: float = 0.3
     """Share of train samples without an image (the number is in words), which teach the language model to copy in
     order; at 1, validation is text too."""
+    digits_words_fraction: float = 0.0
+    """Share of train samples whose answer is in words, "four two", not in digits."""
     digits_augment: bool = True
     """Shift train scans by up to one scan pixel and vary their intensity by up to 10 percent."""
     digits_valid_fraction: float = 0.15
@@ -94,6 +96,8 @@ def check(config: Config, tokens: TokenSpec, split: str) -> None:
         raise ValueError(f"--digits-min {config.digits_min} --digits-max {config.digits_max}: need 1 <= min <= max")
     if not 0 <= config.digits_text_only_fraction <= 1:
         raise ValueError(f"--digits-text-only-fraction {config.digits_text_only_fraction}: must be between 0 and 1")
+    if not 0 <= config.digits_words_fraction <= 1:
+        raise ValueError(f"--digits-words-fraction {config.digits_words_fraction}: must be between 0 and 1")
     if not 0 <= config.digits_valid_fraction <= 0.9:
         raise ValueError(f"--digits-valid-fraction {config.digits_valid_fraction}: must be between 0 and 0.9")
     if split == "valid" and len(split_scans(config.digits_valid_fraction)[1]) == 0:
@@ -213,6 +217,15 @@ def question(config: Config, tokens: TokenSpec, number: Sequence[int], text_only
     return [BOS, *shown, *(WORDS[word] for word in PROMPT)]
 
 
+def answer_words(config: Config, lane: Lane, index: int, number: Sequence[int]) -> list[int]:
+    """Token ids of a number: its digits, or for some train samples their names."""
+    if config.digits_words_fraction and lane.split == "train":
+        # Of its own, so that the flag does not change which numbers are shown.
+        if np.random.default_rng([lane.seed, index, 0]).random() < config.digits_words_fraction:
+            return [WORDS[NAMES[digit]] for digit in number]
+    return [FIRST_DIGIT + digit for digit in number]
+
+
 def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
     """The sample at a global index: for train a pure function of (seed, index), for valid of the index alone."""
     rng = np.random.default_rng([lane.seed, index])
@@ -221,7 +234,7 @@ def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> S
     scans, text_only = choose_scans(config, lane.split, index, rng)
     number = [int(load_scans()[1][scan]) for scan in scans]
     prompt = question(config, tokens, number, text_only)
-    answer = [*(FIRST_DIGIT + digit for digit in number), EOS]
+    answer = [*answer_words(config, lane, index, number), EOS]
     num_images = 0 if text_only else 1 if config.digits_strip else len(number)
     sample = Sample(
         key=f"digits/{lane.split}/{index:06d}",

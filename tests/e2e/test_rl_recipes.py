@@ -43,3 +43,12 @@ def test_arithmetic(tmp_path: Path) -> None:
     assert 0.1 < evaluations[0] < 0.5 and evaluations[-1] > 0.9, evaluations
     assert output.strip().splitlines()[-1] == f"reward: {evaluations[-1]:.4f}"
     assert len(steps) == steps[-1]["iteration"] and max(step["gen-kl"] for step in steps) < 1e-5
+
+
+def test_digits(tmp_path: Path) -> None:
+    output, found = run_recipe("digits_cpu.sh", tmp_path)
+    evaluations = [record["reward validation"] for record in found if "reward validation" in record]
+    steps = [record for record in found if "gen-kl" in record]
+    assert 0.1 < evaluations[0] < 0.5 and evaluations[-1] > 0.9, evaluations
+    assert output.strip().splitlines()[-1] == f"reward: {evaluations[-1]:.4f}"
+    assert len(steps) == steps[-1]["iteration"] and max(step["gen-kl"] for step in steps) < 1e-5
