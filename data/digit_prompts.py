@@ -40,6 +40,9 @@ class DigitPrompts:
             ValueError: naming flags and values, for what cannot work.
         """
         digits.check(config, tokens, split)
+        if config.digits_words_fraction:
+            raise ValueError(f"--digits-words-fraction {config.digits_words_fraction} is for train_hetero.py: prompts "
+                             "have no answers; leave it out")
         self._config, self._tokens, self._split, self._seed = config, tokens, split, seed
         channels = tokens.num_channels
         self.normalisation = Normalisation((digits.PIXEL_MEAN,) * channels, (digits.PIXEL_STD,) * channels)

@@ -67,6 +67,7 @@ def test_held_out_prompts_show_held_out_scans_as_supervised_evaluation_does():
 @pytest.mark.parametrize(("flags", "tokens", "expected"), [
     ({"digits_min": 3, "digits_max": 2}, TOKENS, "--digits-min 3 --digits-max 2"),
     ({"digits_valid_fraction": 0.0}, TOKENS, "--digits-valid-fraction 0.0: no scan is held out"),
+    ({"digits_words_fraction": 0.5}, TOKENS, "--digits-words-fraction 0.5 is for train_hetero.py"),
     ({}, TokenSpec(64, -1, 0, 3), "--digits-text-only-fraction 0.3: the model takes no images"),
 ])
 def test_what_cannot_work_is_refused_by_flag(flags, tokens, expected):
