@@ -11,10 +11,12 @@ from typing import Any
 
 import psutil
 
+from mimo.refit import host
 from mimo.refit.engine import EngineOptions, Rollout, Sampling
 from mimo.refit.meeting import RefitError
 from mimo.refit.options import RefitOptions
 from tests.support import refit
+from tests.support.refit_faults import EchoEngine
 
 DRAWN = Sampling(max_tokens=8, temperature=1.0, n=2, ignore_eos=True)
 
@@ -26,6 +28,27 @@ def draw(client: Any, prompts: dict[str, list[int]]) -> list[list[Rollout]]:
     return answers
 
 
+class NotingEngine(EchoEngine):
+    """In place of `RolloutEngine`; says what its process is given."""
+
+    def variable(self, name: str) -> str | None:
+        """Of the environment."""
+        return os.environ.get(name)
+
+
+def use_noting_engine() -> None:
+    """In an engine's process, before the engine is made."""
+    from mimo.rl.engine import leave_launcher
+
+    leave_launcher()
+    host.RolloutEngine = NotingEngine  # type: ignore[assignment,misc]
+
+
+def sleep_long() -> None:
+    """In an engine's process, before the engine is made, which then never is."""
+    time.sleep(1e4)
+
+
 @dataclass
 class UnderRay:
     """What a trainer saw of its engine under Ray.
@@ -33,7 +56,6 @@ class UnderRay:
     Attributes:
         steps: as `tests.support.refit.sync`.
         drawn: completions after the last one.
-        variables: of its process's environment, as asked for.
         error: of a call after its process was killed.
         seconds: that this call took.
         signal_is_kept: whether SIGTERM still has the handler of before.
@@ -42,7 +64,6 @@ class UnderRay:
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     drawn: list[list[Rollout]] = field(default_factory=list)
-    variables: dict[str, str | None] = field(default_factory=dict)
     error: str = ""
     seconds: float = 0.0
     signal_is_kept: bool = False
@@ -56,9 +77,8 @@ def sync_under_ray(rank: int, name: str, folder: str, engine: EngineOptions, opt
     from mimo.rl.engine import leave_launcher
     from mimo.rl.placement import forwarded
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "1", "NCCL_DEBUG": "WARN"}
     before = signal.getsignal(signal.SIGTERM)
-    started = RayEngines([engine], RayCluster(""), "CPU", 200, 60, forwarded(os.environ), leave_launcher, "127.0.0.1")
+    started = RayEngines([engine], RayCluster(""), "CPU", 900, 300, forwarded(os.environ), leave_launcher, "127.0.0.1")
     found = UnderRay()
     try:
         found.signal_is_kept = signal.getsignal(signal.SIGTERM) == before
@@ -66,8 +86,6 @@ def sync_under_ray(rank: int, name: str, folder: str, engine: EngineOptions, opt
         process = psutil.Process(int(re.findall(r"process (\d+)", client.name)[0]))
         found.steps = refit.sync(rank, name, folder, (), 1, client, options, prompts, steps)
         found.drawn = draw(client, prompts)
-        # What the process has removed itself is still shown; a new engine's own children see what it has.
-        found.variables = {each: process.environ().get(each) for each in ("NCCL_DEBUG", "VLLM_CPU_CI_ENV")}
         process.kill()
         began = time.monotonic()
         try:

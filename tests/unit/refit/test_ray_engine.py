@@ -1,0 +1,114 @@
+"""Engines as Ray actors, with a real Ray that is told of two GPUs, and engines that only take calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from mimo.refit.meeting import RefitError
+from mimo.refit.ray_engine import RayCluster, RayEngines
+from tests.support.refit_faults import engine_options, fail_to_start
+from tests.support.refit_replicas import sleep_long, use_noting_engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Ray with the GPUs 4 and 5, started by a process of a launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "3")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        RayCluster("", ("4", "5")).connect(4)
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    yield
+    ray.shutdown()
+
+
+@contextmanager
+def engines(folder: Path, count: int, start_timeout_s: float = 600, call_timeout_s: float = 300,
+            setup: Callable[[], None] = use_noting_engine, **environment: str) -> Iterator[list[Any]]:
+    """Clients of so many engines of one GPU each."""
+    options = [dataclasses.replace(engine_options(), model=str(folder)) for _ in range(count)]
+    started = RayEngines(options, RayCluster(""), "GPU", start_timeout_s, call_timeout_s, environment, setup, "here")
+    try:
+        client: Any = started.client
+        yield list(client.replicas) if count > 1 else [client]
+    finally:
+        started.close()
+    wait_for(lambda: ray.available_resources().get("GPU") == 2)
+
+
+def wait_for(is_done: Callable[[], bool]) -> None:
+    """Up to a minute."""
+    deadline = time.monotonic() + 60
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert is_done()
+
+
+def process_of(client: Any) -> psutil.Process:
+    return psutil.Process(int(re.findall(r"process (\d+)", client.name)[0]))
+
+
+def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_path: Path) -> None:
+    with engines(tmp_path, 2, HF_HOME="/hub") as clients:
+        assert sorted(each.call("variable", "CUDA_VISIBLE_DEVICES") for each in clients) == ["4", "5"]
+        assert [each.call("variable", "HF_HOME") for each in clients] == ["/hub"] * 2
+        assert [each.call("variable", "RANK") for each in clients] == [None, None]
+        with pytest.raises(RefitError, match="^the weights are of another model$"):
+            clients[0].update_weights({"name": "a", "error": RefitError("the weights are of another model")})
+        with pytest.raises(RefitError, match=r"Traceback(.|\n)*ZeroDivisionError: by nothing"):
+            clients[0].update_weights({"name": "a", "error": ZeroDivisionError("by nothing")})
+        killed, stopped = process_of(clients[0]), process_of(clients[1])
+        killed.kill()
+        began = time.monotonic()
+        with pytest.raises(RefitError, match=rf"the engine in process {killed.pid} on .* \(a Ray actor\) has ended: "
+                                             "prompt_logprobs got no answer"):
+            clients[0].prompt_logprobs([])
+        assert time.monotonic() - began < 60, "long before the limit of a call"
+        os.kill(stopped.pid, signal.SIGSTOP)
+        impatient = dataclasses.replace(clients[1], timeout_s=0.5)
+        with pytest.raises(RefitError, match=rf"process {stopped.pid} .* did not answer prompt_logprobs within 0\.5 s"):
+            impatient.prompt_logprobs([])
+    wait_for(lambda: not psutil.pid_exists(stopped.pid) or stopped.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_more_gpus_than_there_are_is_said_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(RefitError, match="no place for the engine within 2 s: its 3 replicas ask Ray for 3 GPUs, 1 of "
+                                         "them on one node; the cluster has 2, .* of them free, on 1 nodes"):
+        with engines(tmp_path, 3, start_timeout_s=2):
+            pass
+    groups = ray.util.placement_group_table().values()
+    assert {group["state"] for group in groups} <= {"REMOVED"}
+
+
+@pytest.mark.parametrize(("folder", "expected"), [
+    ("", r"replica 0: the engine did not start: process \d+ on .*: Traceback(.|\n)*OSError: there is no such model"),
+    ("nowhere", r"replica 0: the engine did not start: process \d+ on .* sees no folder .*nowhere: it has to be on a "
+                "file system of all nodes")])
+def test_an_engine_that_does_not_start_says_why_and_leaves_its_place(tmp_path: Path, folder: str,
+                                                                     expected: str) -> None:
+    with pytest.raises(RefitError, match=expected):
+        with engines(tmp_path / folder, 1, setup=fail_to_start):
+            pass
+    wait_for(lambda: ray.available_resources().get("GPU") == 2)
+
+
+def test_an_engine_that_takes_too_long_to_start_is_ended_in_time(tmp_path: Path) -> None:
+    with pytest.raises(RefitError, match="replica 0: the engine, a Ray actor, did not start within 30 s"):
+        with engines(tmp_path, 1, start_timeout_s=30, setup=sleep_long):
+            pass
+    wait_for(lambda: ray.available_resources().get("GPU") == 2)
