@@ -1,0 +1,132 @@
+"""Where the time of a step went, on grids of several processes: parts that sum to it, and delays put in on purpose."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.spawn import WorkerPool
+
+FLAGS = ("--global-batch-size", "4")
+LAYOUTS = {
+    "disjoint-pp2": ("--llm-pp", "2"),
+    "disjoint-encoder-pp2": ("--encoder-pp", "2"),
+    "two-lanes": ("--llm-dp", "2"),
+    "colocated": ("--layout", "colocated", "--encoder-dp", "2", "--llm-dp", "1", "--llm-tp", "2",
+                  "--micro-batch-size", "2"),
+}
+RANKS = {"disjoint-pp2": 3, "disjoint-encoder-pp2": 3, "two-lanes": 3, "colocated": 2}
+DELAY_S = 0.4
+
+
+def train(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, delayed: str) -> list[Any]:
+    """`run_loop` with a delay in every microbatch's encoder forward, or in every step's data, of the encoder's rank."""
+    from mimo.training import loop
+    from tests.support.steps import run_loop
+
+    def delay_encoder(parts: Any) -> None:
+        if "vision" in parts.grids.modules:
+            parts.built.model.modality_submodules["vision"].register_forward_pre_hook(
+                lambda *_: time.sleep(DELAY_S / 4))
+
+    def delay_data(parts: Any) -> None:
+        if "vision" in parts.grids.modules:
+            next_step = loop.StepLoader.next_step
+
+            def wait_then_load(loader: Any) -> Any:
+                time.sleep(DELAY_S)
+                return next_step(loader)
+
+            patch.setattr(loop.StepLoader, "next_step", wait_then_load)
+
+    with pytest.MonkeyPatch.context() as patch:
+        change = {"encoder": delay_encoder, "data": delay_data, "": lambda parts: None}[delayed]
+        return [(record.to_dict(), record.lm_loss) for record in run_loop(rank, flags, world_size, run_dir, change)]
+
+
+def timed(pool: WorkerPool, run_dir: Path, layout: str, *flags: str, delayed: str = "") -> list[list[dict[str, float]]]:
+    """Figures of each rank and iteration; those of the timeline are the same on all ranks."""
+    ranks = RANKS[layout]
+    results = pool.run(train, (*FLAGS, *LAYOUTS[layout], *flags), ranks, str(run_dir), delayed, world_size=ranks,
+                       timeout_s=250)
+    return [[figures for figures, _ in result] for result in results]
+
+
+def parts(figures: dict[str, float], module: str, key: str = "-s") -> dict[str, float]:
+    begin, end = f"timeline/{module}/", key
+    return {name[len(begin):-len(end)]: value for name, value in figures.items()
+            if name.startswith(begin) and name.endswith(end) and not name.endswith("max-s")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_sum_to_the_step(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    by_rank = timed(pool, tmp_path, layout)
+    gantt = json.loads((tmp_path / "timeline" / "step-3.json").read_text())
+    for by_iteration in zip(*by_rank, strict=True):
+        for module in ("vision", "language"):
+            found = parts(by_iteration[0], module)
+            step = found.pop("step")
+            assert sum(found.values()) == pytest.approx(step, rel=1e-6)
+            # Each rank's own time of the iteration; between its clocks the machine may turn to another process.
+            own = [figures["iteration-time"] for figures, rank in zip(by_iteration, gantt["ranks"], strict=True)
+                   if module in rank["modules"]]
+            assert step == pytest.approx(statistics.mean(own), rel=0.03, abs=0.02)
+            assert found["forward"] > 0 and found["backward"] > 0 and found["optimizer"] > 0
+            assert found["other"] < step / 2
+    check_gantt(gantt, layout)
+
+
+def check_gantt(gantt: dict[str, Any], layout: str) -> None:
+    """Every rank's intervals follow each other on one clock, and every microbatch has its passes."""
+    assert [rank["rank"] for rank in gantt["ranks"]] == list(range(RANKS[layout]))
+    for rank in gantt["ranks"]:
+        intervals = rank["intervals"]
+        assert intervals[0]["begin_s"] >= 0
+        assert all(one["end_s"] == two["begin_s"] for one, two in zip(intervals, intervals[1:], strict=False))
+        for kind in ("forward", "backward"):
+            for module in rank["modules"]:
+                seen = {each["microbatch"] for each in intervals if each["kind"] == kind and each["module"] == module}
+                # A text-only microbatch has no backward pass through the encoder of a rank that holds more.
+                assert seen == set(range(len(seen))) or layout == "colocated", (module, kind, seen)
+                assert seen
+    lanes = 2 if layout == "two-lanes" else 1
+    assert {kind: len(tokens) for kind, tokens in gantt["tokens_per_lane"].items()} == {"image": lanes, "text": lanes}
+
+
+def test_a_slow_encoder_is_busy_and_keeps_the_language_model_waiting(pool: WorkerPool, tmp_path: Path) -> None:
+    figures = timed(pool, tmp_path, "disjoint-pp2", "--profile-steps", "2:2", "--profile-ranks", "0,1",
+                    delayed="encoder")[0][-1]
+    vision, language = parts(figures, "vision"), parts(figures, "language")
+    assert vision["forward"] > DELAY_S
+    assert language["forward"] + language["backward"] < vision["forward"]
+    # Its first stage waits for the bridge, for the first microbatch alone all of the delay; the second for the first.
+    assert figures["timeline/language/bridge-wait-max-s"] > DELAY_S / 4
+    assert figures["timeline/language/pipeline-wait-max-s"] > DELAY_S / 4
+    for rank, name in ((0, "vision stage 0 forward microbatch 3"), (1, "language stage 0 recv_forward microbatch 0")):
+        with gzip.open(tmp_path / "profile" / f"rank-{rank}.json.gz", "rt") as file:
+            assert name in {event.get("name") for event in json.load(file)["traceEvents"]}
+
+
+def test_slow_data_is_a_data_wait(pool: WorkerPool, tmp_path: Path) -> None:
+    figures = timed(pool, tmp_path, "disjoint-pp2", delayed="data")[0][-1]
+    vision, language = parts(figures, "vision"), parts(figures, "language")
+    assert vision["data-wait"] > DELAY_S
+    assert language["data-wait"] < DELAY_S
+    assert figures["timeline/language/idle-max-s"] > DELAY_S / 2, "it meets the encoder's rank before the first pass"
+
+
+def test_losses_are_the_same_without(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = (*FLAGS, *LAYOUTS["colocated"])
+    losses = {}
+    for switch in ("--timeline", "--no-timeline"):
+        result = pool.run(train, (*flags, switch), 2, str(tmp_path / switch), "", world_size=2)[0]
+        losses[switch] = [loss for _, loss in result]
+        assert any(name.startswith("timeline/") for name in result[-1][0]) == (switch == "--timeline")
+        assert (tmp_path / switch / "timeline").exists() == (switch == "--timeline")
+    assert losses["--timeline"] == losses["--no-timeline"]
