@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=gsm8k-grpo
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=04:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --dependency=singleton
+#SBATCH --signal=B:TERM@600
+#SBATCH --output=%x-%j.out
+#
+# GRPO on GSM8K over several nodes: the trainer on the first ones, by torchrun; the engine's replicas on the others, by
+# Ray, whose head is on the trainer's first node and gives none of that node's GPUs away.
+#
+#   sbatch --account=... --partition=... scripts/rl/gsm8k_ray_slurm.sh [flags of train_rl.py ...]
+#
+# From the top of the checkout, after editing the paths. Flags behind the script's name win over its own. The job goes
+# back into the queue as those of scripts/sbatch do (README.md there), and goes on from its last checkpoint.
+set -euo pipefail
+
+# ---- paths: edit these; all nodes have to see them under the same name -----------------------------------------------
+PYTHON=/path/to/checkout/.venv/bin/python
+MODEL=/path/to/models/Qwen3-30B-A3B
+DATA=/path/to/data/gsm8k/main
+RUN_DIR=/path/to/runs/gsm8k-grpo
+# The trainer's nodes copy these to their own disk first, to STAGE_TO/NAME, where MODEL and DATA may then point; ()
+# copies nothing. Engines read neither.
+STAGE_FROM=()
+STAGE_TO=/path/to/local-disk
+# What the cluster wants of srun besides, such as --container-image=... --container-mounts=...
+SRUN_FLAGS=()
+# ----------------------------------------------------------------------------------------------------------------------
+
+GPUS_PER_NODE=8
+TRAINER_NODES=2
+ENGINE_NODES=2
+RAY_PORT=6379
+RAY_TIMEOUT_S=300
+# Also in FLAGS, and what the job is requeued by.
+TRAIN_ITERS=200
+
+# shellcheck source=scripts/sbatch/common.sh
+source "${SLURM_SUBMIT_DIR:?submit this file with sbatch, from the top of the checkout}/scripts/sbatch/common.sh"
+SITE_PATHS=(PYTHON MODEL DATA RUN_DIR)
+require_set "${SITE_PATHS[@]}" GPUS_PER_NODE TRAINER_NODES ENGINE_NODES RAY_PORT TRAIN_ITERS
+check_paths
+[[ -x "$(dirname "$PYTHON")/ray" ]] || die "PYTHON=$PYTHON: has no ray beside it; install the extra rl-gpu"
+((SLURM_JOB_NUM_NODES == TRAINER_NODES + ENGINE_NODES)) ||
+    die "the job has $SLURM_JOB_NUM_NODES nodes, the script uses TRAINER_NODES $TRAINER_NODES + ENGINE_NODES \
+$ENGINE_NODES: change #SBATCH --nodes"
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+trainers=("${hosts[@]:0:TRAINER_NODES}")
+engines=("${hosts[@]:TRAINER_NODES}")
+logs="$RUN_DIR/logs/$SLURM_JOB_ID-attempt-$(printf %03d "$ATTEMPT")"
+mkdir -p "$logs" "$RUN_DIR/checkpoints"
+say "attempt $ATTEMPT of job $SLURM_JOB_ID: trainer on ${trainers[*]}, engine on ${engines[*]}; logs in $logs"
+say "from iteration $(saved_iterations) of $TRAIN_ITERS"
+set_communication
+export RAY_USAGE_STATS_ENABLED=0
+
+# Options of srun for a task on each of some nodes, beside other steps.
+on_nodes() {
+    local IFS=,
+    step_flags=(--overlap --nodes="$#" --ntasks="$#" --ntasks-per-node=1 --nodelist="$*")
+}
+
+# SIGTERM is for the trainer's step alone: without Ray its ranks could not finish their iteration.
+pass_stop_on() {
+    local step=
+    stopped=SIGTERM
+    say "$(date +%FT%T) SIGTERM: the run is told to save and end"
+    # For a step that is just being started and has not noted its number.
+    : >"$logs/stopped"
+    if [[ -f "$logs/step" ]]; then read -r step <"$logs/step"; fi
+    [[ -n "$step" ]] || return 0
+    scancel --signal=TERM "$SLURM_JOB_ID.$step" || say "scancel failed: the step was not told to save"
+}
+trap pass_stop_on TERM
+
+# The steps before the trainer; none of them where the job is told to end meanwhile.
+on_nodes "${trainers[@]}"
+stage_files "${step_flags[@]}"
+code=0
+described="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="${trainers[0]}" "${SRUN_FLAGS[@]}" "$PYTHON" \
+    "$ROOT/scripts/rl/hf_model.py" "$MODEL" --ranks $((TRAINER_NODES * GPUS_PER_NODE)) \
+    --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE)))" || code=$?
+((code == 0)) || [[ -n "$stopped" ]] || die "no layout for MODEL=$MODEL"
+mapfile -t layout <<<"$described"
+
+FLAGS=(
+    --config "$ROOT/scripts/configs/rl_gsm8k.toml"
+    "${layout[@]}"
+    --data-path "$DATA"
+    --train-iters "$TRAIN_ITERS"
+    --engine-placement ray
+    --ray-address "${trainers[0]}:$RAY_PORT"
+    --save "$RUN_DIR/checkpoints"
+    --load "$RUN_DIR/checkpoints"
+    # 220 of the 240 minutes of --time; the rest is for the start and the last save
+    --exit-duration-in-mins 220
+    --run-dir "$RUN_DIR"
+    --tensorboard-dir "$RUN_DIR/tensorboard"
+    --no-progress
+    "$@"
+)
+
+if [[ -z "$stopped" ]]; then
+    # GPUs, paths and NCCL of the trainer's nodes; of the flags those that train_hetero.py has, too.
+    export MASTER_ADDR="${trainers[0]}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) JOB_HOSTS="${trainers[*]}"
+    run_step "${step_flags[@]}" "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" \
+        --timeout-s "$PREFLIGHT_TIMEOUT_S" -- --dataset-provider mock --hf-config "$MODEL" --load-hf "$MODEL" \
+        "${layout[@]:0:2}" --save "$RUN_DIR/checkpoints" --save-interval 20 --keep-last 2 \
+        --train-iters "$TRAIN_ITERS" --run-dir "$RUN_DIR" || code=$?
+    ((code == 0)) || [[ -n "$stopped" ]] || die "preflight failed with exit code $code; nothing was started"
+fi
+if [[ -z "$stopped" ]]; then
+    # Ray's sockets have long names: a short folder, and one of this job's own. These steps end with the job.
+    ray=("$(dirname "$PYTHON")/ray" start --block)
+    on_nodes "${trainers[0]}"
+    srun "${step_flags[@]}" --cpu-bind=none --output="$logs/ray-%N.log" "${SRUN_FLAGS[@]}" "${ray[@]}" --head \
+        --port "$RAY_PORT" --num-cpus 0 --num-gpus 0 --include-dashboard false --temp-dir "/tmp/ray-$SLURM_JOB_ID" &
+    on_nodes "${engines[@]}"
+    srun "${step_flags[@]}" --cpu-bind=none --output="$logs/ray-%N.log" "${SRUN_FLAGS[@]}" "${ray[@]}" \
+        --address "${trainers[0]}:$RAY_PORT" --num-gpus "$GPUS_PER_NODE" &
+    on_nodes "${trainers[0]}"
+    run_step "${step_flags[@]}" "$PYTHON" "$ROOT/scripts/rl/wait_for_ray.py" "${trainers[0]}:$RAY_PORT" \
+        --gpus $((ENGINE_NODES * GPUS_PER_NODE)) --timeout-s "$RAY_TIMEOUT_S" || code=$?
+    ((code == 0)) || [[ -n "$stopped" ]] || die "Ray did not come up; see $logs/ray-*.log"
+fi
+if [[ -n "$stopped" ]]; then
+    requeue "$stopped"
+    exit 0
+fi
+on_nodes "${trainers[@]}"
+# The first task notes which step this is, so that it alone can be told to stop; unless it was while it started.
+# shellcheck disable=SC2016 # expanded on the node
+run_step "${step_flags[@]}" --output="$logs/%N.log" "$BASH" -c \
+    '[[ "$SLURM_NODEID" != 0 ]] || echo "$SLURM_STEP_ID" >"$1"; [[ ! -e "$3" ]] || exit 0; shift; exec "$@"' \
+    bash "$logs/step" "$ROOT/scripts/sbatch/node.sh" "$logs/stopped" "$PYTHON" -m torch.distributed.run --nnodes "$TRAINER_NODES" \
+    --nproc-per-node "$GPUS_PER_NODE" --master-addr "${trainers[0]}" --master-port "$MASTER_PORT" \
+    --shutdown-timeout "$SHUTDOWN_TIMEOUT_S" "$ROOT/train_rl.py" "${FLAGS[@]}" || code=$?
+conclude "$code" "$logs"

@@ -1,0 +1,65 @@
+"""Wait until a Ray cluster has its GPUs; run on one of its nodes.
+
+    python scripts/rl/wait_for_ray.py HOST:PORT --gpus 16 --timeout-s 300
+
+Exit code: 0 when they are there, 1 after the time, with how many there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+import time
+
+POLL_S = 1.0
+
+
+def answers(address: str, timeout_s: float) -> bool:
+    """Whether anybody listens at host:port. Ray itself would try for minutes, and say so on lines of its own."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def count_gpus(address: str) -> float:
+    """GPUs of the cluster's living nodes; 0 where this node is not one of them yet."""
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError):
+            return 0.0
+    return sum(float(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Wait; gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", metavar="HOST:PORT", help="of the cluster's head")
+    parser.add_argument("--gpus", type=float, required=True)
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    given = parser.parse_args(arguments)
+    if not given.address.rpartition(":")[2].isdecimal():
+        parser.error(f"{given.address} is not HOST:PORT")
+    until, found = time.monotonic() + given.timeout_s, 0.0
+    while True:
+        if answers(given.address, given.timeout_s):
+            found = count_gpus(given.address)
+        if found >= given.gpus:
+            print(f"Ray at {given.address}: {found:g} GPUs")
+            return 0
+        if time.monotonic() > until:
+            print(f"error: Ray at {given.address} has {found:g} of {given.gpus:g} GPUs after {given.timeout_s:g} s",
+                  file=sys.stderr)
+            return 1
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

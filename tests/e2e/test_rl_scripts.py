@@ -1,0 +1,254 @@
+"""scripts/rl/gsm8k_*: commands that the trainer takes, arguments that stay whole, a job's steps and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mimo.config.cli import parse_as
+from mimo.config.rl_run import RlRunConfig, validate_rl
+from scripts.bench.models import MODELS
+from scripts.rl import wait_for_ray
+from tests.support.launch import ROOT
+from tests.support.small_tokenizer import write_tokenizer
+
+BASH = shutil.which("bash") or "/bin/bash"
+RL = ROOT / "scripts" / "rl"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+INSTRUCTION = 'Think "twice"; $HOME, then ####'
+
+# The trainer is noted, not started; everything else of Python runs.
+PYTHON = f"""
+case "$*" in
+    *preflight.py*) echo "$*" >"$STATE/preflight"; exit "$(<"$STATE/preflight_code")" ;;
+    *wait_for_ray.py*) echo "$*" >"$STATE/waited"; exit "$(<"$STATE/ray_code")" ;;
+    -m\\ torch.distributed.run*) ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+printf '%s\\0' "$@" >"$STATE/command"
+echo "${{PET_NODE_RANK:-}}" >>"$STATE/ranks"
+[[ -e "$STATE/mode" ]] || exit 0
+stopping=
+trap 'stopping=1' TERM
+touch "$STATE/running$SLURM_NODEID"
+while [[ "$(<"$STATE/mode")" == train && -z "$stopping" ]]; do sleep 0.1; done
+if [[ -n "$stopping" ]]; then echo saved >"$STATE/saved$SLURM_NODEID"; exit 1; fi
+if [[ "$(<"$STATE/mode")" == crash ]]; then exit 1; fi
+echo -n 200 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt"
+"""
+SRUN = """
+echo "$*" >>"$STATE/srun"
+while [[ "$1" == --* ]]; do
+    case "$1" in --nodes=*) nodes="${1#*=}" ;; esac
+    shift
+done
+export SLURM_STEP_ID=7
+pids=()
+for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
+[[ "$*" != *torch.distributed.run* ]] || echo "${pids[@]}" >"$STATE/step"
+code=0
+for pid in "${pids[@]}"; do
+    while true; do
+        one=0
+        wait "$pid" || one=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    ((one <= code)) || code=$one
+done
+exit $code
+"""
+COMMANDS = {
+    "python": PYTHON,
+    "ray": 'echo "$*" >>"$STATE/ray"',
+    "srun": SRUN,
+    "scontrol": 'echo "$*" >>"$STATE/scontrol"; [[ "$1" != show ]] || printf "n%s\\n" 1 2 3 4',
+    "squeue": "echo RUNNING",
+    "scancel": 'echo "$*" >"$STATE/scancel"; read -r -a pids <"$STATE/step"; kill -TERM "${pids[@]}"',
+}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Commands in place of Python and Slurm's, a small mixture of experts and problems, in folders with spaces."""
+    (tmp_path / "bin").mkdir()
+    for name, body in COMMANDS.items():
+        (tmp_path / "bin" / name).write_text(f"#!{BASH}\nSTATE='{tmp_path}'\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    write_tokenizer(tmp_path / "my model", chat_template=TEMPLATE)
+    (tmp_path / "my model" / "config.json").write_text(json.dumps(MODELS["tiny"]))
+    (tmp_path / "my data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "my data" / f"{split}.jsonl").write_text('{"question": "2+3?", "answer": "#### 5"}\n')
+    for name in ("preflight_code", "ray_code"):
+        (tmp_path / name).write_text("0")
+    return tmp_path
+
+
+def flags_of(place: Path, monkeypatch) -> tuple[list[str], list[str]]:
+    """The launcher's words and the trainer's flags of the command that was noted."""
+    monkeypatch.chdir(ROOT)
+    words = (place / "command").read_text().split("\0")[:-1]
+    at = next(number for number, word in enumerate(words) if word.endswith("train_rl.py"))
+    return words[:at], words[at + 1:]
+
+
+def local(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    settings = {"PYTHON": str(place / "bin" / "python"), "RUNS": str(place / "my runs")}
+    return subprocess.run([BASH, str(RL / "gsm8k_qwen3.sh"), *arguments], cwd=place, text=True, check=False,
+                          capture_output=True, env=os.environ | settings, timeout=100)
+
+
+def test_one_node_trains_and_generates_on_the_same_gpus(place, monkeypatch):
+    done = local(place, "my model", "my data", "--lr", "2e-6", "--gsm8k-instruction", INSTRUCTION)
+    assert done.returncode == 0, done.stderr
+    launcher, flags = flags_of(place, monkeypatch)
+    assert launcher[-2:] == ["--nproc-per-node", "8"]
+    config = parse_as(RlRunConfig, flags, "")
+    layout = validate_rl(config, 8)
+    assert (layout.language.dp, layout.language.ep, config.rollout.engine_tp, config.rollout.engine_dp) == (8, 8, 4, 2)
+    assert config.rollout.engine_placement == "colocated" and config.model.model_provider == "causal_lm"
+    assert (config.optim.lr, config.dataset.gsm8k_instruction) == (2e-6, INSTRUCTION)
+    assert config.checkpoint.load_hf == config.dataset.tokenizer == str(place / "my model")
+    assert config.checkpoint.save == config.checkpoint.load == str(place / "my runs" / "checkpoints")
+    assert not config.dataset.gsm8k_thinking and config.rl.eval_prompts and config.train.eval_interval
+
+
+@pytest.mark.slow
+def test_one_node_reads_from_its_own_disk(place, monkeypatch):
+    done = local(place, "my model", "my data", "--stage", "my disk", "--nproc", "2", "--no-gsm8k-thinking")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"my disk: \d files copied", done.stdout), done.stdout
+    launcher, flags = flags_of(place, monkeypatch)
+    config = parse_as(RlRunConfig, flags, "")
+    validate_rl(config, 2)
+    assert config.checkpoint.load_hf == str(place / "my disk" / "my model")
+    assert config.dataset.data_path == str(place / "my disk" / "my data") and launcher[-1] == "2"
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ((), "usage: "), (("my model",), "usage: "), (("my model", "my data", "--nproc", "no"), "--nproc no: a whole"),
+    (("my data", "my data"), "has no config.json"), (("nowhere", "my data"), "nowhere: there is no such folder"),
+])
+def test_one_node_is_told_what_is_wrong(place, arguments, expected):
+    done = local(place, *arguments)
+    assert done.returncode == 2 and expected in done.stderr and not (place / "command").exists()
+
+
+def submit(place: Path, *arguments: str, values: dict[str, str] | None = None,
+           mode: str = "finish") -> subprocess.Popen[str]:
+    """Start the job of several nodes as Slurm does."""
+    text = (RL / "gsm8k_ray_slurm.sh").read_text()
+    paths = {"PYTHON": f"{place}/bin/python", "MODEL": f"{place}/my model", "DATA": f"{place}/my data",
+             "RUN_DIR": f"{place}/run"}
+    for name, value in (paths | (values or {})).items():
+        text = re.sub(rf"^{name}=.*$", f"{name}={value}" if value.startswith("(") else f'{name}="{value}"', text,
+                      flags=re.M)
+    (place / "job.sh").write_text(text)
+    (place / "mode").write_text(mode)
+    environment = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
+                   "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]"}
+    return subprocess.Popen([BASH, str(place / "job.sh"), *arguments], env=environment, text=True, cwd=ROOT,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def end(job: subprocess.Popen[str]) -> str:
+    return job.communicate(timeout=100)[0]
+
+
+def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monkeypatch):
+    job = submit(place, "--gsm8k-instruction", INSTRUCTION)
+    output = end(job)
+    assert job.returncode == 0 and "finished: 200 iterations" in output, output
+    started = (place / "ray").read_text().splitlines()
+    assert sum("--head --port 6379 --num-cpus 0 --num-gpus 0" in line for line in started) == 1
+    assert sum("--address n1:6379 --num-gpus 8" in line for line in started) == 2 and len(started) == 3
+    steps = (place / "srun").read_text().splitlines()
+    assert any("--nodelist=n3,n4" in step and "ray start" in step for step in steps)
+    assert any("--nodelist=n1,n2" in step and "train_rl.py" in step for step in steps)
+    assert all("--overlap" in step for step in steps), "steps run beside each other"
+    assert "n1:6379 --gpus 16 --timeout-s 300" in (place / "waited").read_text()
+    assert sorted((place / "ranks").read_text().split()) == ["0", "1"]
+    launcher, flags = flags_of(place, monkeypatch)
+    assert " ".join(launcher).endswith(
+        "--nnodes 2 --nproc-per-node 8 --master-addr n1 --master-port 20042 --shutdown-timeout 570")
+    config = parse_as(RlRunConfig, flags, "")
+    layout = validate_rl(config, 16)
+    assert (layout.world_size, config.rollout.engine_tp, config.rollout.engine_dp) == (16, 4, 4)
+    assert (config.rollout.engine_placement, config.rollout.ray_address) == ("ray", "n1:6379")
+    assert config.dataset.gsm8k_instruction == INSTRUCTION and config.checkpoint.exit_duration_in_mins == 220
+    assert "--save-interval 20" in (place / "preflight").read_text()
+
+
+@pytest.mark.slow
+def test_a_job_stages_on_the_nodes_of_its_trainer(place, monkeypatch):
+    stage = {"STAGE_FROM": f'("{place}/my model" "{place}/my data")', "STAGE_TO": f"{place}/disk",
+             "MODEL": f"{place}/disk/my model", "DATA": f"{place}/disk/my data"}
+    job = submit(place, values=stage)
+    output = end(job)
+    assert job.returncode == 0, output
+    assert any("--nodelist=n1,n2" in step and "stage.py" in step for step in (
+        place / "srun").read_text().splitlines())
+    assert parse_as(RlRunConfig, flags_of(place, monkeypatch)[1], "").checkpoint.load_hf == f"{place}/disk/my model"
+    assert (place / "disk" / "my data" / "train.jsonl").is_file()
+
+
+def test_sigterm_reaches_the_trainer_alone_and_requeues_the_job(place):
+    job = submit(place, mode="train")
+    until = time.monotonic() + 60
+    while not all((place / f"running{node}").exists() for node in (0, 1)):
+        assert time.monotonic() < until and job.poll() is None, "the trainer did not start"
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    output = end(job)
+    assert job.returncode == 0, output
+    assert (place / "scancel").read_text() == "--signal=TERM 42.7\n"
+    assert (place / "saved0").exists() and (place / "saved1").exists()
+    assert "requeued: SIGTERM" in output and "requeue 42" in (place / "scontrol").read_text()
+
+
+@pytest.mark.parametrize(("values", "mode", "expected"), [
+    ({"DATA": "/nowhere"}, "finish", "DATA=/nowhere: there is no such file or folder"),
+    ({"ENGINE_NODES": "3"}, "finish", "the job has 4 nodes, the script uses TRAINER_NODES 2 + ENGINE_NODES 3"),
+    ({}, "crash", "training ended with exit code 1; see"),
+])
+def test_an_error_of_a_job_is_named_and_not_requeued(place, values, mode, expected):
+    job = submit(place, values=values, mode=mode)
+    output = end(job)
+    assert job.returncode == 2 and expected in output
+    asked = place / "scontrol"
+    assert not asked.exists() or "requeue" not in asked.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "expected"), [
+    ("preflight_code", "preflight failed with exit code 1"), ("ray_code", "Ray did not come up; see"),
+])
+def test_nothing_is_trained_where_a_step_before_it_failed(place, name, expected):
+    (place / name).write_text("1")
+    job = submit(place)
+    output = end(job)
+    assert job.returncode == 2 and expected in output and not (place / "command").exists()
+
+
+def test_waiting_for_ray_ends_with_the_number_of_its_gpus(monkeypatch, capsys):
+    counts = iter([0.0, 8.0, 16.0])
+    monkeypatch.setattr(wait_for_ray, "POLL_S", 0.01)
+    monkeypatch.setattr(wait_for_ray, "answers", lambda *_: True)
+    monkeypatch.setattr(wait_for_ray, "count_gpus", lambda _: next(counts, 16.0))
+    assert wait_for_ray.main(["head:6379", "--gpus", "16"]) == 0
+    assert capsys.readouterr().out == "Ray at head:6379: 16 GPUs\n"
+    assert wait_for_ray.main(["head:6379", "--gpus", "24", "--timeout-s", "0.05"]) == 1
+    assert "has 16 of 24 GPUs after 0.05 s" in capsys.readouterr().err
+
+
+def test_nobody_answers_at_a_closed_port():
+    assert not wait_for_ray.answers("127.0.0.1:9", 1.0)
