@@ -36,6 +36,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_refit_holdings.py": ("",),
     "test_refit.py": ("moe-tp2-ep2",),
     "test_routed_lanes.py": ("",),
+    "test_timeline.py": ("[disjoint-pp2]", "slow_encoder"),
     "test_single_model_checkpoint.py": ("is_named_on_every_rank", "one_error"),
 }
 # Elsewhere: long tests of what others touch, too.

@@ -38,12 +38,16 @@ class Handshake:
         Raises:
             ValueError: on the language rank whose lane differs, naming both samples and counts.
         """
-        self._channel.flush()
+        self.flush()
         own: dict[tuple[str, int], Manifest] = {}
         for encoder in self.grids.layout.encoders:
             own |= self._offer(encoder, microbatches)
         for encoder in self.grids.layout.encoders:
             self._compare(encoder, microbatches, own)
+
+    def flush(self) -> None:
+        """Wait until the other sides have taken what this rank has sent."""
+        self._channel.flush()
 
     def _offer(self, encoder: GridSpec, microbatches: Sequence[Microbatch]) -> dict[tuple[str, int], Manifest]:
         """Send each lane its manifest; returns those whose receiver is this rank."""

@@ -44,6 +44,11 @@ class StepProfiler:
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._profile: profile | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a trace is under way."""
+        return self._profile is not None
+
     def begin_step(self, iteration: int) -> None:
         """Start with the first of the steps. A resumed run may begin inside them."""
         if iteration in self._steps and self._profile is None:
@@ -52,7 +57,11 @@ class StepProfiler:
             self._spans.listen(*self._always, record_function)
 
     def end_step(self, iteration: int) -> str | None:
-        """Stop after the last of the steps and write the trace; returns what to tell."""
+        """Stop after the last of the steps and write the trace; returns what to tell.
+
+        Every asynchronous send of the steps must have been waited for: on gloo its end is noted in the trace, when it
+        is waited for, even if the trace is gone by then.
+        """
         if iteration + 1 in self._steps:
             return None
         return self.close()

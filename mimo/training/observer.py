@@ -31,7 +31,7 @@ class StepObserver:
     def __init__(self, parts: TrainerParts, writer: int, first: int, last: int) -> None:
         grids, flags = parts.grids, parts.config.observe
         self._grids, self.spans, self._watchdog, self._iteration = grids, parts.spans, parts.watchdog, first - 1
-        self._limit_s = 2 * parts.config.train.watchdog_timeout_s
+        self._handshake, self._limit_s = parts.handshake, 2 * parts.config.train.watchdog_timeout_s
         self._timeline = Timeline(grids.layout, grids.rank, reports_lane=parts.counts_losses)
         self._gantt = Gantt(grids, writer, flags.run_dir, interval=flags.timeline_interval, first=first, last=last)
         self._profiler = StepProfiler(flags, parts.spans, grids.rank, cuda=parts.platform.name == "cuda")
@@ -48,6 +48,8 @@ class StepObserver:
     def end_step(self) -> None:
         """The iteration is over, but for what is told of it."""
         self.spans.end_step()
+        if self._profiler.is_running:
+            self._handshake.flush()
         with self._watchdog.limit(self._limit_s):
             self._say(self._profiler.end_step(self._iteration))
 
