@@ -65,6 +65,16 @@ def _computed(batch: TextBatch, row_length: int) -> list[tuple[int, ...]]:
     return [(*row, row_length - sum(row)) if sum(row) < row_length else row for row in batch.lengths]
 
 
+def _is_outdated(provider: FlopsProvider) -> bool:
+    """Whether the provider builds other modules than the class that it has `flop_components` from."""
+    classes = type(provider).__mro__
+
+    def depth(name: str) -> int:
+        return next((number for number, each in enumerate(classes) if name in vars(each)), 0)
+
+    return depth("flop_components") > min(depth("language_spec"), depth("encoder_spec"))
+
+
 class FlopsMeter:
     """FLOP/s of steps.
 
@@ -89,7 +99,7 @@ class FlopsMeter:
             impl: layer implementation, `transformer_engine` or `local`.
             device_name: name of the GPUs.
         """
-        if not isinstance(provider, FlopsProvider):
+        if not isinstance(provider, FlopsProvider) or _is_outdated(provider):
             return None
         components = [component for component in provider.flop_components(config.model_family)
                       if component.module in layout.grids]

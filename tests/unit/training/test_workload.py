@@ -119,6 +119,24 @@ def test_a_provider_that_leaves_out_a_module_has_no_figures():
     assert meter_of(run_config(), object()) is None
 
 
+def test_a_provider_that_builds_another_module_than_its_base_has_to_count_it():
+    mock = type(model_provider("mock"))
+
+    class OtherEncoder(mock):  # type: ignore[misc, valid-type]
+        def encoder_spec(self, *arguments: Any) -> Any:
+            return super().encoder_spec(*arguments)
+
+    class Counted(OtherEncoder):
+        def flop_components(self, config: Any) -> list[FlopComponent]:
+            return super().flop_components(config)
+
+    class Renamed(Counted):
+        pass
+
+    assert meter_of(run_config(), OtherEncoder()) is None
+    assert meter_of(run_config(), Counted()) is not None and meter_of(run_config(), Renamed()) is not None
+
+
 def test_freezing_and_recomputation_are_those_of_the_run():
     frozen, recomputed = (meter_of(run_config(*flags.split()), model_provider("mock"))
                           for flags in ("--freeze vision,projector", "--recompute full"))
