@@ -18,7 +18,7 @@ from mimo.protocols import TokenSpec
 from mimo.rl.prompts import Normalisation, Prompt
 
 # Set prompts apart from the samples of supervised training, and a prompt's pixels from its number.
-NUMBERS, PIXELS = 1, 2
+NUMBERS, PIXELS = 2, 3
 
 
 class DigitPrompts:

@@ -220,8 +220,8 @@ def question(config: Config, tokens: TokenSpec, number: Sequence[int], text_only
 def answer_words(config: Config, lane: Lane, index: int, number: Sequence[int]) -> list[int]:
     """Token ids of a number: its digits, or for some train samples their names."""
     if config.digits_words_fraction and lane.split == "train":
-        # Of its own, so that the flag does not change which numbers are shown.
-        if np.random.default_rng([lane.seed, index, 0]).random() < config.digits_words_fraction:
+        # Of its own, so that the flag does not change which numbers are shown; a last 0 would give the same again.
+        if np.random.default_rng([lane.seed, index, 1]).random() < config.digits_words_fraction:
             return [WORDS[NAMES[digit]] for digit in number]
     return [FIRST_DIGIT + digit for digit in number]
 

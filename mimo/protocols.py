@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -385,4 +386,26 @@ class FlopsProvider(Protocol):
 
     def flop_components(self, config: Any) -> Sequence[FlopComponent]:
         """Every module's products, from input to output: encoders, then the language model."""
+        ...
+
+
+@runtime_checkable
+class ImageProcessorProvider(Protocol):
+    """A model provider that can write the image processor of its models, with which a rollout engine takes images."""
+
+    def check_processor(self, config: Any) -> None:
+        """Raise ValueError, naming flags and values, where none is known for a model."""
+        ...
+
+    def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Write processor and tokenizer as Hugging Face saves them.
+
+        Images have the size that the encoder takes, and come out as (value / 255 - mean) / std.
+
+        Args:
+            config: the family's flags.
+            folder: of the model's config.json.
+            mean: of each channel.
+            std: of each channel.
+        """
         ...

@@ -14,6 +14,7 @@ from mimo.config.run import RunConfig
 from mimo.config.train import TrainConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import Layout
+from mimo.protocols import ImageProcessorProvider
 
 DESCRIPTION = """Train a model on rewards for its own completions (GRPO and its kin), which a vLLM engine draws.
 
@@ -71,10 +72,21 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     _check_evaluation(config)
     _check_mode(config)
     _refuse_missing(config)
+    _check_engine_model(config)
     if rank == 0:
         tokens = registry.model_provider(config.model.model_provider).token_spec(config.model_family)
         config.find_dataset(config.data.dataset_provider).validate(config.dataset, tokens)
     return layout
+
+
+def _check_engine_model(config: RlRunConfig) -> None:
+    """Refuse a model that the rollout engine cannot be told of."""
+    provider, name = registry.model_provider(config.model.model_provider), config.model.model_provider
+    if provider.encoders(config.model_family):
+        _refuse(not isinstance(provider, ImageProcessorProvider),
+                f"--model-provider {name} has no image processor for the rollout engine (check_processor)")
+        provider.check_processor(config.model_family)
+    provider.hf_config(config.model_family)
 
 
 def _check_batch(config: RlRunConfig) -> None:

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from mimo.config.rl_run import RlRunConfig
-from mimo.protocols import ModelProvider
+from mimo.protocols import ImageProcessorProvider, ModelProvider
 from mimo.rl.prompts import ImagePromptSet, Normalisation
 
 TOKENIZER = "tokenizer_config.json"
-
-
-@runtime_checkable
-class ImageProcessorProvider(Protocol):
-    """A model provider that can write the image processor of its models."""
-
-    def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Write processor and tokenizer as Hugging Face saves them.
-
-        Images have the size that the encoder takes, and come out as (value / 255 - mean) / std.
-
-        Args:
-            config: the family's flags.
-            folder: of the model's config.json.
-            mean: of each channel.
-            std: of each channel.
-
-        Raises:
-            ValueError: no processor is known for these models.
-        """
-        ...
 
 
 def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) -> None:
@@ -43,14 +20,11 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) 
         folder: of the model's config.json.
 
     Raises:
-        ValueError: none is known for the model.
         OSError: the folder cannot be written.
     """
     if not provider.encoders(config.model_family):
         return
-    if not isinstance(provider, ImageProcessorProvider):
-        raise ValueError(f"--model-provider {config.model.model_provider}: it has no image processor for the rollout "
-                         "engine (write_processor)")
+    assert isinstance(provider, ImageProcessorProvider), "others are refused at set-up"
     tokens = provider.token_spec(config.model_family)
     prompts = config.find_dataset(config.data.dataset_provider).open(config.dataset, tokens, "train", config.train.seed)
     channels = tokens.num_channels

@@ -19,15 +19,9 @@ def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[
         folder: of the model's config.json.
         mean: of each channel.
         std: of each channel; pixels are (value / 255 - mean) / std.
-
-    Raises:
-        ValueError: images that have not three channels.
     """
     from transformers import CLIPImageProcessor, LlavaProcessor
 
-    if config.vision_num_channels != len(mean) or len(mean) != 3:
-        raise ValueError(f"--vision-num-channels {config.vision_num_channels}: image processors take images of 3 "
-                         f"channels, red, green and blue (those of the prompts have {len(mean)})")
     size = {"height": config.vision_image_size, "width": config.vision_image_size}
     images = CLIPImageProcessor(do_resize=False, do_center_crop=False, do_convert_rgb=False, size=size, crop_size=size,
                                 image_mean=list(mean), image_std=list(std))

@@ -101,6 +101,16 @@ class VisionLanguageProvider:
         self.check_module(module)
         return (self.language_shapes if module == LANGUAGE else self.vision_shapes)(self.resolved(config))
 
+    def check_processor(self, config: Any) -> None:
+        """Raise ValueError for a family whose image processor is not known, or images that are not red, green, blue."""
+        if "LlavaForConditionalGeneration" not in self.hf_architectures:
+            raise ValueError("an image processor for rollouts is made for --model-provider llava alone, not for "
+                             f"{', '.join(self.hf_architectures) or 'this one'}")
+        channels = self.resolved(config).vision_num_channels
+        if channels != 3:
+            raise ValueError(f"--vision-num-channels {channels}: image processors of Hugging Face and vLLM take images "
+                             "of 3 channels, red, green and blue")
+
     def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
         """Write what turns 8-bit images into pixels beside the config.json of this model.
 
@@ -109,16 +119,11 @@ class VisionLanguageProvider:
             folder: of the config.json.
             mean: of each channel.
             std: of each channel; pixels are (value / 255 - mean) / std.
-
-        Raises:
-            ValueError: no processor is known for the family, or for images of so many channels.
         """
         from providers.common.hf_processor import write_llava  # what writes the files takes seconds to import
 
-        config = self.resolved(config)
-        if "LlavaForConditionalGeneration" not in self.hf_architectures:
-            raise ValueError(f"an image processor is made for llava alone, not for {', '.join(self.hf_architectures)}")
-        write_llava(config, folder, mean, std)
+        self.check_processor(config)
+        write_llava(self.resolved(config), folder, mean, std)
 
     @staticmethod
     def check_module(module: str) -> None:

@@ -239,14 +239,16 @@ def test_another_free_image_token_id_is_used():
 
 def test_a_share_of_train_answers_is_in_words():
     plain, mixed = read(Config(), 200), read(Config(digits_words_fraction=0.6), 200)
-    in_words = 0
+    in_words = with_images = 0
     for before, after in zip(plain, mixed, strict=True):
         assert (before.tokens[~before.target_mask] == after.tokens[~after.target_mask]).all()
         if answer(before) != answer(after):
             names = [WORDS[digits.NAMES[token - FIRST_DIGIT]] for token in answer(before)[:-1]]
             assert answer(after) == [*names, EOS]
             in_words += 1
-    assert 100 < in_words < 140
+            with_images += bool(after.image_sizes)
+    # 0.6 of all, and of those with images, seven in ten.
+    assert 100 < in_words < 140 and 68 < with_images < 100
     assert [answer(sample) for sample in read(Config(digits_words_fraction=1.0), 5, split="valid")] == [
         answer(sample) for sample in read(Config(), 5, split="valid")]
     with pytest.raises(ValueError, match="--digits-words-fraction 1.5: must be between 0 and 1"):

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mimo.config.rl_run import RlRunConfig
+from mimo.config.rl_run import RlRunConfig, validate_rl
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
@@ -96,10 +96,18 @@ def as_request_image(picture: np.ndarray) -> object:
     return as_request(prompt)["multi_modal_data"]["image"][0]
 
 
-def test_models_without_a_processor_say_so(tmp_path):
-    with pytest.raises(ValueError, match="an image processor is made for llava alone, not for NemotronH_Nano_VL_V2"):
-        provider = model_provider("nemotron-moe-vlm-20l")
-        provider.write_processor(provider.Config(), tmp_path, (0.5,) * 3, (0.5,) * 3)
-    llava = model_provider("llava")
-    with pytest.raises(ValueError, match="--vision-num-channels 1: image processors take images of 3 channels"):
-        llava.write_processor(llava.Config(vision_num_channels=1), tmp_path, (0.5,), (0.5,))
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("--model-provider mock", "an image processor for rollouts is made for --model-provider llava alone"),
+    ("--vision-num-channels 1", "--vision-num-channels 1: image processors .* take images of 3 channels"),
+    ("--no-vision-class-token", "CLIP has --vision-class-token and --vision-pre-layernorm, SigLIP"),
+])
+def test_models_that_the_engine_cannot_be_told_of_are_refused(flags, expected):
+    with pytest.raises(ValueError, match=expected):
+        validate_rl(vlm_updates.parsed(RlRunConfig().rl, (
+            "--layout", "colocated", "--max-completion-tokens", "8", "--seq-length", "64", *flags.split())), 1)
+
+
+def test_the_nemotron_models_have_no_image_processor():
+    provider = model_provider("nemotron-moe-vlm-20l")
+    with pytest.raises(ValueError, match="for --model-provider llava alone, not for NemotronH_Nano_VL_V2"):
+        provider.check_processor(provider.Config())
