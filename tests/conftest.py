@@ -32,6 +32,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_rl_logprobs.py": ("columns", "[dp2-ppo]", "[five-microbatches-gspo]", "[tp2-cispo]", "left_padding"),
     "test_refit_disk.py": ("an_export_writes[text", "leaves_nothing"),
     "test_rl_reference.py": ("no_bit[dp2-ep2",),
+    "test_rl_images.py": ("[fan-out]",),
     "test_rl_policy.py": ("moves_the_policy", "[dp2-ep2]"),
     "test_refit_holdings.py": ("",),
     "test_refit.py": ("moe-tp2-ep2",),
