@@ -109,7 +109,7 @@ class TrainingLoop:
             failed = False
         finally:
             if self.observer is not None:
-                self.observer.close()
+                self.observer.close(failed=failed)
             if loader is not None:
                 loader.close(failed=failed)
             if logger is not None:

@@ -79,9 +79,15 @@ class StepObserver:
                 self._say(self._gantt.write(self._iteration, self._intervals, lanes))
         return self._timeline.figures(largest, summed.tolist())
 
-    def close(self) -> None:
-        """End a trace under way and restore the signal's former handler."""
-        self._say(self._profiler.close())
+    def close(self, *, failed: bool) -> None:
+        """End a trace under way and restore the signal's former handler.
+
+        Args:
+            failed: the run ends for an error, here or elsewhere: wait for nobody, leave the trace.
+        """
+        if not failed and self._profiler.is_running:
+            self._handshake.flush()
+            self._say(self._profiler.close())
         self._signal.close()
 
     def _say(self, line: str | None) -> None:
