@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mimo.grid.spec import GridSpec, Layout
-    from mimo.observe.flops import FlopComponent
     from mimo.weights.rules import WeightMap
 
 LANGUAGE = "language"
@@ -303,10 +302,7 @@ class ModelProvider(Protocol):
         ...
 
     def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
-        """Language tokens that encoder `module` makes of one image of this size (pixels).
-
-        Raises ValueError for a size it cannot take.
-        """
+        """Language tokens that encoder `module` makes of an image of this size (pixels); ValueError for one not taken."""
         ...
 
     def hidden_size(self, config: Any) -> int:
@@ -377,15 +373,6 @@ class StagedProvider(Protocol):
 
     def frozen_parts(self, config: Any) -> frozenset[str]:
         """What the configuration's stage freezes: encoder names, `projector`, `language`."""
-        ...
-
-
-@runtime_checkable
-class FlopsProvider(Protocol):
-    """A model provider that says what its model computes, for figures of FLOP/s."""
-
-    def flop_components(self, config: Any) -> Sequence[FlopComponent]:
-        """Every module's products, from input to output: encoders, then the language model."""
         ...
 
 

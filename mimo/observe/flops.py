@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from mimo.protocols import LANGUAGE
 
@@ -123,6 +123,15 @@ class FlopComponent:
     recomputed: bool = False
     tokens_per_token: float = 1.0
     extra_tokens: float = 0.0
+
+
+@runtime_checkable
+class FlopsProvider(Protocol):
+    """A model provider that says what its model computes, for figures of FLOP/s."""
+
+    def flop_components(self, config: Any) -> Sequence[FlopComponent]:
+        """Every module's products, from input to output: encoders, then the language model."""
+        ...
 
 
 @dataclass(frozen=True)

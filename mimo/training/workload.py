@@ -9,8 +9,8 @@ from typing import Any
 from mimo.batch import Microbatch, TextBatch
 from mimo.config.run import RunConfig
 from mimo.grid.spec import Layout
-from mimo.observe.flops import NUM_SUMS, FlopsCounter, SequenceSums, peak_tflops
-from mimo.protocols import LANGUAGE, FlopsProvider, ModelProvider
+from mimo.observe.flops import NUM_SUMS, FlopsCounter, FlopsProvider, SequenceSums, peak_tflops
+from mimo.protocols import LANGUAGE, ModelProvider
 
 
 @dataclass(frozen=True)
