@@ -60,6 +60,10 @@ say "attempt $ATTEMPT of job $SLURM_JOB_ID: trainer on ${trainers[*]}, engine on
 say "from iteration $(saved_iterations) of $TRAIN_ITERS"
 set_communication
 export RAY_USAGE_STATS_ENABLED=0
+# Whoever reaches Ray's port can run programs here: only those with this job's token may. It is said to all of Ray's
+# processes, which would each decide by themselves whether there are tokens.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$logs/ray_token"
+(umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
 
 # Options of srun for a task on each of some nodes, beside other steps.
 on_nodes() {

@@ -26,16 +26,17 @@ def answers(address: str, timeout_s: float) -> bool:
     return True
 
 
-def count_gpus(address: str) -> float:
-    """GPUs of the cluster's living nodes; 0 where this node is not one of them yet."""
+def count_gpus(address: str) -> tuple[float, str]:
+    """GPUs of the cluster's living nodes; and why there are none where this node cannot ask."""
     import ray
+    from ray.exceptions import RayError
 
     if not ray.is_initialized():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError):
-            return 0.0
-    return sum(float(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+        except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            return 0.0, f"; {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return sum(float(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), ""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,15 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if not given.address.rpartition(":")[2].isdecimal():
         parser.error(f"{given.address} is not HOST:PORT")
-    until, found = time.monotonic() + given.timeout_s, 0.0
+    until, found, reason = time.monotonic() + given.timeout_s, 0.0, "; nobody answers there"
     while True:
         if answers(given.address, given.timeout_s):
-            found = count_gpus(given.address)
+            found, reason = count_gpus(given.address)
         if found >= given.gpus:
             print(f"Ray at {given.address}: {found:g} GPUs")
             return 0
         if time.monotonic() > until:
-            print(f"error: Ray at {given.address} has {found:g} of {given.gpus:g} GPUs after {given.timeout_s:g} s",
+            print(f"error: Ray at {given.address} has {found:g} of {given.gpus:g} GPUs after {given.timeout_s:g} "
+                  f"s{reason}",
                   file=sys.stderr)
             return 1
         time.sleep(POLL_S)

@@ -37,6 +37,16 @@ OTHER_FLAGS = {
     "--model": "scripts/bench/refit.py",
     "--trainer": "scripts/bench/refit.py",
     "--engine-tp": "scripts/bench/refit.py",
+    "--layout": "scripts/bench/rl_sweep.py",
+    "--tokens": "scripts/bench/rl_sweep.py",
+    "--prompt-length": "scripts/bench/rl_sweep.py",
+    "--completion-length": "scripts/bench/rl_sweep.py",
+    "--memory-limit-gib": "scripts/bench/rl_sweep.py",
+    "--to": "scripts/stage.py",
+    "--timeout-s": "scripts/stage.py",
+    "--retries": "scripts/stage.py",
+    "--verify": "scripts/stage.py",
+    "--print-path": "scripts/stage.py",
     "--upgrade-package": "scripts/compile_requirements.sh",
     "--no-deps": "scripts/lib.sh",
     "--nproc-per-node": None,
@@ -45,6 +55,9 @@ OTHER_FLAGS = {
     "--shutdown-timeout": None,
     "--requeue": None,
     "--signal": None,
+    "--account": None,
+    "--partition": None,
+    "--ntasks-per-node": None,
 }
 
 
@@ -132,7 +145,7 @@ def test_every_flag_exists() -> None:
         registry.dataset_provider(name).Config
         for name in ("digits", "energon", "mock", "tests.support.own_data:provider")
     ]
-    configs.append(registry.prompt_provider("arithmetic").Config)
+    configs += [registry.prompt_provider(name).Config for name in ("arithmetic", "gsm8k")]
     types = {name: kind for config in configs for name, kind in typed_fields(config).items()}
     known = {flag_name(name) for name in types} | {
         flag_name(f"no_{name}") for name, kind in types.items() if kind is bool

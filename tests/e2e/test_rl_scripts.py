@@ -243,7 +243,7 @@ def test_waiting_for_ray_ends_with_the_number_of_its_gpus(monkeypatch, capsys):
     counts = iter([0.0, 8.0, 16.0])
     monkeypatch.setattr(wait_for_ray, "POLL_S", 0.01)
     monkeypatch.setattr(wait_for_ray, "answers", lambda *_: True)
-    monkeypatch.setattr(wait_for_ray, "count_gpus", lambda _: next(counts, 16.0))
+    monkeypatch.setattr(wait_for_ray, "count_gpus", lambda _: (next(counts, 16.0), ""))
     assert wait_for_ray.main(["head:6379", "--gpus", "16"]) == 0
     assert capsys.readouterr().out == "Ray at head:6379: 16 GPUs\n"
     assert wait_for_ray.main(["head:6379", "--gpus", "24", "--timeout-s", "0.05"]) == 1
