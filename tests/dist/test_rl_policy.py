@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from tests.support.policy_updates import LENGTHS, PROMPTS, Outcome
 from tests.support.spawn import WorkerPool
 
 TOLERANCE = 1e-5
-CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1)
+CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1, kl_coeff=0.5)
+IN_REWARD = dataclasses.replace(CONFIG, kl_in="reward", kl_type="k1")
 # name -> ranks, flags, tokens of a microbatch, microbatches of each rank
 LAYOUTS = {
     "more-microbatches": (1, "", 20, 4),
@@ -26,32 +29,19 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def expected(pool: WorkerPool) -> Outcome:
-    """One process, one microbatch."""
-    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=100)
-    (outcome,) = pool.run(policy_updates.update, (), 1, config, world_size=1)
-    return outcome
+def expected_of(pool: WorkerPool) -> Callable[[RlConfig], Outcome]:
+    """One process, one microbatch; computed once for each configuration."""
+
+    @functools.cache
+    def expected(config: RlConfig) -> Outcome:
+        (outcome,) = pool.run(policy_updates.update, (), 1, dataclasses.replace(config, max_tokens_per_microbatch=100),
+                              world_size=1)
+        return outcome
+
+    return expected
 
 
-def test_an_update_moves_the_policy_towards_rewarded_completions(expected):
-    first, second = expected.results
-    assert first.success and first.num_microbatches == 1 and first.grad_norm > 0
-    assert first.num_tokens == sum(LENGTHS) + 2 * sum(map(len, PROMPTS))
-    # The policy of the loss is that of the log-probs before the update.
-    assert first.metrics["ratio"] == pytest.approx(1, abs=1e-6) and first.metrics["clipped_low"] == 0
-    assert first.metrics["gen_kl"] > 1e-3 and 0 < first.metrics["importance_clipped_fraction"] < 1
-    assert 3 < first.metrics["entropy"] < math.log(policy_updates.VOCAB_SIZE)
-    assert all(math.isfinite(value) for each in expected.results for value in each.metrics.values())
-    before, after = assemble(expected.before), assemble(expected.after)
-    still = [name for name, values in before.items() if np.array_equal(values, after[name])]
-    assert still == [] and second.metrics["loss"] != first.metrics["loss"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
-    world_size, flags, budget, num_microbatches = LAYOUTS[layout]
-    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
-    found = pool.run(policy_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
+def assert_same_updates(expected: Outcome, found: Sequence[Outcome], num_microbatches: int) -> None:
     for outcome in found:
         assert not outcome.error
         for mine, wanted in zip(outcome.results, expected.results, strict=True):
@@ -60,6 +50,58 @@ def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
             assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE)
     errors = worst_errors(assemble(expected.after), [outcome.after for outcome in found])
     assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+
+
+def test_an_update_moves_the_policy_towards_rewarded_completions(expected_of):
+    expected = expected_of(CONFIG)
+    first, second = expected.results
+    assert first.success and first.num_microbatches == 1 and first.grad_norm > 0
+    assert first.num_tokens == sum(LENGTHS) + 2 * sum(map(len, PROMPTS))
+    # The policy of the loss is that of the log-probs before the update.
+    assert first.metrics["ratio"] == pytest.approx(1, abs=1e-6) and first.metrics["clipped_low"] == 0
+    assert first.metrics["gen_kl"] > 1e-3 and 0 < first.metrics["importance_clipped_fraction"] < 1
+    assert first.metrics["reference_kl"] > 1e-3 and first.reference_s > 0 and "kl_penalty" not in first.metrics
+    assert 3 < first.metrics["entropy"] < math.log(policy_updates.VOCAB_SIZE)
+    assert all(math.isfinite(value) for each in expected.results for value in each.metrics.values())
+    before, after = assemble(expected.before), assemble(expected.after)
+    still = [name for name, values in before.items() if np.array_equal(values, after[name])]
+    assert still == [] and second.metrics["loss"] != first.metrics["loss"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_budget_takes_the_same_step(pool, expected_of, layout):
+    world_size, flags, budget, num_microbatches = LAYOUTS[layout]
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
+    found = pool.run(policy_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
+    assert_same_updates(expected_of(CONFIG), found, num_microbatches)
+
+
+@pytest.mark.parametrize("layout", ["more-microbatches", "dp2-ep2", "pp2"], ids="reward-{}".format)
+def test_kl_off_the_reward_is_the_same_for_every_layout_and_budget(pool, expected_of, layout):
+    world_size, flags, budget, num_microbatches = LAYOUTS[layout]
+    config = dataclasses.replace(IN_REWARD, max_tokens_per_microbatch=budget)
+    found = pool.run(policy_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
+    expected = expected_of(IN_REWARD)
+    assert_same_updates(expected, found, num_microbatches)
+    assert abs(expected.results[0].metrics["kl_penalty"]) > 0.01
+    assert expected.results[0].metrics["loss"] != expected_of(CONFIG).results[0].metrics["loss"]
+
+
+def test_the_gradient_norm_is_not_multiplied_by_data_parallel_ranks(pool):
+    """Bug 9: without a function that sums gradients over ranks, each has its own, and the norm is another."""
+    config = dataclasses.replace(CONFIG, kl_coeff=0.0, max_tokens_per_microbatch=100)
+    (alone,) = pool.run(policy_updates.watched_update, (), 1, config, world_size=1)
+    for found in pool.run(policy_updates.watched_update, ("--llm-dp", "2"), 2, config, world_size=2):
+        assert found.finalizes and found.grad_norm == pytest.approx(alone.grad_norm, rel=TOLERANCE)
+        assert found.calls == [(1, True), (1, False)] and found.passes == "FB"
+
+
+def test_microbatches_of_a_pipeline_overlap(pool):
+    """Bug 10: a call of the schedule for each microbatch leaves one stage waiting for the other."""
+    config = dataclasses.replace(CONFIG, kl_coeff=0.0, max_tokens_per_microbatch=24)
+    first, last = pool.run(policy_updates.watched_update, ("--llm-pp", "2"), 2, config, world_size=2)
+    assert first.calls == last.calls == [(4, True), (4, False)]
+    assert (first.passes, last.passes) == ("FFBFBFBB", "FBFBFBFB")
 
 
 def test_a_loss_that_is_not_finite_updates_nothing_and_is_named(pool):

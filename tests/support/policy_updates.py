@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from mimo.config.cli import parse
 from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
 from tests.support import equality
 from tests.support.global_state import Piece, read_parameters
@@ -40,6 +44,23 @@ class Outcome:
     error: str = ""
 
 
+@dataclass
+class Schedule:
+    """How one update ran on a rank.
+
+    Attributes:
+        calls: of the schedule: microbatches, and whether forward only.
+        passes: forward (F) and backward (B) passes of the calls with gradient, in their order.
+        finalizes: the schedule has a function that sums gradients over ranks.
+        grad_norm: of the update.
+    """
+
+    calls: list[tuple[int, bool]] = field(default_factory=list)
+    passes: str = ""
+    finalizes: bool = False
+    grad_norm: float | None = None
+
+
 def completions(step: int) -> list[Completion]:
     """Two of each prompt, with log-probs near those of an untrained model."""
     generator = torch.Generator().manual_seed(step)
@@ -53,6 +74,23 @@ def completions(step: int) -> list[Completion]:
     return found
 
 
+def other_reference(parts: Any) -> ReferencePolicy:
+    """A policy with other weights than the model has, the same ones on every layout."""
+    reference = ReferencePolicy(parts.built, parts.platform.device)
+    with torch.no_grad():
+        for parameter in parts.built.model.parameters():
+            parameter.mul_(1.1)
+    reference.exchange()
+    return reference
+
+
+def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig) -> Any:
+    """A small mixture of experts on this rank, with microbatches as long as the algorithm says."""
+    run = parse([*FLAGS, *MOE, "--adam-eps", "1e-4", "--lr", "1e-2", "--seq-length",
+                 str(config.max_tokens_per_microbatch), *flags])
+    return equality.make_trainer(run, validate(run, world_size))
+
+
 def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, spoil: bool = False) -> Outcome:
     """Take steps on this rank of a layout.
 
@@ -60,14 +98,13 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
         rank: this process.
         flags: of the model and the layout.
         world_size: number of processes.
-        config: the algorithm.
+        config: the algorithm; with --kl-coeff the reference is `other_reference`.
         spoil: make the loss NaN.
     """
-    run = parse([*FLAGS, *MOE, "--adam-eps", "1e-4", "--lr", "1e-2", "--seq-length",
-                 str(config.max_tokens_per_microbatch), *flags])
-    parts: Any = equality.make_trainer(run, validate(run, world_size))
+    parts = make_trainer(flags, world_size, config)
     outcome = Outcome(before=read_parameters(parts.built.model))
-    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0)
+    reference = other_reference(parts) if config.kl_coeff else None
+    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=reference)
     if spoil:
         with torch.no_grad():
             for parameter in parts.built.model.parameters():
@@ -80,3 +117,35 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
     parts.watchdog.close()
     parts.grids.destroy()
     return outcome
+
+
+def watched_update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig) -> Schedule:
+    """One update on this rank, with the calls of the schedule and the passes of the model noted."""
+    parts, seen = make_trainer(flags, world_size, config), Schedule()
+
+    def noted(**groups: Any) -> Any:
+        schedule = get_forward_backward_func(**groups)
+
+        def run(**arguments: Any) -> Any:
+            seen.calls.append((arguments["num_microbatches"], arguments["forward_only"]))
+            return schedule(**arguments)
+
+        return run
+
+    def note_passes(model: Any, arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            seen.passes += "F"
+            (tensor,) = output.values() if isinstance(output, dict) else (output,)
+            tensor.register_hook(note_backward)
+
+    def note_backward(gradient: torch.Tensor) -> None:
+        seen.passes += "B"
+
+    parts.built.model.register_forward_hook(note_passes)
+    seen.finalizes = get_model_config(parts.built.model).finalize_model_grads_func is not None
+    with mock.patch("mimo.training.step.get_forward_backward_func", noted):
+        result = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0).update(completions(0))
+    seen.grad_norm = result.grad_norm
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return seen
