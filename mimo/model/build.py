@@ -18,6 +18,7 @@ from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.residency import Residency
+from mimo.model.rotary import install_packed_rotary
 from mimo.observe.spans import Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.platform.base import Platform
@@ -88,6 +89,7 @@ def build_model(
 
     `watchdog` and `spans`, if any, are told what the model does.
     """
+    install_packed_rotary()
     impl = layer_impl(config, platform)
     logger.info(
         "layers: %s (--transformer-impl %s), parameters in %s",

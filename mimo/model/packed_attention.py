@@ -64,16 +64,34 @@ class PackedDotProductAttention(DotProductAttention):
         if packed_seq_params is None:
             return attend(query, key, value, attention_mask, attn_mask_type, attention_bias)
         assert attention_mask is None, "sequences of a packed row have no mask of their own"
-        starts = packed_seq_params.cu_seqlens_q.tolist()
+        groups, order = together(packed_seq_params, query)
+        found = [attend(query[place], key[place], value[place], None, attn_mask_type, attention_bias).flatten(0, 1)
+                 for place in groups]
+        return torch.cat(found)[order, None]
+
+
+def together(packed: PackedSeqParams, query: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Which tokens of a packed row run together.
+
+    Asked for in every layer and found in the first: where sequences start lies on the device, which must be waited for.
+
+    Args:
+        packed: where the sequences start.
+        query: `[t, heads, channels]`.
+
+    Returns:
+        Groups of sequences of one length, int64 `[length, sequences]` each: places of tokens. And where each token is
+        among those of all groups.
+    """
+    kept = vars(packed).get("_together")
+    if kept is None:
+        starts = packed.cu_seqlens_q.tolist()
         assert starts[0] == 0 and starts[-1] == len(query), f"sequences {starts} of {len(query)} tokens"
-        found, places = [], []
-        for length, firsts in equal_lengths(starts):
-            # [length, sequences]
-            place = torch.tensor(firsts, device=query.device) + torch.arange(length, device=query.device)[:, None]
-            rows = attend(query[place], key[place], value[place], None, attn_mask_type, attention_bias)
-            found.append(rows.flatten(0, 1))
-            places.append(place.flatten())
-        return torch.cat(found)[torch.cat(places).argsort(), None]
+        groups = [torch.tensor(firsts) + torch.arange(length)[:, None] for length, firsts in equal_lengths(starts)]
+        order = torch.cat([place.flatten() for place in groups]).argsort()
+        kept = [place.to(query.device) for place in groups], order.to(query.device)
+        packed._together = kept  # type: ignore[attr-defined]
+    return kept
 
 
 def equal_lengths(starts: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -145,3 +145,32 @@ def test_sequences_of_one_length_are_rows_of_a_batch(pool: WorkerPool) -> None:
     ((together, alone, sizes),) = pool.run(rows_together, starts, world_size=1)
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
     assert sizes == [3, 2, 2, 1], "of 4 tokens as many as their scores allow, then the other two, of 1 and of 7"
+
+
+def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
+    """A packed row, its gradient beside it, rotated in one go and by the wheel."""
+    import torch
+
+    from mimo.model import rotary
+
+    found = []
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    generator = torch.Generator().manual_seed(1)
+    row, freqs = torch.randn(starts[-1], 2, 8, generator=generator), torch.randn(positions, 1, 1, 6,
+                                                                                generator=generator)
+    for apply in (rotary.apply_packed_rotary, rotary._one_by_one):
+        own = row.clone().requires_grad_()
+        done = apply(own, torch.tensor(starts, dtype=torch.int32), freqs, rotary_interleaved=False, mscale=1.5,
+                     cp_group=group)
+        done.square().sum().backward()
+        found.append(torch.cat([done.detach(), own.grad]))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("starts", "positions"), [([0, 3, 4, 9], 6), ([0, 9], 9), ([0, 2, 2, 9], 9)])
+def test_positions_of_a_row_at_once_are_those_of_each_sample(pool: WorkerPool, starts: list[int],
+                                                             positions: int) -> None:
+    import torch
+
+    ((at_once, one_by_one),) = pool.run(rotated, starts, positions, world_size=1)
+    torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=0)
