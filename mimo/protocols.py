@@ -302,7 +302,7 @@ class ModelProvider(Protocol):
         ...
 
     def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
-        """Language tokens that encoder `module` makes of an image of this size (pixels); ValueError for one not taken."""
+        """Language tokens that encoder `module` makes of an image of this size (pixels); ValueError for a wrong one."""
         ...
 
     def hidden_size(self, config: Any) -> int:
