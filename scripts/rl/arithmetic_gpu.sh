@@ -1,22 +1,19 @@
 #!/usr/bin/env bash
-# Reinforcement learning of a text mixture of experts at a size that fills a GPU: a short supervised run on generated
-# sums, then 20 steps of GRPO. The environment is one with the extra rl-gpu.
+# Reinforcement learning of a text mixture of experts that fills a GPU: a supervised run on sums, most of them one too
+# many, then 20 steps of GRPO.
 #
-#   scripts/rl/arithmetic_gpu.sh colocated   # trainer and engine on one GPU, in turns
-#   scripts/rl/arithmetic_gpu.sh separate    # on two
-#   ... [flags of train_rl.py]
+#   scripts/rl/arithmetic_gpu.sh colocated [flags of train_rl.py ...]   # trainer and engine on one GPU, in turns
+#   scripts/rl/arithmetic_gpu.sh separate [flags of train_rl.py ...]    # on two
+#   PYTHON=python3                                   # an environment with the extra rl-gpu; left out: .venv
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-placement="${1:?usage: scripts/rl/arithmetic_gpu.sh colocated|separate [flags of train_rl.py]}"
+placement="${1:?usage: scripts/rl/arithmetic_gpu.sh colocated|separate [flags of train_rl.py ...]}"
 shift
+PYTHON="${PYTHON:-$VENV/bin/python}"
+cd "$ROOT"
 runs="${RUNS:-runs/arithmetic_gpu}"
 model=(--config scripts/configs/rl_arithmetic_gpu_model.toml)
-
-if [[ ! -e "$runs/checkpoints/latest_checkpointed_iteration.txt" ]]; then
-    python -m torch.distributed.run --standalone --nproc-per-node 1 train_hetero.py "${model[@]}" \
-        --config scripts/configs/rl_arithmetic_gpu_sft.toml --save "$runs/checkpoints" --run-dir "$runs/supervised"
-fi
-python -m torch.distributed.run --standalone --nproc-per-node 1 train_rl.py "${model[@]}" \
-    --config scripts/configs/rl_arithmetic_gpu.toml --load "$runs/checkpoints" --finetune \
+supervised 1 "$runs" "${model[@]}" --config scripts/configs/rl_arithmetic_gpu_sft.toml
+reinforce 1 "$runs" "${model[@]}" --config scripts/configs/rl_arithmetic_gpu.toml \
     --engine-placement "$placement" --run-dir "$runs/$placement" "$@"

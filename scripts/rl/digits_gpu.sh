@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Reinforcement learning of a vision-language model that fills a GPU: a supervised run on scans of numbers, most answers in
+# words, then 20 steps of GRPO. Encoder and language model have a GPU each.
+#
+#   scripts/rl/digits_gpu.sh colocated [flags of train_rl.py ...]   # trainer and engine on two GPUs, in turns
+#   scripts/rl/digits_gpu.sh separate [flags of train_rl.py ...]    # on three
+#   PYTHON=python3                                   # an environment with the extra rl-gpu; left out: .venv
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+placement="${1:?usage: scripts/rl/digits_gpu.sh colocated|separate [flags of train_rl.py ...]}"
+shift
+PYTHON="${PYTHON:-$VENV/bin/python}"
+cd "$ROOT"
+runs="${RUNS:-runs/digits_gpu}"
+model=(--config scripts/configs/rl_digits_gpu_model.toml)
+supervised 2 "$runs" "${model[@]}" --config scripts/configs/rl_digits_gpu_sft.toml
+reinforce 2 "$runs" "${model[@]}" --config scripts/configs/rl_digits_gpu.toml \
+    --engine-placement "$placement" --run-dir "$runs/$placement" "$@"
