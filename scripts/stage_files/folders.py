@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -226,7 +227,8 @@ def remove_gone(listing: Listing, earlier: Place) -> int:
     gone = [name for name in earlier.files if name not in listing.files]
     for name in gone:
         path = Path(at(listing.place, name))
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
         for folder in path.parents:
             if folder == listing.place or not folder.is_relative_to(listing.place):
                 break

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from mimo.config.cli import parse_as
+from mimo import registry
+from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import RlRunConfig, validate_rl
 from scripts.bench.models import MODELS
-from scripts.rl import wait_for_ray
+from scripts.rl import hf_model, wait_for_ray
 from tests.support.launch import ROOT
 from tests.support.small_tokenizer import write_tokenizer
 
@@ -29,7 +30,7 @@ INSTRUCTION = 'Think "twice"; $HOME, then ####'
 # The trainer is noted, not started; everything else of Python runs.
 PYTHON = f"""
 case "$*" in
-    *preflight.py*) echo "$*" >"$STATE/preflight"; exit "$(<"$STATE/preflight_code")" ;;
+    *preflight.py*) printf '%s\\n' "$@" >"$STATE/preflight"; exit "$(<"$STATE/preflight_code")" ;;
     *wait_for_ray.py*) echo "$*" >"$STATE/waited"; exit "$(<"$STATE/ray_code")" ;;
     -m\\ torch.distributed.run*) ;;
     *) exec {sys.executable} "$@" ;;
@@ -185,7 +186,10 @@ def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monke
     assert (layout.world_size, config.rollout.engine_tp, config.rollout.engine_dp) == (16, 4, 4)
     assert (config.rollout.engine_placement, config.rollout.ray_address) == ("ray", "n1:6379")
     assert config.dataset.gsm8k_instruction == INSTRUCTION and config.checkpoint.exit_duration_in_mins == 220
-    assert "--save-interval 20" in (place / "preflight").read_text()
+    words = (place / "preflight").read_text().splitlines()
+    checked = parse(words[words.index("--") + 1:])
+    assert (checked.checkpoint.save_interval, checked.checkpoint.load_hf) == (20, f"{place}/my model")
+    assert words[:words.index("--")][-4:] == ["--gpus-per-node", "8", "--timeout-s", "300"]
 
 
 @pytest.mark.slow
@@ -237,6 +241,19 @@ def test_nothing_is_trained_where_a_step_before_it_failed(place, name, expected)
     job = submit(place)
     output = end(job)
     assert job.returncode == 2 and expected in output and not (place / "command").exists()
+
+
+def test_a_model_of_any_built_in_family_has_its_flags(tmp_path):
+    provider = registry.model_provider("nemotron_h")
+    (tmp_path / "config.json").write_text(json.dumps(provider.hf_config(provider.Config())))
+    flags = hf_model.flags_of(str(tmp_path), 16, 8)
+    assert flags[:2] == ["--model-provider", "nemotron_h"]
+    assert flags[-8:] == ["--llm-dp", "16", "--llm-ep", "16", "--engine-tp", "4", "--engine-dp", "2"]
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-4b"]))
+    assert hf_model.flags_of(str(tmp_path), 3, 3)[-6:] == ["--llm-dp", "3", "--engine-tp", "1", "--engine-dp", "3"]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
+    with pytest.raises(ValueError, match="NoSuchModel"):
+        hf_model.flags_of(str(tmp_path), 1, 1)
 
 
 def test_waiting_for_ray_ends_with_the_number_of_its_gpus(monkeypatch, capsys):
