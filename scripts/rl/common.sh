@@ -12,7 +12,7 @@ prepare() {
         setup_venv rl-cpu
         PYTHON="$VENV/bin/python"
     fi
-    cd "$ROOT"
+    cd "$ROOT" || return 1
     # One thread a process: they share the cores. Dynamo would compile the few fused functions of the wheel.
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
 }
