@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 CHUNK_BYTES = 4 << 20
-# Seconds between two lines about bytes that were copied.
+# Seconds between two lines about bytes that were copied, or entries that were found.
 TELL_S = 0.2
-# Entries of a listing in one line.
+# Entries of a listing in one line, at most.
 BATCH = 500
 PR_SET_PDEATHSIG = 1
 PART = ".stage-{}.part"
@@ -50,7 +50,7 @@ def list_source(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
 
     Names are relative to the source; a source that is a file has the one name "".
     """
-    source, batch = task["source"], []
+    source, batch, told = task["source"], [], time.monotonic()
     status = os.stat(source)
     is_folder = stat.S_ISDIR(status.st_mode)
     if is_folder and _is_hub_cache(source):
@@ -59,9 +59,9 @@ def list_source(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
     found = _walk(source, "", status, ()) if is_folder else iter([_entry(source, "", status)])
     for entry in found:
         batch.append(entry)
-        if len(batch) == BATCH:
+        if len(batch) == BATCH or time.monotonic() - told > TELL_S:
             tell(entries=batch)
-            batch = []
+            batch, told = [], time.monotonic()
     tell(entries=batch)
     return {"is_folder": is_folder, "real": os.path.realpath(source)}
 
