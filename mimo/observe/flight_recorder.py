@@ -37,4 +37,5 @@ def dump(folder: Path, rank: int, backend: str) -> None:
         return
     record = _C10D._dump_nccl_trace if backend == "nccl" else _C10D._dump_fr_trace
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank_{rank}").write_bytes(record())
+    # Without Python stacks, whose symbols may take many seconds; the watchdog's report has those that matter.
+    (folder / f"rank_{rank}").write_bytes(record(includeStackTraces=False))

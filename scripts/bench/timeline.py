@@ -109,7 +109,8 @@ def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
                                config.find_dataset(config.data.dataset_provider))
         loop.run()
         if loop.is_logging_rank:
-            report(chosen, platform.device_name, begins[chosen.warmup_steps :], grids.layout.world_size)
+            name = platform.device_name or platform.name
+            report(chosen, name, begins[chosen.warmup_steps :], grids.layout.world_size)
 
     return launch(config, validate(config, num_ranks(config)), body)
 
