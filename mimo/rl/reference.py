@@ -141,8 +141,8 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
         folder = _find(state, config.ref_load)
         return str(folder), lambda: load_weights(state, folder, watchdog, "--ref-load")
     if config.ref_load_hf:
-        hf = _RefLoadHf(config.ref_load_hf)
-        return hf.model, lambda: _load_hf(state, provider, hf, watchdog)
+        named = _RefLoadHf(config.ref_load_hf)
+        return named.model, lambda: _load_hf(state, provider, named, watchdog)
     if not resumed:
         return None
     # Of several modules one might have started from random weights: only the whole model's folder names all.
