@@ -15,11 +15,12 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -32,6 +33,8 @@ from mimo.refit.replicas import RolloutClient, one_client
 
 # Seconds for a cluster to answer at all.
 CONNECT_S = 10.0
+# What Ray says where its processes come up late.
+LATE_START = "timed out during startup"
 # What Ray raises where a cluster is not there or ends meanwhile.
 CLUSTER_ERRORS = (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError)
 
@@ -142,11 +145,11 @@ class RayCluster:
     address: str
     gpus: Sequence[str] = ()
 
-    def connect(self, num_cpus: int) -> None:
+    def connect(self, num_cpus: int, within_s: float = 60.0) -> None:
         """Connect this process, or start Ray with so many CPUs. From the main thread: Ray's processes end with it.
 
         Raises:
-            ValueError: nobody answers at the address, or Ray did not start.
+            ValueError: nobody answers at the address, or Ray did not start in time.
         """
         arguments: dict[str, Any] = {"address": self.address}
         if self.address:
@@ -155,14 +158,22 @@ class RayCluster:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             arguments = {"address": "local", "num_cpus": num_cpus, "num_gpus": len(self.gpus),
                          "include_dashboard": False}
-        try:
-            with _kept_signals(), _visible(self.gpus):
-                ray.init(**arguments, log_to_driver=False, logging_level=logging.ERROR)
-        except CLUSTER_ERRORS as error:
-            what = f"--ray-address {self.address}: no Ray cluster to connect to" if self.address else \
-                "--engine-placement ray: Ray did not start here"
-            raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
-
+        deadline = time.monotonic() + within_s
+        while True:
+            before = set(psutil.Process().children())
+            try:
+                with _kept_signals(), _visible(self.gpus):
+                    ray.init(**arguments, log_to_driver=False, logging_level=logging.ERROR)
+                return
+            except Exception as error:  # Ray's own kinds, those of its network, and plain ones of its start
+                ray.shutdown()
+                _end(set(psutil.Process().children()) - before)
+                # On a busy machine Ray's own limit of half a minute may be too short.
+                if LATE_START in str(error) and time.monotonic() < deadline:
+                    continue
+                what = f"--ray-address {self.address}: no Ray cluster to connect to" if self.address else \
+                    "--engine-placement ray: Ray did not start here"
+                raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
     def _check_reachable(self) -> None:
         """Ray itself tries for minutes, and says so on lines of its own. Raises ValueError."""
@@ -174,6 +185,14 @@ class RayCluster:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except OSError as error:
             raise ValueError(f"--ray-address {self.address}: nobody answers at {address}: {error}") from error
+
+
+def _end(processes: Collection[psutil.Process]) -> None:
+    """What a start that was broken off has left; Ray has forgotten it."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 @contextlib.contextmanager
@@ -236,7 +255,7 @@ class RayEngines:
         bundles = [_bundle(each, resource) for each in options]
         try:
             if self._has_connected:
-                cluster.connect(int(sum(bundle["CPU"] for bundle in bundles)))
+                cluster.connect(int(sum(bundle["CPU"] for bundle in bundles)), start_timeout_s)
             group = self._place(bundles, resource)
             where = self._start(options, bundles, group, dict(environment), setup)
             self.address = _reachable(trainer_address) if cluster.address else trainer_address

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.test_train_rl import FLAGS
 from tests.support.launch import records, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ONE_PROCESS = [*FLAGS, "--llm-dp", "1", "--llm-ep", "1", "--train-iters", "2"]
 
 
@@ -39,7 +39,7 @@ def wait_for_the_end(mark: str) -> list[str]:
 @pytest.mark.parametrize("placement", ["--engine-dp 2", "--engine-placement ray"])
 def test_a_run_trains_on_completions_of_the_weights_as_they_are(tmp_path: Path, placement: str) -> None:
     done = torchrun(1, *ONE_PROCESS, *placement.split(), "--reward", "tests.support.rl_rewards:digits",
-                    "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=550, MARK=str(tmp_path))
+                    "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=1100, MARK=str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:]
     steps = records(tmp_path)
     assert [step["policy-version"] for step in steps] == [0, 1]
@@ -51,7 +51,7 @@ def test_a_run_trains_on_completions_of_the_weights_as_they_are(tmp_path: Path, 
 
 def test_an_actor_that_is_killed_ends_the_run_by_name_and_leaves_nothing(tmp_path: Path) -> None:
     done = torchrun(1, *ONE_PROCESS, "--engine-placement", "ray", "--reward", "tests.support.rl_rewards:killing_actor",
-                    "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=550, MARK=str(tmp_path))
+                    "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=1100, MARK=str(tmp_path))
     assert done.returncode != 0
     assert [step["iteration"] for step in records(tmp_path)] == [1], "what was drawn before was trained on"
     assert re.search(r"RefitError: (.|\n)*the engine in process \d+ on .* \(a Ray actor\) has ended", done.stdout), \

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import re
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +33,7 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "3")
         patch.setenv("PYTHONPATH", str(ROOT))
-        RayCluster("", ("4", "5")).connect(4)
+        RayCluster("", ("4", "5")).connect(4, 600)
         assert "CUDA_VISIBLE_DEVICES" not in os.environ
     yield
     ray.shutdown()
@@ -84,6 +86,32 @@ def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_p
         with pytest.raises(RefitError, match=rf"process {stopped.pid} .* did not answer prompt_logprobs within 0\.5 s"):
             impatient.prompt_logprobs([])
     wait_for(lambda: not psutil.pid_exists(stopped.pid) or stopped.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_start_that_is_late_is_begun_again_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def late(**arguments: Any) -> None:
+        started.append(subprocess.Popen(["sleep", "1000"]))
+        if len(started) < 3:
+            raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(ray, "init", late)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    RayCluster("").connect(1, 60)
+    assert [each.poll() is None for each in started] == [False, False, True]
+    started[2].kill()
+    with pytest.raises(ValueError, match="--engine-placement ray: Ray did not start here: Exception: The current node"):
+        started.clear()
+        RayCluster("").connect(1, 0)
+
+
+def test_an_address_where_nobody_answers_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"--ray-address {address}: nobody answers at {address}"):
+            RayCluster(address).connect(1)
 
 
 def test_more_gpus_than_there_are_is_said_with_the_numbers(tmp_path: Path) -> None:
