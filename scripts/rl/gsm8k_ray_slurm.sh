@@ -38,7 +38,7 @@ GPUS_PER_NODE=8
 TRAINER_NODES=2
 ENGINE_NODES=2
 RAY_PORT=6379
-RAY_TIMEOUT_S=300
+RAY_TIMEOUT_S=600
 # Also in FLAGS, and what the job is requeued by.
 TRAIN_ITERS=200
 
@@ -121,8 +121,12 @@ if [[ -z "$stopped" ]]; then
     ((code == 0)) || [[ -n "$stopped" ]] || die "preflight failed with exit code $code; nothing was started"
 fi
 if [[ -z "$stopped" ]]; then
-    # Ray's sockets have long names: a short folder, and one of this job's own. These steps end with the job.
-    ray=("$(dirname "$PYTHON")/ray" start --block)
+    # A node gives Ray's own processes 15 s to come up; where Python is slow to start they miss it, and find its files
+    # in memory the next time. These steps end with the job.
+    # shellcheck disable=SC2016 # expanded on the node
+    ray=("$BASH" -c 'for attempt in 1 2 3; do "$@" && exit 0; ((SECONDS < 300)) || exit 1; done; exit 1' ray
+        "$(dirname "$PYTHON")/ray" start --block)
+    # Ray's sockets have long names: a short folder, and one of this job's own.
     on_nodes "${trainers[0]}"
     srun "${step_flags[@]}" --cpu-bind=none --output="$logs/ray-%N.log" "${SRUN_FLAGS[@]}" "${ray[@]}" --head \
         --port "$RAY_PORT" --num-cpus 0 --num-gpus 0 --include-dashboard false --temp-dir "/tmp/ray-$SLURM_JOB_ID" &
