@@ -37,7 +37,7 @@ def test_three_steps_train_on_completions_of_prompts_with_images(tmp_path: Path,
     for step in steps:
         assert step["success"] and math.isfinite(step["loss"]) and step["grad-norm"] > 0
         # Around 1e-14. Pixels of another deviation, by a fiftieth, make it 3e-9 in a model that has learned nothing.
-        assert 0 <= step["gen-kl"] < 1e-10 and step["max-abs-dlogp"] < 1e-5
+        assert 0 <= step["gen-kl"] < 1e-10 and step["max-abs-dlogp"] < 1e-4
     assert done.stdout.strip().splitlines()[-1].startswith("reward: ")
 
 
