@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
+import signal
 import statistics
 import time
 from pathlib import Path
@@ -13,7 +16,8 @@ import pytest
 
 from tests.support.spawn import WorkerPool
 
-FLAGS = ("--global-batch-size", "4")
+NUM_MICROBATCHES = 4
+FLAGS = ("--global-batch-size", str(NUM_MICROBATCHES))
 LAYOUTS = {
     "disjoint-pp2": ("--llm-pp", "2"),
     "disjoint-encoder-pp2": ("--encoder-pp", "2"),
@@ -26,14 +30,23 @@ DELAY_S = 0.4
 
 
 def train(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, delayed: str) -> list[Any]:
-    """`run_loop` with a delay in every microbatch's encoder forward, or in every step's data, of the encoder's rank."""
+    """`run_loop` with a delay in every microbatch's encoder forward, or in every step's data, of the encoder's rank.
+
+    `signal` instead of a delay: the rank gets SIGUSR2 in the second step.
+    """
     from mimo.training import loop
     from tests.support.steps import run_loop
 
     def delay_encoder(parts: Any) -> None:
         if "vision" in parts.grids.modules:
             parts.built.model.modality_submodules["vision"].register_forward_pre_hook(
-                lambda *_: time.sleep(DELAY_S / 4))
+                lambda *_: time.sleep(DELAY_S / NUM_MICROBATCHES))
+
+    def signal_once(parts: Any) -> None:
+        if "vision" in parts.grids.modules:
+            calls = itertools.count(1)
+            parts.built.model.modality_submodules["vision"].register_forward_pre_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGUSR2) if next(calls) == NUM_MICROBATCHES + 1 else None)
 
     def delay_data(parts: Any) -> None:
         if "vision" in parts.grids.modules:
@@ -46,7 +59,7 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, dela
             patch.setattr(loop.StepLoader, "next_step", wait_then_load)
 
     with pytest.MonkeyPatch.context() as patch:
-        change = {"encoder": delay_encoder, "data": delay_data, "": lambda parts: None}[delayed]
+        change = {"encoder": delay_encoder, "data": delay_data, "signal": signal_once, "": lambda parts: None}[delayed]
         return [(record.to_dict(), record.lm_loss) for record in run_loop(rank, flags, world_size, run_dir, change)]
 
 
@@ -106,8 +119,8 @@ def test_a_slow_encoder_is_busy_and_keeps_the_language_model_waiting(pool: Worke
     assert vision["forward"] > DELAY_S
     assert language["forward"] + language["backward"] < vision["forward"]
     # Its first stage waits for the bridge, for the first microbatch alone all of the delay; the second for the first.
-    assert figures["timeline/language/bridge-wait-max-s"] > DELAY_S / 4
-    assert figures["timeline/language/pipeline-wait-max-s"] > DELAY_S / 4
+    assert figures["timeline/language/bridge-wait-max-s"] > DELAY_S / NUM_MICROBATCHES
+    assert figures["timeline/language/pipeline-wait-max-s"] > DELAY_S / NUM_MICROBATCHES
     for rank, name in ((0, "vision stage 0 forward microbatch 3"), (1, "language stage 0 recv_forward microbatch 0")):
         with gzip.open(tmp_path / "profile" / f"rank-{rank}.json.gz", "rt") as file:
             assert name in {event.get("name") for event in json.load(file)["traceEvents"]}
@@ -119,6 +132,17 @@ def test_slow_data_is_a_data_wait(pool: WorkerPool, tmp_path: Path) -> None:
     assert vision["data-wait"] > DELAY_S
     assert language["data-wait"] < DELAY_S
     assert figures["timeline/language/idle-max-s"] > DELAY_S / 2, "it meets the encoder's rank before the first pass"
+
+
+def test_a_signal_asks_for_the_step_under_way(pool: WorkerPool, tmp_path: Path) -> None:
+    timed(pool, tmp_path, "disjoint-pp2", delayed="signal")
+    assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == ["step-2.json", "step-3.json"]
+    check_gantt(json.loads((tmp_path / "timeline" / "step-2.json").read_text()), "disjoint-pp2")
+
+
+def test_further_steps_by_interval(pool: WorkerPool, tmp_path: Path) -> None:
+    timed(pool, tmp_path, "two-lanes", "--timeline-interval", "1")
+    assert len(list((tmp_path / "timeline").iterdir())) == 3
 
 
 def test_losses_are_the_same_without(pool: WorkerPool, tmp_path: Path) -> None:
