@@ -77,16 +77,6 @@ class LanguageModel(PaddedVocabulary, GPTModel):
         super().__init__(**model)
         self.set_true_vocab_size(true_vocab_size)
 
-    def _preprocess(self, input_ids: torch.Tensor | None, position_ids: torch.Tensor, *,
-                    packed_seq_params: PackedSeqParams | None = None, **inputs: Any) -> tuple[Any, ...]:
-        """As the wheel's method; rotary positions of a packed row are one for each of its tokens."""
-        embeddings, rotary, *others = super()._preprocess(
-            input_ids=input_ids, position_ids=position_ids, packed_seq_params=packed_seq_params, **inputs)
-        if rotary is not None and packed_seq_params is not None and not self.config.apply_rope_fusion:
-            # Of as many as there are tokens the wheel turns all at once; of others it turns sequence after sequence.
-            rotary = rotary[position_ids[0]]
-        return embeddings, rotary, *others
-
 
 class HybridLanguageModel(PaddedVocabulary, HybridModel):
     """A decoder whose layers follow a pattern of Mamba-2, attention, MoE and dense layers.

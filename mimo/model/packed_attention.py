@@ -90,7 +90,7 @@ def together(packed: PackedSeqParams, query: torch.Tensor) -> tuple[list[torch.T
         groups = [torch.tensor(firsts) + torch.arange(length)[:, None] for length, firsts in equal_lengths(starts)]
         order = torch.cat([place.flatten() for place in groups]).argsort()
         kept = [place.to(query.device) for place in groups], order.to(query.device)
-        packed._together = kept  # type: ignore[attr-defined]
+        packed._together = kept
     return kept
 
 
