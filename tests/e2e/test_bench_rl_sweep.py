@@ -21,7 +21,7 @@ def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_arm_is_a_row_one_that_runs_out_of_memory_too() -> None:
-    # Stages fill a microbatch up with padding, 12,000 tokens of 16,384 here, whose attention needs gigabytes on the CPU.
+    # Stages fill a microbatch up with padding, 12,000 tokens of 16,384 here; its attention needs gigabytes on the CPU.
     done = sweep("--layout", "--llm-pp 2", "--tokens", "256", "--tokens", "16384", "--prompt-length", "16",
                  "--completion-length", "96:0.6", "--repeats", "2", "--memory-limit-gib", "0.5", "--",
                  "--global-batch-size", "32")
