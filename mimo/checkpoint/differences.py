@@ -18,16 +18,27 @@ _OF_A_START = frozenset({
 
 def flat_config(text: str) -> dict[str, Any]:
     """A configuration as TOML by flag name. Raises ValueError for what is not TOML."""
+    return _flat(_sections(text))
+
+
+def _sections(text: str) -> dict[str, Any]:
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the configuration in the checkpoint is not TOML: {error}") from error
-    return {name.replace("-", "_"): value for section in values.values() for name, value in section.items()}
+
+
+def _flat(sections: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("-", "_"): value for section in sections.values() for name, value in section.items()}
 
 
 def config_differences(saved: str, config: RunConfig) -> list[str]:
-    """One line for each flag whose value is not the checkpoint's, leaving out those of a single start."""
-    before, now = flat_config(saved), flat_config(to_toml(config))
+    """One line for each flag whose value is not the checkpoint's.
+
+    Left out are flags of a single start, and sections that one of the two has not: those of another program's.
+    """
+    theirs, own = _sections(saved), _sections(to_toml(config))
+    before, now = (_flat({name: each[name] for name in theirs.keys() & own.keys()}) for each in (theirs, own))
     lines = []
     for name in sorted(before.keys() | now.keys()):
         if not name.startswith("load_") and name not in _OF_A_START and before.get(name) != now.get(name):

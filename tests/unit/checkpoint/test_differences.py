@@ -1,0 +1,21 @@
+"""Flags that differ between a run and the checkpoint it starts from."""
+
+from __future__ import annotations
+
+from mimo.checkpoint.differences import config_differences
+from mimo.config.cli import parse, parse_as, to_toml
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig
+
+FLAGS = "--model-provider causal_lm --train-iters 3 --dataset-provider arithmetic --vocab-size 100".split()
+
+
+def test_flags_of_another_program_are_no_differences():
+    supervised = to_toml(parse([*FLAGS, "--lr", "2e-4"]))
+    found = config_differences(supervised, parse_as(RlRunConfig, [*FLAGS, "--lr", "1e-4"], DESCRIPTION))
+    assert found == ["--lr 0.0001 (checkpoint: 0.0002)"]
+
+
+def test_flags_of_a_start_are_no_differences_and_those_of_a_model_are():
+    before = to_toml(parse([*FLAGS, "--run-dir", "here"]))
+    assert config_differences(before, parse([*FLAGS, "--run-dir", "there", "--num-layers", "7"])) == [
+        "--num-layers 7 (checkpoint: 32)"]
