@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -52,6 +53,7 @@ def hanging(prompt: str, completion: str, ground_truth: str, metadata: Mapping[s
 def killing_actor(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """Kills the Ray actor whose answers it scores."""
     for process in psutil.Process().children(recursive=True):
-        if "EngineActor" in " ".join(process.cmdline()):
-            process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it ends at one of the next calls
+            if "EngineActor" in " ".join(process.cmdline()):
+                process.kill()
     return float(len(completion))
