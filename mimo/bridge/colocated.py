@@ -50,6 +50,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     def begin_step(self, source_rows: Rows, destination_rows: Rows) -> None:
         """Give the row counts of every microbatch: this encoder replica's per lane, this lane's per encoder replica."""
         self._source_rows, self._destination_rows, self._index = source_rows, destination_rows, 0
+        self.timer = DeviceTimer()  # of this schedule alone, as that of a bridge between grids
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Encoder output of this rank's replica `[rows, hidden]` to the rows of this rank's lane.

@@ -92,6 +92,8 @@ class Bridge(BridgeCommunicator):
         """Give the row counts of every microbatch of the coming schedule, per peer in `self.peers` order."""
         self._rows = rows
         self._forward_index = self._backward_index = 0
+        # Of this schedule alone: evaluations and policy updates come here too, and nobody asks for their times.
+        self.timer = DeviceTimer()
 
     def _next_forward(self) -> list[int]:
         self._forward_index += 1

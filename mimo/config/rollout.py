@@ -42,13 +42,13 @@ class RolloutConfig:
     engine_kv_cache_mib: int = 256
     """Memory of each engine worker for keys and values on the CPU, MiB."""
     engine_memory: float | None = None
-    """Part of each of its GPUs that the engine may fill; left out: 0.85 where no trainer is on them."""
+    """Part of each of its GPUs that the engine may fill; left out: 0.85, and 0.6 with --engine-placement colocated."""
     engine_enforce_eager: bool = False
     """The engine on GPUs runs without CUDA graphs and compilation: it starts sooner and answers later."""
     engine_start_timeout_s: float = 600.0
     """Seconds that the engine may take to come up."""
     rollout_timeout_s: float = 600.0
-    """Seconds that the completions of one step may take."""
+    """Seconds that any call of the engine may take, the completions of a step among them."""
     refit_timeout_s: float = 300.0
     """Seconds of each wait while the engine takes the trainer's weights."""
     refit_verify: bool = False
@@ -86,6 +86,9 @@ def check_rollout(config: RolloutConfig, seq_length: int) -> None:
             raise ValueError(f"{_flag(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g}: ranks that wait for "
                              "it give up after 1800 s")
     _check_placement(config)
+    if config.rollout_timeout_s < config.refit_timeout_s:
+        raise ValueError(f"--rollout-timeout-s {config.rollout_timeout_s}, which limits every call of the engine, is "
+                         f"below --refit-timeout-s {config.refit_timeout_s}")
     if config.max_completion_tokens >= seq_length:
         raise ValueError(f"--max-completion-tokens {config.max_completion_tokens} leaves no room for a prompt in "
                          f"--seq-length {seq_length}")

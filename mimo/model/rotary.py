@@ -32,7 +32,6 @@ def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.
         places = torch.arange(len(t), device=t.device)
         starts = cu_seqlens[:-1].long()
         freqs = freqs[places - starts[torch.searchsorted(cu_seqlens[1:].long(), places, right=True)]]
-    kwargs.pop("multi_latent_attention", None)
     return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
 
 

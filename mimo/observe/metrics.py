@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mimo.config.observe import ObserveConfig
 from mimo.observe.console import Console, format_eval, format_steps
-from mimo.observe.remote_trackers import open_remote
+from mimo.observe.remote_trackers import BackgroundTracker, open_remote
 from mimo.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Value
 
 
@@ -273,13 +273,18 @@ class RunLogger:
         for name, value in figures.items():
             self._console.line(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 
-    def close(self) -> None:
-        """Flush and close every destination. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and close every destination. A second call does nothing.
+
+        Args:
+            failed: the run ends with an error: servers are not waited for, which may keep it from being said.
+        """
         if self._console is not None:
             self._flush_pending()
             self._console.close()
         for tracker in self._trackers:
-            tracker.close()
+            if not (failed and isinstance(tracker, BackgroundTracker)):
+                tracker.close()
         self._trackers = []
 
     def _flush_pending(self) -> None:

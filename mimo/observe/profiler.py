@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from mimo.config.observe import ObserveConfig
+from mimo.observe.errors import write_report
 from mimo.observe.spans import Spans
 
 # Allocations that a snapshot of memory reaches back to.
@@ -97,12 +98,17 @@ class MemorySnapshot:
 
     def __enter__(self) -> None:
         if self._on:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_ENTRIES)
+            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_ENTRIES, stacks="python")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._on:
+        # After any other error than that of memory nothing is waited for: a rank may have to say what went wrong.
+        if not self._on or not (error is None or isinstance(error, torch.OutOfMemoryError)):
+            return
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self._path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        except OSError as failure:
+            write_report(f"memory snapshot {self._path}: cannot be written: {failure}\n")
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -17,8 +17,8 @@ from mimo.observe.trackers import NOT_CURVES, Tracker, Value
 
 # Iterations that a slow server may fall behind before figures are left out.
 MAX_BEHIND = 1000
-# Seconds that the end of a run waits for what is still on its way.
-CLOSE_LIMIT_S = 30.0
+# Seconds that the end of a run waits for what is still on its way; that of two trackers is less than a signal's grace.
+CLOSE_LIMIT_S = 8.0
 DEFAULT_EXPERIMENT = "mimo-hetero"
 
 

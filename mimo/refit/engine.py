@@ -256,7 +256,8 @@ class RolloutEngine:
 
     def _reset_caches(self) -> None:
         """Empty what was computed with old weights: keys and values, inputs of images, outputs of encoders."""
-        self._llm.reset_prefix_cache()
+        if self._llm.reset_prefix_cache() is False:
+            raise RefitError("the engine did not empty its cache of keys and values: requests still hold blocks")
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
 

@@ -80,7 +80,8 @@ class Collector:
 
     Attributes:
         report: of the last refit.
-        waited_s: seconds since the last `collect` began that ranks waited for completions.
+        refit_s: seconds of refits since the last `collect` began.
+        waited_s: seconds since then that ranks waited for completions.
     """
 
     def __init__(self, config: RlRunConfig, grids: Grids, watchdog: Watchdog, sender: WeightSender,
@@ -88,7 +89,7 @@ class Collector:
         self.config, self.grids, self.watchdog, self.sender = config, grids, watchdog, sender
         self.source, self.held_out, self.place, self.devices = source, held_out, place, devices
         self.report: RefitReport | None = None
-        self.waited_s = 0.0
+        self.waited_s = self.refit_s = 0.0
         self._version: int | None = None
         self._ahead: Future[Answers] | None = None
 
@@ -99,9 +100,13 @@ class Collector:
             ValueError, RefitError: as `RolloutSource`, on the first rank.
         """
         began = time.perf_counter()
+        self.refit_s = 0.0
         drawn = self._drawn_ahead()
-        if not from_first_rank(self.grids, drawn is not None):
+        is_drawn = from_first_rank(self.grids, drawn is not None)
+        # The engine of a resumed run has no weights, whatever its checkpoint brought.
+        if not is_drawn or self._version is None:
             self.refit(iteration)
+        if not is_drawn:
             drawn = self._ask()
         rollouts = self._scored(drawn)
         self.place.first += self.config.prompts_per_step
@@ -129,7 +134,8 @@ class Collector:
             if self._ahead is not None:
                 answers = self._ahead.result()
                 self._ahead = None
-                self.place.pending = Pending(answers.answers, answers.version, answers.seconds)
+                asked = [prompt.token_ids for prompt in answers.prompts]
+                self.place.pending = Pending(asked, answers.answers, answers.version, answers.seconds)
             from_first_rank(self.grids, None)
         self.waited_s += time.perf_counter() - began
         self.refit(iteration)
@@ -142,6 +148,7 @@ class Collector:
         with self.watchdog.limit(limit_s), self.watchdog.waiting("refit of the rollout engine", version=iteration):
             self.devices.for_refit()
             self.report = from_first_rank(self.grids, self.sender.send(str(iteration)))
+            self.refit_s += self.report.seconds["total"]
         with self.watchdog.limit(limit_s), self.watchdog.waiting("memory of the rollout engine"):
             self.devices.for_rollout()
         self._version = iteration
@@ -183,9 +190,13 @@ class Collector:
     def _drawn_ahead(self) -> Answers | None:
         """What was drawn for this iteration, where it is what the flags ask for now."""
         pending, first, count = self.place.pending, self.place.first, self.config.prompts_per_step
-        if self.source is None or pending is None or len(pending.answers) != count:
+        if self.source is None or pending is None or self.config.rollout.rollout_mode == "sync":
             return None
         prompts = tuple(self.source.prompts.prompt(index) for index in range(first, first + count))
+        # Names will not do: a prompt has the same one whatever the seed.
+        if pending.prompts != [prompt.token_ids for prompt in prompts] or any(
+                len(group) != self.config.rl.completions_per_prompt for group in pending.answers):
+            return None
         return Answers(first=first, prompts=prompts, answers=pending.answers, version=pending.version,
                        seconds=pending.seconds)
 

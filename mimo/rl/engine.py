@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ class ChildEngines:
 
     def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig) -> None:
         self._processes = start_processes(options, flags.engine_start_timeout_s, flags.rollout_timeout_s,
-                                          setup=leave_launcher)
+                                          setup=leave_group)
         self.client: RolloutClient = one_client([each.handle for each in self._processes], flags.rollout_timeout_s)
         self.address = os.environ["MASTER_ADDR"]
 
@@ -161,12 +162,22 @@ def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
     folder = (Path(config.observe.run_dir) / "engine").resolve()
     description = provider.hf_config(config.model_family)
     try:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run with another model
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         write_processor(config, provider, folder)
     except OSError as error:
         raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
     return folder
+
+
+def leave_group() -> None:
+    """In the process of a child engine: signals that the launcher sends to its worker's process group are not for it.
+
+    A trainer that is told to stop finishes its iteration first, with its engine; which ends when the trainer does.
+    """
+    leave_launcher()
+    os.setsid()
 
 
 def leave_launcher() -> None:

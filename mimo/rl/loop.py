@@ -15,6 +15,7 @@ from mimo.config.rl_run import RlRunConfig
 from mimo.config.validate import train_iterations
 from mimo.grid.groups import Grids
 from mimo.observe.metrics import RunLogger
+from mimo.observe.remote_trackers import CLOSE_LIMIT_S
 from mimo.observe.signals import StopSignal
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.schedule import current_learning_rates
@@ -64,7 +65,7 @@ class RlLoop:
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
-        logger, engine, began = None, None, time.monotonic()
+        logger, engine, began, failed = None, None, time.monotonic(), True
         stop = StopSignal(self.watchdog)
         try:
             lines = self._set_up()
@@ -86,9 +87,11 @@ class RlLoop:
             self.collector.sender.close()
             if engine is not None:
                 engine.close()
+            failed = False
         finally:
             if logger is not None:
-                logger.close()
+                with self.watchdog.limit(2 * CLOSE_LIMIT_S):
+                    logger.close(failed=failed)
             stop.close()
             self.watchdog.close()
 
@@ -206,10 +209,10 @@ class RlLoop:
 
     def _iterate(self, logger: RunLogger) -> None:
         """Completions, and one update on them."""
+        self.devices.take_seconds()  # of the start and of evaluations: no part of this iteration
         began, version = time.perf_counter(), self.progress.iteration
         goes_ahead = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.total_iterations
         rollouts = self.collector.collect(version)
-        report = self.collector.report
         if goes_ahead:
             self.collector.ahead()
         before = time.perf_counter()
@@ -223,8 +226,9 @@ class RlLoop:
         else:
             self.progress.skipped_iterations += 1
         self.watchdog.progress(iteration=self.progress.iteration)
-        assert report is not None
-        seconds = {"memory": self.devices.take_seconds(), "refit": report.seconds["total"],
+        report = self.collector.report
+        assert report is not None, "collecting refits, or has refitted"
+        seconds = {"memory": self.devices.take_seconds(), "refit": self.collector.refit_s,
                    "rollout": rollouts.rollout_s, "reward": rollouts.reward_s,
                    "rollout-wait": self.collector.waited_s, "log-probs": result.log_probs_s,
                    "update": update_s - result.log_probs_s - result.reference_s,

@@ -16,11 +16,13 @@ class Pending:
     """Answers that were drawn and not trained on yet.
 
     Attributes:
-        answers: to each prompt from the next one on.
+        prompts: token ids of each prompt from the next one on.
+        answers: to each.
         version: policy version that drew them.
         seconds: of the engine.
     """
 
+    prompts: list[tuple[int, ...]]
     answers: list[list[Rollout]]
     version: str
     seconds: float
@@ -59,4 +61,5 @@ class Place:
         if found is not None and found["pending"] is not None:
             answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
                                 each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]
-            self.pending = Pending(answers, found["pending"]["version"], found["pending"]["seconds"])
+            prompts = [tuple(token_ids) for token_ids in found["pending"]["prompts"]]
+            self.pending = Pending(prompts, answers, found["pending"]["version"], found["pending"]["seconds"])

@@ -163,8 +163,7 @@ class PolicyTrainer:
             wrapped.zero_grad_buffer()
         parts.optimizer.zero_grad()
         totals: list[Totals] = []
-        with parts.schedule_timer.measure():
-            self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), forward_only=False)
+        self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), forward_only=False)
         everywhere = self._over_world(totals)
         parts.grad_sync.scale(everywhere.sums["loss_count"])
         metrics = loss_metrics(everywhere) | mismatch_metrics(everywhere) | penalty
@@ -172,7 +171,7 @@ class PolicyTrainer:
             del metrics["reference_kl"]
         if parts.config.train.check_for_nan_in_loss and not math.isfinite(metrics["loss"]):
             _refuse_loss(microbatches, totals if parts.counts_losses else [], metrics["loss"])
-        with parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure():
+        with parts.watchdog.waiting("optimizer step"):
             success, grad_norm, num_zeros = parts.optimizer.step()
         if success:
             parts.scheduler.step(parts.config.train.global_batch_size)

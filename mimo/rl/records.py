@@ -17,7 +17,7 @@ class PolicyRecord:
         iteration: 1 for the first.
         consumed_samples: completions trained on so far, this iteration included if it took a step.
         skipped_iterations: iterations without an update so far.
-        policy_version: of the weights that drew the completions: the updates they had had.
+        policy_version: of the weights that drew the completions: the iterations before them.
         success: the optimizer took the step.
         grad_norm: before clipping; None where the step was skipped.
         num_zeros: zeros in the gradient; None where not counted.

@@ -227,7 +227,7 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
     for prompt, group in zip(prompts, answers, strict=True):
         where = f"the engine's answers to prompt {prompt.key}"
         if len(group) != sampling.n:
-            raise ValueError(f"{where}: {len(group)} instead of --completions-per-prompt {sampling.n}")
+            raise ValueError(f"{where}: {len(group)} instead of {sampling.n}")
         for answer in group:
             if answer.version != version:
                 raise ValueError(f"{where} are of policy version {answer.version!r}; the last refit gave the engine "

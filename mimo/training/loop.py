@@ -19,6 +19,7 @@ from mimo.config.validate import num_microbatches, train_iterations
 from mimo.grid.groups import Grids
 from mimo.model.build import layer_impl
 from mimo.observe.metrics import RunLogger, StepRecord
+from mimo.observe.remote_trackers import CLOSE_LIMIT_S
 from mimo.observe.signals import StopSignal
 from mimo.observe.spans import Kind
 from mimo.observe.watchdog import Watchdog
@@ -113,7 +114,8 @@ class TrainingLoop:
             if loader is not None:
                 loader.close(failed=failed)
             if logger is not None:
-                logger.close()
+                with self.watchdog.limit(2 * CLOSE_LIMIT_S):
+                    logger.close(failed=failed)
             stop.close()
             self.watchdog.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -20,7 +20,7 @@ def on_device(microbatches: Sequence[Microbatch], device: torch.device) -> Itera
         for batch in microbatches:
             yield batch.to(device)
         return
-    side = torch.cuda.Stream(device)
+    side = _copy_stream(device)
     ahead = _copy(microbatches[0], device, side) if microbatches else None
     for following in (*microbatches[1:], None):
         assert ahead is not None, "every microbatch but the last has a next one"
@@ -31,6 +31,12 @@ def on_device(microbatches: Sequence[Microbatch], device: torch.device) -> Itera
         # The memory comes from the side stream's pool: it may go back there only after the kernels that read it.
         map_tensors(batch, partial(_used_by, stream))
         yield batch
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: the allocator keeps the free memory of every stream apart."""
+    return torch.cuda.Stream(device)
 
 
 def _copy(batch: Microbatch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Microbatch, torch.cuda.Event]:

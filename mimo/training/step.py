@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,8 +97,6 @@ class StepResult:
         grad_norm: global norm before clipping; None when skipped.
         num_zeros: zero gradients, where logged.
         stop_requested: some rank was asked to stop.
-        seconds: wall time.
-        bridge_wait_s: longest time a rank spent in the bridge.
     """
 
     loss: float
@@ -113,9 +110,6 @@ class StepResult:
     work: Workload = field(default_factory=Workload)
     bad_samples: int = 0
     unbalanced_image_tokens: int = 0
-    seconds: float = 0.0
-    bridge_wait_s: float = 0.0
-    moe_losses: dict[str, float] = field(default_factory=dict)
 
 
 def loss_function(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,7 +193,6 @@ def train_step(
             samples.
         ReportedElsewhereError: as above, on ranks that do not hold those samples' losses.
     """
-    start = time.perf_counter()
     parts.built.residency.require("a training step", *KINDS)
     for wrapped in parts.built.wrapped.values():
         wrapped.zero_grad_buffer()
@@ -235,7 +228,6 @@ def train_step(
         _work_of(parts, totals),
         int(bad_samples),
         int(unbalanced),
-        seconds=time.perf_counter() - start,
     )
 
 

@@ -28,11 +28,12 @@ launch() {
 supervised() {
     local processes="$1" runs="$2"
     shift 2
-    if [[ -e "$runs/checkpoints/latest_checkpointed_iteration.txt" ]]; then
+    if [[ -e "$runs/supervised/done" ]]; then
         say "$runs/checkpoints is there: reinforcement learning starts from it"
         return 0
     fi
     launch "$processes" train_hetero.py "$@" --save "$runs/checkpoints" --run-dir "$runs/supervised"
+    touch "$runs/supervised/done" # not reached where the run was told to stop early, which saves, too
 }
 
 # Processes, folder, then flags of train_rl.py: go on from there.

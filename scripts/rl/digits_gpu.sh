@@ -9,7 +9,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 placement="${1:?usage: scripts/rl/digits_gpu.sh colocated|separate [flags of train_rl.py ...]}"
-shift
+case "$placement" in
+    colocated | separate) shift ;;
+    *)
+        say "$placement: neither colocated nor separate"
+        exit 2
+        ;;
+esac
 PYTHON="${PYTHON:-$VENV/bin/python}"
 cd "$ROOT"
 runs="${RUNS:-runs/digits_gpu}"

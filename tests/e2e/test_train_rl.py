@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import records, torchrun
+from tests.support.launch import finish, records, start_torchrun, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -110,6 +111,22 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: st
     if mode == "one-step-off":
         # Completions of the policy before differ from what the present one would have said; the weights make up for it.
         assert all(step["gen-kl"] > 1e-7 for step in expected[1:]) and expected[0]["gen-kl"] < 1e-9
+
+
+def test_a_launcher_that_is_told_to_stop_lets_the_iteration_end(tmp_path: Path) -> None:
+    """torchrun tells its workers' process groups; the engine is of none, and the iteration needs it."""
+    process = start_torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:digits", "--train-iters", "500",
+                             "--rollout-mode", "one-step-off", "--save", str(tmp_path / "saved"), "--run-dir",
+                             str(tmp_path), script="train_rl.py")
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "metrics.jsonl").exists() or not records(tmp_path):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, 60)
+    assert "stopped by SIGTERM after iteration" in done.stdout, done.stdout[-3000:]
+    saved = int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == records(tmp_path)[-1]["iteration"] >= 1
 
 
 def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:

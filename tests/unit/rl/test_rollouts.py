@@ -85,7 +85,7 @@ def test_missing_answers_are_refused():
     prompts = [Prompts().prompt(0), Prompts().prompt(1)]
     with pytest.raises(ValueError, match="answered 1 of 2 prompts"):
         check_answers(prompts, [[GOOD, GOOD]], SAMPLING, "3")
-    with pytest.raises(ValueError, match="p1: 1 instead of --completions-per-prompt 2"):
+    with pytest.raises(ValueError, match="p1: 1 instead of 2"):
         check_answers(prompts, [[GOOD, GOOD], [GOOD]], SAMPLING, "3")
 
 
