@@ -88,9 +88,12 @@ trap pass_stop_on TERM
 on_nodes "${trainers[@]}"
 stage_files "${step_flags[@]}"
 code=0
-described="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="${trainers[0]}" "${SRUN_FLAGS[@]}" "$PYTHON" \
-    "$ROOT/scripts/rl/hf_model.py" "$MODEL" --ranks $((TRAINER_NODES * GPUS_PER_NODE)) \
-    --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE)))" || code=$?
+describe_model() {
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="${trainers[0]}" "${SRUN_FLAGS[@]}" "$PYTHON" \
+        "$ROOT/scripts/rl/hf_model.py" "$MODEL" --ranks $((TRAINER_NODES * GPUS_PER_NODE)) \
+        --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE))
+}
+described="$(describe_model)" || code=$?
 ((code == 0)) || [[ -n "$stopped" ]] || die "no layout for MODEL=$MODEL"
 mapfile -t layout <<<"$described"
 
