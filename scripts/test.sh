@@ -24,4 +24,4 @@ say "mypy"
 "$VENV/bin/python" -m mypy --no-error-summary
 say "lint-imports"
 "$VENV/bin/lint-imports" >/dev/null || { "$VENV/bin/lint-imports"; exit 1; }
-exec "$VENV/bin/python" -m pytest -m "$marks" --session-timeout "$limit_s" "$@"
+exec "$VENV/bin/python" -m pytest -m "$marks" --session-timeout "$limit_s" --durations=25 "$@"
