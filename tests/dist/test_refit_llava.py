@@ -115,6 +115,7 @@ def test_a_prompt_asked_before_a_sync_is_answered_by_the_new_weights(pool: Worke
               in new["answers"].items()]
     assert len(errors) == len(prompts) > 0
     if left:
-        assert min(errors) > MIN_CHANGE
+        # What an old picture changes of one token may be little, but far more than the error of new ones.
+        assert min(errors) > 10 * MAX_ERROR
     else:
         assert max(errors) <= MAX_ERROR
