@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
@@ -23,21 +24,12 @@ from mimo.refit.engine import EngineOptions, Rollout, RolloutEngine, Sampling
 from mimo.refit.meeting import RefitError
 
 
-@dataclass(frozen=True)
-class EngineHandle:
-    """Calls an engine in another process; has its methods. Can be pickled; each call has a connection of its own.
+class EngineCalls(ABC):
+    """The methods of an engine that is somewhere else, by one way to call any of them."""
 
-    Attributes:
-        address: host and port that it listens at.
-        key: without which it answers nobody.
-        num_workers: that take in weights.
-        timeout_s: seconds that a call may take.
-    """
-
-    address: tuple[str, int]
-    key: bytes = field(repr=False)
-    num_workers: int
-    timeout_s: float = 600.0
+    @abstractmethod
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Any method of the engine. Raises RefitError: it raised, has ended, or did not answer in time."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """As the engine's."""
@@ -78,6 +70,23 @@ class EngineHandle:
         """As the engine's."""
         logprobs: list[list[float]] = self.call("prompt_logprobs", prompts)
         return logprobs
+
+
+@dataclass(frozen=True)
+class EngineHandle(EngineCalls):
+    """Calls an engine in another process; has its methods. Can be pickled; each call has a connection of its own.
+
+    Attributes:
+        address: host and port that it listens at.
+        key: without which it answers nobody.
+        num_workers: that take in weights.
+        timeout_s: seconds that a call may take.
+    """
+
+    address: tuple[str, int]
+    key: bytes = field(repr=False)
+    num_workers: int
+    timeout_s: float = 600.0
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Any method of the engine.

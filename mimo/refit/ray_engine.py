@@ -26,8 +26,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mimo.refit.engine import EngineOptions, Rollout, Sampling
-from mimo.refit.host import answer_of, make_engine
+from mimo.refit.engine import EngineOptions
+from mimo.refit.host import EngineCalls, answer_of, make_engine
 from mimo.refit.meeting import RefitError
 from mimo.refit.replicas import RolloutClient, one_client
 
@@ -59,7 +59,7 @@ class EngineActor:
 
 
 @dataclass(frozen=True)
-class RayEngineHandle:
+class RayEngineHandle(EngineCalls):
     """Calls the engine of an actor; has its methods. Of the process alone that has started the actor.
 
     Attributes:
@@ -73,46 +73,6 @@ class RayEngineHandle:
     name: str
     num_workers: int
     timeout_s: float
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """As the engine's."""
-        self.call("init_weight_transfer_engine", init_info)
-
-    def start_weight_update(self) -> None:
-        """As the engine's."""
-        self.call("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the engine's."""
-        self.call("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """As the engine's."""
-        self.call("finish_weight_update", weight_version)
-
-    def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
-        """As the engine's; the call itself takes no longer than others."""
-        loaded: str = self.call("load_from_disk", folder, version, timeout_s)
-        return loaded
-
-    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
-                 seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """As the engine's."""
-        answers: list[list[Rollout]] = self.call("generate", prompts, sampling, seeds)
-        return answers
-
-    def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """As the engine's."""
-        logprobs: list[list[float]] = self.call("prompt_logprobs", prompts)
-        return logprobs
-
-    def sleep(self) -> None:
-        """As the engine's."""
-        self.call("sleep")
-
-    def wake_up(self, *tags: str) -> None:
-        """As the engine's."""
-        self.call("wake_up", *tags)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Any method of the engine.

@@ -112,7 +112,7 @@ class RolloutSource:
         sampling: how completions are drawn.
         seq_length: tokens of prompt and completion together, at most.
         progress: told after each completion that is scored.
-        seed: of the draws; None: the engine draws as it likes, faster and never twice the same.
+        seed: of the draws; None: the engine draws as it likes, never twice the same.
         images: how the model takes images; None: it takes none.
     """
 

@@ -10,7 +10,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 prepare
-runs="${RUNS:-runs/arithmetic_cpu}"
-model=(--config scripts/configs/rl_arithmetic_model.toml)
-supervised 1 "$runs" "${model[@]}" --config scripts/configs/rl_arithmetic_sft.toml
-reinforce 1 "$runs" "${model[@]}" --config scripts/configs/rl_arithmetic.toml "$@"
+recipe arithmetic_cpu rl_arithmetic 1 "$@"

@@ -8,18 +8,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-placement="${1:?usage: scripts/rl/arithmetic_gpu.sh colocated|separate [flags of train_rl.py ...]}"
-case "$placement" in
-    colocated | separate) shift ;;
-    *)
-        say "$placement: neither colocated nor separate"
-        exit 2
-        ;;
-esac
-PYTHON="${PYTHON:-$VENV/bin/python}"
-cd "$ROOT"
-runs="${RUNS:-runs/arithmetic_gpu}"
-model=(--config scripts/configs/rl_arithmetic_gpu_model.toml)
-supervised 1 "$runs" "${model[@]}" --config scripts/configs/rl_arithmetic_gpu_sft.toml
-reinforce 1 "$runs" "${model[@]}" --config scripts/configs/rl_arithmetic_gpu.toml \
-    --engine-placement "$placement" --run-dir "$runs/$placement" "$@"
+recipe_on_gpus arithmetic_gpu rl_arithmetic_gpu 1 "$@"

@@ -1,8 +1,9 @@
 # shellcheck shell=bash
-# What the recipes on the CPU share. A script sources this file, calls prepare and then supervised and reinforce, whose
+# What the recipes share. A script sources this file and calls recipe, on the CPU after prepare, or recipe_on_gpus; the
 # last line is the reward on held-out prompts.
 #
-# PYTHON names a Python with the extra rl-cpu; without it the script sets up .venv. RUNS is where everything is written.
+# PYTHON names a Python with the extra rl-cpu or rl-gpu; without it prepare sets up .venv. RUNS is where everything is
+# written.
 
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 
@@ -41,4 +42,26 @@ reinforce() {
     local processes="$1" runs="$2"
     shift 2
     launch "$processes" train_rl.py --load "$runs/checkpoints" --finetune --run-dir "$runs/grpo" "$@"
+}
+
+# Name of the recipe, prefix of its configurations, processes, then flags of train_rl.py: both stages.
+recipe() {
+    local configs="scripts/configs/$2" processes="$3" runs="${RUNS:-runs/$1}"
+    shift 3
+    supervised "$processes" "$runs" --config "${configs}_model.toml" --config "${configs}_sft.toml"
+    reinforce "$processes" "$runs" --config "${configs}_model.toml" --config "$configs.toml" "$@"
+}
+
+# As recipe, on GPUs: behind the processes comes the engine's placement.
+recipe_on_gpus() {
+    local name="$1" configs="$2" processes="$3" placement="${4:-}"
+    if [[ "$placement" != colocated && "$placement" != separate ]]; then
+        say "usage: scripts/rl/$name.sh colocated|separate [flags of train_rl.py ...]"
+        exit 2
+    fi
+    shift 4
+    PYTHON="${PYTHON:-$VENV/bin/python}"
+    cd "$ROOT" || return 1
+    recipe "$name" "$configs" "$processes" --engine-placement "$placement" \
+        --run-dir "${RUNS:-runs/$name}/$placement" "$@"
 }

@@ -10,7 +10,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 prepare
-runs="${RUNS:-runs/digits_cpu}"
-model=(--config scripts/configs/rl_digits_model.toml)
-supervised 2 "$runs" "${model[@]}" --config scripts/configs/rl_digits_sft.toml
-reinforce 2 "$runs" "${model[@]}" --config scripts/configs/rl_digits.toml "$@"
+recipe digits_cpu rl_digits 2 "$@"

@@ -8,18 +8,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-placement="${1:?usage: scripts/rl/digits_gpu.sh colocated|separate [flags of train_rl.py ...]}"
-case "$placement" in
-    colocated | separate) shift ;;
-    *)
-        say "$placement: neither colocated nor separate"
-        exit 2
-        ;;
-esac
-PYTHON="${PYTHON:-$VENV/bin/python}"
-cd "$ROOT"
-runs="${RUNS:-runs/digits_gpu}"
-model=(--config scripts/configs/rl_digits_gpu_model.toml)
-supervised 2 "$runs" "${model[@]}" --config scripts/configs/rl_digits_gpu_sft.toml
-reinforce 2 "$runs" "${model[@]}" --config scripts/configs/rl_digits_gpu.toml \
-    --engine-placement "$placement" --run-dir "$runs/$placement" "$@"
+recipe_on_gpus digits_gpu rl_digits_gpu 2 "$@"

@@ -11,10 +11,10 @@ import pytest
 from mimo.config.rl import RlConfig
 from tests.support import vlm_updates
 from tests.support.global_state import assemble, worst_errors
+from tests.support.same_updates import TOLERANCE, assert_same_updates
 from tests.support.spawn import WorkerPool
 from tests.support.vlm_updates import LENGTHS, PROMPTS, TOKENS_OF_IMAGE, Outcome
 
-TOLERANCE = 1e-5
 CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1)
 # name -> ranks, flags, tokens of a microbatch, microbatches of each rank
 LAYOUTS = {
@@ -57,14 +57,7 @@ def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
     world_size, flags, budget, num_microbatches = LAYOUTS[layout]
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
     found = pool.run(vlm_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
-    for outcome in found:
-        assert not outcome.error
-        for mine, wanted in zip(outcome.results, expected.results, strict=True):
-            assert mine.num_microbatches == num_microbatches and mine.num_tokens == wanted.num_tokens
-            assert mine.metrics == pytest.approx(wanted.metrics, rel=TOLERANCE, abs=TOLERANCE)
-            assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE)
-    errors = worst_errors(assemble(expected.after), [outcome.after for outcome in found])
-    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+    assert_same_updates(expected, found, num_microbatches)
     if "layout" not in flags:
         *encoders, language = (outcome.pixels[0] for outcome in found)
         assert language == [], "ranks without an encoder build no pixels"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from mimo.config.rl import RlConfig
 from tests.support import policy_updates
-from tests.support.global_state import assemble, worst_errors
+from tests.support.global_state import assemble
 from tests.support.policy_updates import LENGTHS, PROMPTS, Outcome
+from tests.support.same_updates import TOLERANCE, assert_same_updates
 from tests.support.spawn import WorkerPool
 
-TOLERANCE = 1e-5
 CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1, kl_coeff=0.5)
 IN_REWARD = dataclasses.replace(CONFIG, kl_in="reward", kl_type="k1")
 # name -> ranks, flags, tokens of a microbatch, microbatches of each rank
@@ -39,17 +39,6 @@ def expected_of(pool: WorkerPool) -> Callable[[RlConfig], Outcome]:
         return outcome
 
     return expected
-
-
-def assert_same_updates(expected: Outcome, found: Sequence[Outcome], num_microbatches: int) -> None:
-    for outcome in found:
-        assert not outcome.error
-        for mine, wanted in zip(outcome.results, expected.results, strict=True):
-            assert mine.num_microbatches == num_microbatches and mine.num_tokens == wanted.num_tokens
-            assert mine.metrics == pytest.approx(wanted.metrics, rel=TOLERANCE, abs=TOLERANCE)
-            assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE)
-    errors = worst_errors(assemble(expected.after), [outcome.after for outcome in found])
-    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
 
 
 def test_an_update_moves_the_policy_towards_rewarded_completions(expected_of):

@@ -19,7 +19,7 @@ from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import RlRunConfig, validate_rl
 from scripts.bench.models import MODELS
 from scripts.rl import hf_model, wait_for_ray
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, put_commands
 from tests.support.small_tokenizer import write_tokenizer
 
 BASH = shutil.which("bash") or "/bin/bash"
@@ -81,10 +81,7 @@ COMMANDS = {
 @pytest.fixture
 def place(tmp_path):
     """Commands in place of Python and Slurm's, a small mixture of experts and problems, in folders with spaces."""
-    (tmp_path / "bin").mkdir()
-    for name, body in COMMANDS.items():
-        (tmp_path / "bin" / name).write_text(f"#!{BASH}\nSTATE='{tmp_path}'\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    put_commands(tmp_path, BASH, COMMANDS)
     write_tokenizer(tmp_path / "my model", chat_template=TEMPLATE)
     (tmp_path / "my model" / "config.json").write_text(json.dumps(MODELS["tiny"]))
     (tmp_path / "my data").mkdir()

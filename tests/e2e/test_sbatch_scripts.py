@@ -20,6 +20,7 @@ from preflight_checks.run_plan import plan
 
 from mimo.config.cli import parse
 from mimo.config.validate import num_microbatches, train_iterations
+from tests.support.launch import put_commands
 from tests.support.preflight import run_preflight
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,10 +210,7 @@ COMMANDS = {
 @pytest.fixture
 def cluster(tmp_path):
     """A folder with commands in place of Slurm's and Python, and a script of two nodes that uses them."""
-    (tmp_path / "bin").mkdir()
-    for name, body in COMMANDS.items():
-        (tmp_path / "bin" / name).write_text(f"#!{BASH}\nSTATE={tmp_path}\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    put_commands(tmp_path, BASH, COMMANDS)
     values = {"PYTHON": tmp_path / "bin" / "python", "DATA_PATH": tmp_path, "TOKENIZER": tmp_path,
               "NEMOTRON_CHECKPOINT": tmp_path, "RUN_DIR": tmp_path / "run", "LLM_NODES": 1}
     text = (SBATCH / "prod_33n_gbs768_ep8.sh").read_text()

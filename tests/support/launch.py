@@ -58,3 +58,11 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def losses(run_dir: Path) -> list[float]:
     """Training loss of each iteration."""
     return [record["lm loss"] for record in records(run_dir) if "lm loss" in record]
+
+
+def put_commands(folder: Path, shell: str, commands: dict[str, str]) -> None:
+    """Commands in `folder/bin` that stand for others: shell code by name, in which STATE is `folder`."""
+    (folder / "bin").mkdir()
+    for name, body in commands.items():
+        (folder / "bin" / name).write_text(f"#!{shell}\nSTATE='{folder}'\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
