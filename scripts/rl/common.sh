@@ -7,6 +7,14 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 
+# -h or --help anywhere prints the head of the script, before anything is set up.
+for flag in "$@"; do
+    if [[ "$flag" == -h || "$flag" == --help ]]; then
+        sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+        exit 0
+    fi
+done
+
 # Set up the environment where none is given, and go to the top of the checkout.
 prepare() {
     if [[ -z "${PYTHON:-}" ]]; then

@@ -267,3 +267,30 @@ def test_waiting_for_ray_ends_with_the_number_of_its_gpus(monkeypatch, capsys):
 
 def test_nobody_answers_at_a_closed_port():
     assert not wait_for_ray.answers("127.0.0.1:9", 1.0)
+
+
+@pytest.mark.parametrize("name", ["arithmetic_cpu", "arithmetic_gpu", "digits_cpu", "digits_gpu"])
+def test_help_of_a_recipe_sets_nothing_up(name, tmp_path):
+    done = subprocess.run([BASH, RL / f"{name}.sh", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          env={"PATH": os.environ["PATH"], "RUNS": str(tmp_path / "runs"), "PYTHON": "/nowhere/python"})
+    assert done.returncode == 0 and f"scripts/rl/{name}.sh" in done.stdout and "\n#" not in done.stdout
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["arithmetic_gpu", "digits_gpu"])
+def test_a_recipe_on_gpus_trains_and_goes_on_from_there(name, tmp_path):
+    """The flags of both stages are those that the trainers take."""
+    noted = tmp_path / "noted"
+    python = tmp_path / "python"
+    python.write_text(f'#!{BASH}\nprintf "%s\\n" "$*" >>"{noted}"\n')
+    python.chmod(0o755)
+    (tmp_path / "supervised").mkdir()
+    done = subprocess.run([BASH, RL / f"{name}.sh", "separate", "--train-iters", "3"], capture_output=True, text=True,
+                          timeout=60, env=os.environ | {"PYTHON": str(python), "RUNS": str(tmp_path)}, check=False)
+    assert done.returncode == 0, done.stderr
+    supervised, reinforced = (line.split(".py ", 1) for line in noted.read_text().splitlines())
+    assert supervised[0].endswith("--nproc-per-node 1 train_hetero") and reinforced[0].endswith(" train_rl")
+    config = parse(supervised[1].split())
+    assert config.checkpoint.save == f"{tmp_path}/checkpoints"
+    policy = parse_as(RlRunConfig, reinforced[1].split(), "")
+    assert policy.train.train_iters == 3 and policy.observe.run_dir == f"{tmp_path}/separate"
