@@ -22,6 +22,7 @@ from mimo.observe.metrics import RunLogger, StepRecord
 from mimo.observe.remote_trackers import CLOSE_LIMIT_S
 from mimo.observe.signals import StopSignal
 from mimo.observe.spans import Kind
+from mimo.observe.startup import STARTUP, Phase, report_of
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
@@ -94,6 +95,7 @@ class TrainingLoop:
             self.meter = FlopsMeter.of(self.config, self.provider, self.grids.layout,
                                        impl=layer_impl(self.config, self.platform),
                                        device_name=self.platform.device_name)
+            STARTUP.enter(Phase.DATA)
             loader = self._open("train", prefetch=True)
             logger = self._start(loader)
             stopped = self._train(loader, logger, stop, began)
@@ -149,6 +151,7 @@ class TrainingLoop:
 
     def _start(self, loader: StepLoader) -> RunLogger:
         """Load what the run starts from and open its records."""
+        STARTUP.enter(Phase.LOAD)
         self.state = run_state(self.parts, loader)
         if self.config.checkpoint.save is not None:
             self.saver = Saver(self.state, self.watchdog)
@@ -157,6 +160,7 @@ class TrainingLoop:
         if self.saver is not None and flags.load == flags.save and self.progress.iteration:
             # It is there: a finished run that is started again has nothing to write.
             self.saver.last_iteration = self.progress.iteration
+        STARTUP.enter(Phase.RECORDS)
         logger = RunLogger(
             self.config.observe,
             active=self.is_logging_rank,
@@ -177,6 +181,8 @@ class TrainingLoop:
         limit_s = (checkpoint.exit_duration_in_mins or float("inf")) * 60
         self.observer = observer = self.observer_type(self.parts, self.grids.layout.language.rank_at(pp=-1),
                                                       progress.iteration + 1, self.total_iterations)
+        first = progress.iteration + 1
+        STARTUP.enter(Phase.DATA)
         while progress.iteration < self.total_iterations:
             observer.begin_step()
             begin = time.perf_counter()
@@ -187,6 +193,7 @@ class TrainingLoop:
             ), self.parts.spans.span(Kind.DATA_WAIT, "data"):
                 microbatches = loader.next_step()
             over_time = time.monotonic() - began > limit_s
+            STARTUP.enter(Phase.PASSES)
             result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested) or over_time)
             progress.iteration += 1
             if result.success:
@@ -197,6 +204,8 @@ class TrainingLoop:
             self.bad_samples += result.bad_samples
             seconds = time.perf_counter() - begin
             observer.end_step()
+            if progress.iteration == first:
+                self._report_start(logger)
             logger.log_step(self._record(result, microbatches, loader.last_wait_s, seconds, observer))
             while observer.lines:
                 logger.message(observer.lines.pop(0))
@@ -208,6 +217,16 @@ class TrainingLoop:
             if train.eval_interval and not progress.iteration % train.eval_interval and not self._is_done:
                 self._evaluate(logger)
         return None
+
+    def _report_start(self, logger: RunLogger) -> None:
+        """Say what the start has cost, in the log and in startup.json. Collective over the world."""
+        self.platform.synchronize()
+        ended_unix_s = time.time()
+        names = list(dist.distributed_c10d._world.pg_names.values())
+        report = report_of(gather(self.grids, STARTUP.close(names)), ended_unix_s)
+        if report is not None and self.is_logging_rank:
+            logger.message(report.line())
+            report.write(Path(self.config.observe.run_dir) / "startup.json")
 
     @property
     def _is_done(self) -> bool:

@@ -13,6 +13,7 @@ from mimo.config.run import RunConfig
 from mimo.config.validate_observe import check_device
 from mimo.grid.spec import Layout
 from mimo.observe.errors import fail_fast
+from mimo.observe.startup import STARTUP, Phase
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.platform.quiet import quieten_wheel
@@ -50,6 +51,7 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
     if world_size == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29517")
+    STARTUP.open()
     _show_log(rank)
     quieten_wheel()
     platform = get_platform(config.train.device)
@@ -69,6 +71,7 @@ def _show_log(rank: int) -> None:
 
 
 def _train(config: RunConfig, grids: Grids, platform: Platform) -> None:
+    STARTUP.enter(Phase.IMPORTS)
     from mimo.training.loop import TrainingLoop
 
     provider, dataset = model_provider(config.model.model_provider), config.find_dataset(config.data.dataset_provider)
@@ -83,6 +86,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     from mimo.grid.groups import Grids
     from mimo.observe.profiler import MemorySnapshot
 
+    STARTUP.enter(Phase.GROUPS)
     if config.train.deterministic_mode:
         platform.make_deterministic()
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -18,6 +18,7 @@ from mimo.observe.clock import DeviceClock, HostClock
 from mimo.observe.profiler import nvtx_range
 from mimo.observe.schedule_spans import ScheduleSpans
 from mimo.observe.spans import Spans
+from mimo.observe.startup import STARTUP, Phase
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.build import build_optimizer
 from mimo.optim.schedule import build_scheduler
@@ -38,12 +39,15 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         platform: device and backend.
         watchdog: told about every wait.
     """
+    STARTUP.enter(Phase.MODEL)
     watchdog.at_stall.append(partial(flight_recorder.dump, Path(config.observe.run_dir) / "flight-recorder", grids.rank,
                                      platform.backend))
     spans = _spans(config, grids, platform)
     schedule_spans = ScheduleSpans(spans)
     built = build_model(config, provider, grids, platform, watchdog, spans)
+    STARTUP.enter(Phase.GROUPS)
     communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
+    STARTUP.enter(Phase.OPTIMIZERS)
     grad_sync = GradSync(built, grids, watchdog, spans)
     optimizer = build_optimizer(config.optim, built, grids)
     optimizer.spans = spans

@@ -25,6 +25,7 @@ from mimo.observe.device_timing import DeviceTimer
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.observe.schedule_spans import ScheduleSpans
 from mimo.observe.spans import Kind, Spans
+from mimo.observe.startup import STARTUP, Phase
 from mimo.observe.watchdog import Watchdog
 from mimo.optim.optimizer import HeteroOptimizer
 from mimo.platform.base import Platform
@@ -211,6 +212,7 @@ def train_step(
     loss = loss_sum / max(num_tokens, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
         _refuse_loss(parts, microbatches, reports, loss)
+    STARTUP.enter(Phase.UPDATE)
     with (parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure(),
           parts.spans.span(Kind.OPTIMIZER, "optimizer")):
         success, grad_norm, num_zeros = parts.optimizer.step()

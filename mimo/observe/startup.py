@@ -1,0 +1,165 @@
+"""What a start costs, from the process's own begin to the end of its first iteration, by phase.
+
+A start is a row of phases without gap or overlap, the same on every rank: code says with `STARTUP.enter` which one
+begins. A phase of the whole run ends when its last rank ends it. Ranks that were faster wait in the next one, for
+almost every phase begins with a collective; so the run's phases sum to the time after which the last rank was through.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+# Phases shorter than this are not in the log's line.
+SHOWN_FROM_S = 0.05
+
+
+class Phase(StrEnum):
+    """What a stretch of the start is for. A start may come back to one.
+
+    Attributes:
+        IMPORTS: the interpreter, all modules, flags and their checks.
+        GROUPS: the device, process groups and what bridges need of them.
+        MODEL: building, casting and wrapping it.
+        OPTIMIZERS: building them.
+        DATA: opening it, and waiting for the first batch.
+        LOAD: a checkpoint or pretrained weights; with neither, looking for them.
+        RECORDS: metrics, TensorBoard and other trackers.
+        PASSES: forward and backward of the first iteration, gradient reduction included.
+        UPDATE: its optimizer step, and the iteration's end.
+    """
+
+    IMPORTS = "imports"
+    GROUPS = "process groups"
+    MODEL = "model"
+    OPTIMIZERS = "optimizers"
+    DATA = "data"
+    LOAD = "load"
+    RECORDS = "records"
+    PASSES = "forward and backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """The start of one rank.
+
+    Attributes:
+        phases: in the order in which they took place.
+        ends_s: when each ended, seconds since the process began.
+        groups: names of the process groups that the rank is a member of, the default one included.
+    """
+
+    phases: tuple[str, ...]
+    ends_s: tuple[float, ...]
+    groups: tuple[str, ...]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What the rank spent in each phase; they sum to its last end."""
+        return _summed(self.phases, self.ends_s)
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """The start of a run.
+
+    Attributes:
+        seconds: from the begin of a process to the end of the first iteration, of the rank that took longest.
+        phases: `seconds` by phase.
+        ended_unix_s: when the first iteration ended, seconds since 1970.
+        num_groups: process groups of all ranks, each counted once.
+        num_groups_of_a_rank: most that any rank is a member of.
+        ranks: what each rank spent in each phase, waits for slower ones included, in rank order.
+    """
+
+    seconds: float
+    phases: dict[str, float]
+    ended_unix_s: float
+    num_groups: int
+    num_groups_of_a_rank: int
+    ranks: list[dict[str, float]]
+
+    def line(self) -> str:
+        """The line of the log: `first iteration after 12.3 s: imports 5.1, ...`."""
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in self.phases.items() if value >= SHOWN_FROM_S)
+        return f"first iteration after {self.seconds:.1f} s: {parts}"
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON. Raises OSError."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+class Startup:
+    """The moments of this process. Closed at first: until `open`, and again after `close`, `enter` does nothing."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self._phases: list[str] = []
+        self._ends_s: list[float] = []
+
+    def open(self) -> None:
+        """Record, the time since the process began as imports."""
+        self._began_s = time.monotonic() - process_age_s()
+        self._phases, self._ends_s = [Phase.IMPORTS.value], []
+
+    def enter(self, phase: Phase) -> None:
+        """End the phase under way and begin another."""
+        if self._phases:
+            self._ends_s.append(time.monotonic() - self._began_s)
+            self._phases.append(phase.value)
+
+    def close(self, groups: Sequence[str]) -> RankStart | None:
+        """End the last phase; None where nothing was recorded.
+
+        Args:
+            groups: names of this rank's process groups.
+        """
+        if not self._phases:
+            return None
+        ends_s = (*self._ends_s, time.monotonic() - self._began_s)
+        found = RankStart(tuple(self._phases), ends_s, tuple(groups))
+        self._phases, self._ends_s = [], []
+        return found
+
+
+# A process starts once.
+STARTUP = Startup()
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, to 10 ms: field 22 of /proc/self/stat, see proc_pid_stat(5)."""
+    # The command's name, field 2, may hold spaces and parentheses.
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    started_s = int(fields[22 - 3]) / os.sysconf("SC_CLK_TCK")
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 0.0)
+
+
+def report_of(ranks: Sequence[RankStart | None], ended_unix_s: float) -> StartReport | None:
+    """The start of a run from those of its ranks, in rank order; None where one has none.
+
+    Args:
+        ranks: of each, what `Startup.close` gave.
+        ended_unix_s: now.
+    """
+    starts = [start for start in ranks if start is not None]
+    if not starts or len(starts) < len(ranks):
+        return None
+    (phases,) = {start.phases for start in starts}
+    ends_s = [max(moments) for moments in zip(*(start.ends_s for start in starts), strict=True)]
+    return StartReport(ends_s[-1], _summed(phases, ends_s), ended_unix_s,
+                       len({name for start in starts for name in start.groups}),
+                       max(len(start.groups) for start in starts), [start.seconds for start in starts])
+
+
+def _summed(phases: Sequence[str], ends_s: Sequence[float]) -> dict[str, float]:
+    """Seconds by phase, in the order in which they first took place."""
+    found = dict.fromkeys(phases, 0.0)
+    for phase, begin_s, end_s in zip(phases, (0.0, *ends_s), ends_s, strict=False):
+        found[phase] += end_s - begin_s
+    return found
