@@ -64,8 +64,9 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
     """
-    # Evaluations here are of prompts, which the trainer's own checks know nothing of.
-    layout = validate(replace(config, train=replace(config.train, eval_interval=0)), world_size, rank)
+    # Evaluations here are of prompts, which the trainer's own checks know nothing of; prefetch is refused below.
+    train = replace(config.train, eval_interval=0, encoder_prefetch_depth=0)
+    layout = validate(replace(config, train=train), world_size, rank)
     rl.validate(config.rl, llm_tp=config.layout.llm_tp, sequence_parallel=config.layout.sequence_parallel)
     check_rollout(config.rollout, config.train.seq_length)
     _check_batch(config)
@@ -135,6 +136,9 @@ def _refuse_missing(config: RlRunConfig) -> None:
             f"{', '.join(encoders)} of --model-provider {config.model.model_provider}, whose weights come from here")
     _refuse(config.optim.correct_encoder_grad_for_partial_participation,
             "--correct-encoder-grad-for-partial-participation is for train_hetero.py; leave it out")
+    _refuse(train.encoder_prefetch_depth != 0,
+            f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
+            "step are not known before the present one is over; leave it out")
     _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
     for name in ("profile_steps", "timeline_interval"):
         given = vars(config.observe)[name]

@@ -30,6 +30,8 @@ class TrainConfig:
     """Seed of parameters, dropout and sample order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: CUDA where there is one. cpu runs the same Megatron code under emulation, over gloo."""
+    encoder_prefetch_depth: int = 0
+    """Microbatches, of coming iterations too, whose features a frozen encoder computes while it waits; 0: none."""
     deterministic_mode: bool = False
     """Only kernels and reductions that give the same bits every time (slower); a resumed run then repeats exactly."""
     check_for_nan_in_loss: bool = True

@@ -9,6 +9,7 @@ from mimo import registry
 from mimo.config.optim import OptimConfig, ScheduleConfig
 from mimo.config.run import RunConfig
 from mimo.config.validate_observe import check_device, check_observe
+from mimo.config.validate_prefetch import check_prefetch
 from mimo.data_request import data_request
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.reading import lanes_read_by
@@ -40,6 +41,7 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
                     sequence_parallel=config.layout.sequence_parallel)
     _check_train(config)
     _check_model(config, layout)
+    check_prefetch(config, layout, num_microbatches(config))
     _check_optim(config.optim)
     _check_schedule(config)
     _check_ddp(config)

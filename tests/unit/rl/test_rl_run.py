@@ -71,6 +71,7 @@ def test_names_of_flags_are_those_of_no_other_section():
      "--rollout-mode one-step-off with --engine-placement colocated: the engine cannot generate beside the update"),
     ("--hidden-dropout 0.1", "--hidden-dropout 0.1: the policy that is trained"),
     ("--dry-run", "--dry-run is for train_hetero.py"),
+    ("--encoder-prefetch-depth 2", "--encoder-prefetch-depth 2 is for train_hetero.py: the prompts of the next step"),
     ("--profile-steps 1:2", "--profile-steps 1:2 is for train_hetero.py"),
     ("--timeline-interval 5", "--timeline-interval 5 is for train_hetero.py"),
     ("--lane-loader per-lane", "--lane-loader per-lane: the first rank reads the prompts"),

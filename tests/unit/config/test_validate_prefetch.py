@@ -1,0 +1,50 @@
+"""--encoder-prefetch-depth: what it needs, refused by flag and value before anything starts."""
+
+import pytest
+
+from mimo.config.cli import parse
+from mimo.config.validate import validate
+from mimo.config.validate_prefetch import steps_ahead
+
+BASE = ["--model-provider", "tests.unit.config.fake_provider:model",
+        "--dataset-provider", "tests.unit.config.fake_provider:dataset", "--train-iters", "4"]
+# Two microbatches an iteration.
+FROZEN = "--freeze vision --global-batch-size 2 --encoder-prefetch-depth"
+
+
+def checked(flags: str, world_size: int = 2):
+    return validate(parse([*BASE, *flags.split()]), world_size)
+
+
+@pytest.mark.parametrize(("flags", "world_size"), [
+    (f"{FROZEN} 0", 2),
+    (f"{FROZEN} 1", 2),
+    (f"{FROZEN} 8", 2),
+    (f"{FROZEN} 3 --encoder-tp 2 --llm-pp 2", 4),
+    (f"{FROZEN} 3 --freeze vision,projector", 2),
+    (f"{FROZEN} 3 --freeze language,vision", 2),
+    ("--layout colocated --encoder-prefetch-depth 0", 1),
+])
+def test_what_can_be_prefetched_passes(flags, world_size):
+    assert checked(flags, world_size).encoders
+
+
+@pytest.mark.parametrize(("flags", "world_size", "expected"), [
+    (f"{FROZEN} -1", 2, "--encoder-prefetch-depth -1 is below 0"),
+    ("--encoder-prefetch-depth 2", 2, "--encoder-prefetch-depth 2 with --freeze '': vision trains, .* add vision to"),
+    ("--freeze projector --encoder-prefetch-depth 2", 2, "with --freeze 'projector': vision trains"),
+    (f"{FROZEN} 1 --layout colocated", 1, "--encoder-prefetch-depth 1 with --layout colocated: .* --layout disjoint"),
+    (f"{FROZEN} 1 --llm-only --freeze x", 1, "--freeze x: unknown part"),
+    ("--llm-only --encoder-prefetch-depth 1", 1, "--encoder-prefetch-depth 1: a run without encoder"),
+    (f"{FROZEN} 1 --encoder-pp 2", 3, "--encoder-prefetch-depth 1 with --encoder-pp 2: .* use --encoder-pp 1"),
+    (f"{FROZEN} 9", 2, "--encoder-prefetch-depth 9: an iteration has 2 microbatches .*; at most 8"),
+])
+def test_what_cannot_be_prefetched_is_refused_by_flag_and_value(flags, world_size, expected):
+    with pytest.raises(ValueError, match=expected):
+        checked(flags, world_size)
+
+
+@pytest.mark.parametrize(("depth", "num_microbatches", "steps"), [(0, 4, 0), (1, 1, 1), (1, 4, 1), (4, 4, 1), (5, 4, 2),
+                                                                 (3, 1, 3)])
+def test_a_queue_reaches_over_as_many_iterations_as_it_is_long(depth, num_microbatches, steps):
+    assert steps_ahead(depth, num_microbatches) == steps
