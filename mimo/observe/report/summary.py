@@ -1,0 +1,213 @@
+"""The figures behind the answers at the top: what was learned, how fast, who waited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mimo.observe.report.kinds import ORDER, OTHER_MODULES, PASSES
+from mimo.observe.report.run import EVALUATED, Floats, Run, Table
+from mimo.observe.spans import Kind
+
+# Iterations at either end whose mean is a run's first or last loss: at most so many, or this share of all.
+WINDOW, WINDOW_SHARE = 10, 0.1
+# Iterations at the start that speeds leave out: caches, loaders and kernels get warm.
+WARM_UP, WARM_UP_SHARE = 10, 0.2
+# Of the steady ones this share at either end is not typical, where there are enough.
+TRIMMED, LEAST_TRIMMED = 0.1, 10
+# A change of less than this part of the first value, or of so many standard errors, is none.
+LEAST_CHANGE, LEAST_ERRORS = 0.01, 2.0
+# A held-out loss this far above its best is said.
+RISE = 0.05
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a figure went.
+
+    Attributes:
+        key: `lm loss` or `reward`.
+        first, last: means over the first and the last iterations.
+        window: iterations of each mean.
+        change: 1 for better, -1 for worse, 0 for neither.
+        held_out: of the last evaluation, by name; empty without one.
+        held_out_first: the same of the first one, where there are several.
+        best: iteration of the best evaluation and its figure, where the last one is clearly worse.
+    """
+
+    key: str
+    first: float
+    last: float
+    window: int
+    change: int
+    held_out: Mapping[str, float]
+    held_out_first: Mapping[str, float]
+    best: tuple[int, float] | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the steady iterations; None where a run has no such figure."""
+
+    iteration_s: float
+    tokens_per_s: float | None
+    tflops: float | None
+    mfu: float | None
+    num_iterations: int
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """Where a module's step went, seconds, means over its ranks and the typical iterations.
+
+    Attributes:
+        parts: by part, in the order of `ORDER`; they sum to the step.
+        step_s: of the step.
+    """
+
+    parts: Mapping[str, float]
+    step_s: float
+
+    def share(self, part: str) -> float:
+        """Part of the step."""
+        return self.parts.get(part, 0.0) / self.step_s if self.step_s else 0.0
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of forward and backward passes."""
+        return sum(self.parts.get(part, 0.0) for part in PASSES)
+
+
+def steady(steps: Table) -> Table:
+    """The iterations without the first ones."""
+    return steps.after(min(WARM_UP, int(WARM_UP_SHARE * len(steps))))
+
+
+def typical(steps: Table) -> Table:
+    """The steady iterations without the fastest and the slowest tenth: means over them are not a few stalls' doing."""
+    table = steady(steps)
+    times = table.get("iteration-time")
+    if len(table) < LEAST_TRIMMED or not np.isfinite(times).all():
+        return table
+    low, high = np.quantile(times, [TRIMMED, 1 - TRIMMED])
+    kept = (times >= low) & (times <= high)
+    return Table(table.iterations[kept], {key: column[kept] for key, column in table.columns.items()})
+
+
+def finite(values: Floats) -> Floats:
+    """Without what is not finite."""
+    return values[np.isfinite(values)]
+
+
+def median(values: Floats) -> float | None:
+    """Of the finite values; None without any."""
+    kept = finite(values)
+    return float(np.median(kept)) if len(kept) else None
+
+
+def learning(run: Run) -> Learning | None:
+    """How the loss went, or the reward in reinforcement learning; None without figures."""
+    key = "reward" if run.learns_from_rewards else "lm loss"
+    values = finite(run.steps.get(key))
+    if not len(values):
+        return None
+    window = max(1, min(WINDOW, int(WINDOW_SHARE * len(values))))
+    head, tail = values[:window], values[-window:]
+    first, last = float(head.mean()), float(tail.mean())
+    error = math.sqrt(float(head.var() + tail.var()) / window)
+    gain = (last - first) * (1 if key == "reward" else -1)
+    change = 0
+    if len(values) > 1 and abs(gain) > max(LEAST_CHANGE * abs(first), LEAST_ERRORS * error):
+        change = 1 if gain > 0 else -1
+    ends = [_evaluation(run.evaluations, place) for place in (0, -1)] if len(run.evaluations) else [{}, {}]
+    return Learning(key, first, last, window, change, ends[1], ends[0] if len(run.evaluations) > 1 else {},
+                    _best(run.evaluations, key))
+
+
+def _evaluation(evaluations: Table, place: int) -> dict[str, float]:
+    found = {key.removesuffix(EVALUATED): float(column[place]) for key, column in evaluations.columns.items()
+             if key.endswith(EVALUATED)}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _best(evaluations: Table, key: str) -> tuple[int, float] | None:
+    values = evaluations.get(key + EVALUATED)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return None
+    place = int(values.argmax() if key == "reward" else values.argmin())
+    best, last = float(values[place]), float(values[-1])
+    return (int(evaluations.iterations[place]), best) if abs(last - best) > RISE * abs(best) else None
+
+
+def speed(run: Run) -> Speed | None:
+    """How fast the run was; None without figures."""
+    table = steady(run.steps)
+    taken = median(table.get("iteration-time"))
+    if taken is None:
+        return None
+    return Speed(taken, median(table.get("tokens-per-s-per-gpu")), median(table.get("tflops")),
+                 median(table.get("mfu")), len(table))
+
+
+def module_times(run: Run) -> dict[str, ModuleTime]:
+    """Where each module's time went; empty without a timeline."""
+    table, found = typical(run.steps), {}
+    for module in run.modules:
+        step = finite(table.get(f"timeline/{module}/step-s"))
+        if not len(step):
+            continue
+        parts = {}
+        for part in ORDER:
+            values = finite(table.get(f"timeline/{module}/{part}-s"))
+            if len(values):
+                parts[part] = float(values.mean())
+        found[module] = ModuleTime(parts, float(step.mean()))
+    return found
+
+
+def ideal_s(times: Mapping[str, ModuleTime]) -> float:
+    """Seconds of a step in which the slowest grid computes all the time: its passes and nothing else.
+
+    On grids that share their ranks the passes of all modules come one after the other.
+    """
+    if any(OTHER_MODULES in each.parts for each in times.values()):
+        return sum(each.passes_s for each in times.values())
+    return max(each.passes_s for each in times.values())
+
+
+def most_waiting(times: Mapping[str, ModuleTime]) -> str:
+    """The module that spends most of its step at the bridge."""
+    return max(times, key=lambda name: times[name].share(Kind.BRIDGE_WAIT))
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Time between iterations.
+
+    Attributes:
+        after: iteration that each one follows, int64 `[n]`.
+        seconds: float64 `[n]`.
+        evaluated: whether there was an evaluation in it, bool `[n]`.
+        checkpoint_s: seconds of it for which training stood still for a checkpoint, float64 `[n]`.
+    """
+
+    after: Floats
+    seconds: Floats
+    evaluated: NDArray[np.bool_]
+    checkpoint_s: Floats
+
+
+def stops(run: Run) -> Stops | None:
+    """What passed between one iteration's end and the next one's begin, by the clock; None without two iterations."""
+    steps = run.steps
+    if len(steps) < 2 or not steps.has("wall_time"):
+        return None
+    gaps = np.diff(steps.get("wall_time")) - steps.get("iteration-time")[1:]
+    after = steps.iterations[:-1]
+    checkpoint = np.nan_to_num(steps.get("checkpoint-s")[1:])
+    return Stops(after.astype(np.float64), np.maximum(np.nan_to_num(gaps), 0.0),
+                 np.isin(after, run.evaluations.iterations), checkpoint)

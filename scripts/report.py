@@ -1,0 +1,44 @@
+r"""A run as one HTML page: did it learn, how fast was it, which grid waited for which.
+
+    python scripts/report.py runs/quickstart
+    python scripts/report.py runs/disjoint runs/colocated --output compared.html
+
+RUN is the --run-dir of train_hetero.py or train_rl.py; the run may still go on, or have died. Two runs are shown side
+by side, with the difference of their losses. The page needs no other file and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mimo.observe.report.page import page
+from mimo.observe.report.run import read_run
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page; gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder, with metrics.jsonl")
+    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="another one, to compare with")
+    parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN/report.html)")
+    chosen = parser.parse_args(arguments)
+    output = chosen.output or chosen.run / "report.html"
+    try:
+        runs = [read_run(path) for path in (chosen.run, chosen.other) if path is not None]
+        for run in runs:
+            for problem in run.problems:
+                print(f"{run.path}: {problem}", file=sys.stderr)
+        output.write_text(page(runs), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"report: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
