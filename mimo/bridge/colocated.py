@@ -83,7 +83,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         padded = tensor.new_zeros((height, tensor.shape[1]))
         padded[: tensor.shape[0]] = tensor
         gathered = tensor.new_empty((len(rows) * height, tensor.shape[1]))
-        with (self.timer.measure(), self.watchdog.waiting(f"colocated bridge {what}", module=self.module),
+        with (self.timer.measure(), self.watchdog.waiting(f"colocated bridge {what}", module=self.module,
+                                                            group=lambda: dist.get_process_group_ranks(self.gather_pg)),
               self.spans.span(Kind.BRIDGE_WAIT, what, module=self.module)):
             dist.all_gather_into_tensor(gathered, padded, group=self.gather_pg)
         return torch.cat([gathered[i * height : i * height + count] for i, count in enumerate(rows)])

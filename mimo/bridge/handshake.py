@@ -32,6 +32,11 @@ class Handshake:
         self.micro_batch_size = micro_batch_size
         self._channel = HostChannel(grids.host, tag=0)
 
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """The rank whose message, or readiness for one, is waited for now."""
+        return self._channel.waits_for
+
     def check(self, microbatches: Sequence[Microbatch]) -> None:
         """Exchange manifests of a step. Called by every rank, in step order.
 

@@ -15,12 +15,16 @@ class HostChannel:
     Args:
         group: a gloo group of the whole world.
         tag: tells the messages of this channel from those of others on the group; the same on all ranks.
+
+    Attributes:
+        waits_for: ranks that have to send or take a message now, for whoever asks why nothing goes on.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         self._group = group
         self._tag = tag
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._pending: list[tuple[dist.Work, torch.Tensor, int]] = []
+        self.waits_for: tuple[int, ...] = ()
 
     def send(self, rank: int, value: Any) -> None:
         """Start sending; `flush` waits for it."""
@@ -29,17 +33,23 @@ class HostChannel:
         for tensor in (size, payload):
             work = dist.isend(tensor, rank, group=self._group, tag=self._tag)
             assert work is not None, "the sender is a member of the group"
-            self._pending.append((work, tensor))
+            self._pending.append((work, tensor, rank))
 
     def flush(self) -> None:
         """Wait until everything sent has been received."""
         while self._pending:
-            self._pending.pop(0)[0].wait()
+            work, _, rank = self._pending[0]
+            self.waits_for = (rank,)
+            work.wait()
+            self._pending.pop(0)
+        self.waits_for = ()
 
     def receive(self, rank: int) -> Any:
         """The next message of `rank`; waits for it."""
+        self.waits_for = (rank,)
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, rank, group=self._group, tag=self._tag)
         payload = torch.empty(int(size.item()), dtype=torch.uint8)
         dist.recv(payload, rank, group=self._group, tag=self._tag)
+        self.waits_for = ()
         return pickle.loads(payload.numpy().tobytes())

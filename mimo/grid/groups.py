@@ -141,15 +141,7 @@ class Grids:
 
     def describe(self) -> str:
         """This rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
-        places = []
-        for name in self.modules:
-            spec = self.layout.grids[name]
-            position = spec.coordinates(self.rank)
-            place = f"{name} grid, " + " ".join(f"{axis} {index}" for axis, index in position.items())
-            if name == LANGUAGE:
-                place += f", lane {position['dp']}"
-            places.append(place)
-        return f"rank {self.rank} ({'; '.join(places)})"
+        return self.layout.describe(self.rank)
 
     def destroy(self) -> None:
         """Destroy every group that this rank is a member of. Safe to call twice and on a half-built object."""

@@ -96,6 +96,17 @@ class Layout:
         """Modules that a rank holds, encoders first."""
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
 
+    def describe(self, rank: int) -> str:
+        """A rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
+        places = []
+        for name in self.modules_of(rank):
+            position = self.grids[name].coordinates(rank)
+            place = f"{name} grid, " + " ".join(f"{axis} {index}" for axis, index in position.items())
+            if name == LANGUAGE:
+                place += f", lane {position['dp']}"
+            places.append(place)
+        return f"rank {rank} ({'; '.join(places)})"
+
 
 @dataclass(frozen=True)
 class LaneShare:

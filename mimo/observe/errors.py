@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 STDERR_FD = 2
 # Seconds that an exit waits for its output to be taken: a full pipe that nobody reads must not keep the process alive.
@@ -41,18 +42,29 @@ def _write_all(data: bytes) -> None:
 def write_report(text: str, path: Path | None = None) -> None:
     """Write `text` to standard error in one piece, and to `path` if given.
 
-    It goes around `sys.stderr`, whose lock a blocked thread may hold. The text names a `path` that cannot be written.
+    It goes around `sys.stderr`, whose lock a blocked thread may hold. The text names a `path` that cannot be written,
+    or not in time: a file system that does not answer must not keep the process alive.
     """
     if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            text += f"(no copy in {path}: {error})\n"
+        # What is said if the writing below does not come to an end.
+        problem: list[str] = ["not written in time"]
+        within_limit(lambda: problem.append(_copy(text, path)))
+        if problem[-1]:
+            text += f"(no copy in {path}: {problem[-1]})\n"
     within_limit(lambda: _write_all(text.encode("utf-8", "backslashreplace")))
 
 
-def exit_now(code: int) -> None:
+def _copy(text: str, path: Path) -> str:
+    """Write a file; why it could not be written, or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def exit_now(code: int) -> NoReturn:
     """Leave the process with `code`: no `atexit`, no join, no process group tear-down, any of which can hang."""
     within_limit(_flush_streams)
     os._exit(code)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mimo.observe.spans import Kind, Spans
+from mimo.observe.stall_status import Schedule
 
 
 class ScheduleSpans:
@@ -21,6 +22,7 @@ class ScheduleSpans:
     def __init__(self, spans: Spans) -> None:
         self.spans = spans
         self._forward = self._backward = 0
+        self._begun = self._num_microbatches = 0
         self._in_backward = False
         self._timers = {
             "forward-compute": _Timer(self._begin_forward, self._end_forward),
@@ -37,10 +39,18 @@ class ScheduleSpans:
         for name, (words, microbatch) in transfers.items():
             self._timers[name] = _Timer(partial(self._begin_transfer, words, microbatch), self._end)
 
-    def begin(self) -> None:
+    def begin(self, num_microbatches: int) -> None:
         """The schedule starts over with the first microbatch."""
+        self._begun += 1
+        self._num_microbatches = num_microbatches
         self._forward = self._backward = 0
         self._in_backward = False
+
+    def status(self) -> Schedule | None:
+        """Where the schedule is, None before the first; asked from another thread."""
+        if not self._begun:
+            return None
+        return Schedule(self._begun, self._num_microbatches, self._forward, self._backward)
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
         """The wheel's timer of that name."""

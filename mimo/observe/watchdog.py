@@ -8,25 +8,55 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn, Protocol
 
-from mimo.observe.errors import STDERR_FD, exit_now, within_limit, write_report
+from mimo.observe import stall_status
+from mimo.observe.errors import STDERR_FD, WRITE_LIMIT_S, exit_now, within_limit, write_report
+from mimo.observe.stall_processes import end_processes, stopped_siblings
+from mimo.observe.stall_stack import find_blocked, stack_lines
+from mimo.observe.stall_status import RankProcess, RankStatus, format_ranks, format_schedule
 
 STALL_EXIT_CODE = 17
 # Seconds between looks at the clock; a changed limit takes effect within it.
 POLL_S = 1.0
+# Seconds from a stall until the process is gone, whatever its threads are stuck in.
+LEAVE_S = 60.0
+OWN_THREADS = ("watchdog", "stall store")
+
+RankSource = Sequence[int] | Callable[[], Sequence[int]] | None
+"""Global ranks, or what gives them when somebody asks."""
+
+
+class Conclusion(Protocol):
+    """Makes one summary of the statuses of all ranks; `mimo.observe.stall` has them."""
+
+    def start(self, on_stall: Callable[[], None]) -> None:
+        """Begin to look for stalls of other ranks; `on_stall` is called, on any thread, when there is one."""
+        ...
+
+    def conclude(self, status: RankStatus) -> tuple[RankProcess, ...] | None:
+        """Give this rank's status and wait for the summary: processes of ranks without an answer, None without one."""
+        ...
+
+    def close(self) -> None:
+        """Stop looking."""
+        ...
 
 
 class Wait:
     """One thing the main thread waits for; made by `Watchdog.waiting`."""
 
-    __slots__ = ("what", "details", "since", "outer", "_watchdog")
+    __slots__ = ("what", "details", "peers", "group", "on_loader", "since", "outer", "_watchdog")
 
-    def __init__(self, watchdog: Watchdog, what: str, details: dict[str, object]) -> None:
+    def __init__(self, watchdog: Watchdog, what: str, peers: RankSource, group: RankSource, on_loader: bool,
+                 details: dict[str, object]) -> None:
         self.what = what
         self.details = details
+        self.peers, self.group, self.on_loader = peers, group, on_loader
         self.since = 0.0
         self.outer: Wait | None = None
         self._watchdog = watchdog
@@ -42,20 +72,33 @@ class Wait:
         self._watchdog.current_wait = self.outer
         self._watchdog.last_change = time.monotonic()
 
-    def describe(self, now: float) -> str:
-        """The wait in words: `bridge recv_forward (peer vision rank 0, lane 1) for 12.0 s`."""
-        details = ", ".join(f"{name} {value() if callable(value) else value}" for name, value in self.details.items()
+    def status(self, now: float) -> stall_status.Wait:
+        """The wait as data; `str` of it is `bridge recv_forward (lane 1, peers 0) for 12.0 s`."""
+        peers, group = _ranks(self.peers), _ranks(self.group)
+        named: dict[str, object] = self.details | {
+            "peers": format_ranks(peers) if peers else None, "group": format_ranks(group) if group else None}
+        details = ", ".join(f"{name} {value() if callable(value) else value}" for name, value in named.items()
                             if value is not None)
-        return f"{self.what}{f' ({details})' if details else ''} for {now - self.since:.1f} s"
+        return stall_status.Wait(self.what, details, now - self.since, peers, group, self.on_loader)
+
+
+def _ranks(source: RankSource) -> tuple[int, ...]:
+    return tuple(source() if callable(source) else source or ())
+
+
+def main_frame() -> FrameType | None:
+    """The innermost Python frame of the main thread."""
+    main = threading.main_thread().ident
+    return sys._current_frames().get(main) if main is not None else None
 
 
 def thread_stacks() -> str:
-    """The Python stack of every thread but the calling one, the main thread first."""
+    """The Python stack of every thread but those that look for stalls, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     blocks = [f"thread {names.get(ident, ident)} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
-              for ident, frame in frames if ident != threading.get_ident()]
+              for ident, frame in frames if ident != threading.get_ident() and names.get(ident) not in OWN_THREADS]
     return "".join(blocks)
 
 
@@ -63,22 +106,26 @@ class Watchdog:
     """Watches one rank's main thread from a daemon thread.
 
     The main thread says where it is with `progress` and `waiting`, which only write attributes. When nothing changed
-    for the limit, the watchdog writes one report to standard error and to `report_path`, then exits with code 17.
+    for the limit, the watchdog writes a report to standard error and to `report_path`, takes part in the summary of all
+    ranks, then exits with code 17. It does the same when another rank's watchdog has come to its limit.
 
     A call into C that never returns and keeps the interpreter's lock stops the watchdog's thread too. So it also keeps
     a timer of `faulthandler` armed, which needs no lock: `gil_slack_s` past the limit it prints the stacks and exits
-    with code 1.
+    with code 1. Likewise for whatever keeps the exit from coming to its end.
 
     Attributes:
         who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
         current_wait: innermost open wait.
         last_change: monotonic time of the last progress or transition, seconds.
         iteration, microbatch: the last ones told; None before the first.
-        at_stall: called after the report of a stall, each for a few seconds at most.
+        at_stall: called after the summary of a stall, each for a few seconds at most.
+        schedule: gives the state of forward and backward passes, where a trainer has one.
+        loader: gives that of the data loader.
+        on_device: whether kernels of an accelerator run behind the main thread's back.
     """
 
-    def __init__(self, timeout_s: float, who: str, *, report_path: Path | None = None,
-                 gil_slack_s: float = 30.0) -> None:
+    def __init__(self, timeout_s: float, who: str, *, report_path: Path | None = None, gil_slack_s: float = 30.0,
+                 rank: int = 0, conclusion: Conclusion | None = None) -> None:
         """Start watching.
 
         Args:
@@ -86,6 +133,8 @@ class Watchdog:
             who: the rank in words.
             report_path: where the report goes besides standard error, for example `run_dir/stall-rank3.txt`.
             gil_slack_s: seconds past the limit after which the interpreter's lock must be stuck.
+            rank: global rank.
+            conclusion: makes the summary of all ranks; without it there is none.
         """
         self.who = who
         self.current_wait: Wait | None = None
@@ -93,15 +142,22 @@ class Watchdog:
         self.iteration: int | None = None
         self.microbatch: int | None = None
         self.at_stall: list[Callable[[], None]] = []
+        self.schedule: Callable[[], stall_status.Schedule | None] | None = None
+        self.loader: Callable[[], stall_status.LoaderStatus] | None = None
+        self.on_device = False
+        self._rank = rank
         self._timeout_s = timeout_s if timeout_s > 0 else math.inf
         self._extra_s = 0.0
         self._report_path = report_path
         self._gil_slack_s = gil_slack_s
-        self._closed = threading.Event()
+        self._conclusion = conclusion
+        self._closed, self._stalled_elsewhere, self._look = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         if timeout_s > 0:
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name=OWN_THREADS[0], daemon=True)
             self._thread.start()
+            if conclusion is not None:
+                conclusion.start(self._on_stall_elsewhere)
 
     def progress(self, *, iteration: int | None = None, microbatch: int | None = None) -> None:
         """Tell that work moved on. A new iteration without a microbatch forgets the last one's."""
@@ -112,12 +168,22 @@ class Watchdog:
             self.microbatch = microbatch
         self.last_change = time.monotonic()
 
-    def waiting(self, what: str, **details: object) -> Wait:
-        """Context of a wait for others: `with watchdog.waiting("bridge recv_forward", peer="vision rank 0", lane=1):`.
+    def waiting(self, what: str, *, peers: RankSource = None, group: RankSource = None, on_loader: bool = False,
+                **details: object) -> Wait:
+        """Context of a wait for others: `with watchdog.waiting("bridge recv_forward", peers=[0], lane=1):`.
 
-        Nestable; the report names every open wait. Details that are None are left out.
+        Nestable; the report names every open wait. Details that are None are left out, those that can be called are
+        when the report is written.
+
+        Args:
+            what: what for, in words, without what differs from rank to rank.
+            peers: global ranks each of which has to do its part.
+            group: global ranks that have to come to the same wait; not needed for a blocking call of torch.distributed,
+                which the stack shows.
+            on_loader: it is for this rank's data loader.
+            details: more for the reader.
         """
-        return Wait(self, what, details)
+        return Wait(self, what, peers, group, on_loader, details)
 
     @contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
@@ -145,21 +211,44 @@ class Watchdog:
         allowed_s = max(usual_s, self._extra_s)
         return allowed_s - (time.monotonic() - max(since, self.last_change))
 
+    def waits(self, now: float) -> tuple[stall_status.Wait, ...]:
+        """Open waits, innermost first."""
+        found, wait = [], self.current_wait
+        while wait is not None:
+            found.append(wait.status(now))
+            wait = wait.outer
+        return tuple(found)
+
     def describe(self) -> str:
         """Where the main thread is: rank, step, microbatch and every open wait, innermost first."""
         now = time.monotonic()
         parts = [f"{self.who}: no progress for {now - self.last_change:.1f} s"]
         if self.iteration is not None:
             parts.append(f"iteration {self.iteration}")
+        schedule = self.schedule() if self.schedule is not None else None
         if self.microbatch is not None:
             parts.append(f"microbatch {self.microbatch}")
-        wait = self.current_wait
-        text = ", ".join(parts) + ("" if wait is not None else "; in no announced wait")
-        joint = "; waiting for "
-        while wait is not None:
-            text += joint + wait.describe(now)
-            joint, wait = "; inside ", wait.outer
-        return text
+        elif schedule is not None:
+            parts.append(format_schedule(schedule))
+        waits = "; inside ".join(map(str, self.waits(now)))
+        return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; in no announced wait")
+
+    def status(self, *, fired: bool) -> RankStatus:
+        """Where this rank is, as data.
+
+        Args:
+            fired: its own limit was reached.
+        """
+        now = time.monotonic()
+        frame = main_frame()
+        return RankStatus(
+            self._rank, fired=fired, idle_s=now - self.last_change, iteration=self.iteration,
+            microbatch=self.microbatch, waits=self.waits(now),
+            blocked=find_blocked(frame) if frame is not None else stall_status.Blocked(),
+            stack=stack_lines(frame) if frame is not None else (),
+            schedule=self.schedule() if self.schedule is not None else None,
+            loader=self.loader() if self.loader is not None else None, on_device=self.on_device,
+            stopped_pids=stopped_siblings())
 
     def report(self, headline: str) -> None:
         """Write `headline`, where the main thread is and all stacks to standard error and `report_path`."""
@@ -169,23 +258,48 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching. A second call does nothing."""
         self._closed.set()
+        self._look.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            if self._conclusion is not None:
+                self._conclusion.close()
+
+    def _on_stall_elsewhere(self) -> None:
+        self._stalled_elsewhere.set()
+        self._look.set()
 
     def _watch(self) -> None:
-        pause_s = 0.0
-        while not self._closed.wait(pause_s):
+        while not self._closed.is_set():
             left_s = self.time_left(self._timeout_s)
-            if left_s <= 0:
-                faulthandler.cancel_dump_traceback_later()
-                self.report("stall")
-                for action in self.at_stall:
-                    within_limit(action)
-                exit_now(STALL_EXIT_CODE)
+            if left_s <= 0 or self._stalled_elsewhere.is_set():
+                self._leave(fired=left_s <= 0)
             if math.isinf(left_s):
                 faulthandler.cancel_dump_traceback_later()
             else:
                 faulthandler.dump_traceback_later(left_s + POLL_S + self._gil_slack_s, exit=True, file=STDERR_FD)
-            pause_s = min(POLL_S, left_s)
+            self._look.wait(min(POLL_S, left_s))
         faulthandler.cancel_dump_traceback_later()
+
+    def _leave(self, *, fired: bool) -> NoReturn:
+        """Report, take part in the summary, exit."""
+        # What follows may block, with the interpreter's lock even: files, the store, actions of others.
+        faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=STDERR_FD)
+        conclusion, status = self._conclusion, self.status(fired=fired)
+        silent: tuple[RankProcess, ...] | None = ()
+        if conclusion is not None:
+            # The answer goes out first: others wait for it.
+            talk = threading.Thread(target=self.report, args=("stall" if fired else "stall elsewhere; where it is",),
+                                    daemon=True)
+            talk.start()
+            silent = conclusion.conclude(status)
+            talk.join(WRITE_LIMIT_S)
+        else:
+            self.report("stall")
+        if silent is None:
+            write_report(f"no summary of the stall reached {self.who}: the store of the process groups did not answer "
+                         "(it lives in the launcher under torchrun, otherwise in rank 0's process)\n")
+        end_processes(silent or ())
+        for action in self.at_stall:
+            within_limit(action)
+        exit_now(STALL_EXIT_CODE)

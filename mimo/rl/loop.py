@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from mimo import registry
 from mimo.checkpoint.agree import from_first_rank, gather
@@ -17,7 +16,7 @@ from mimo.grid.groups import Grids
 from mimo.observe.metrics import RunLogger
 from mimo.observe.remote_trackers import CLOSE_LIMIT_S
 from mimo.observe.signals import StopSignal
-from mimo.observe.watchdog import Watchdog
+from mimo.observe.stall import open_watchdog
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider
@@ -57,8 +56,7 @@ class RlLoop:
         self.prompt_provider = prompts
         self.total_iterations = train_iterations(config)
         self.is_logging_rank = grids.rank == grids.layout.language.rank_at(pp=-1)
-        self.watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe(),
-                                 report_path=Path(config.observe.run_dir) / f"stall-rank{grids.rank}.txt")
+        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir)
         self.progress = Progress()
         self.place = Place()
         self.saver: Saver | None = None

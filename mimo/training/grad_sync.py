@@ -50,7 +50,7 @@ class GradSync:
         """
         for name, wrapped in self.built.wrapped.items():
             complete_registration(wrapped)
-            with (self.watchdog.waiting("gradient reduction", module=name),
+            with (self.watchdog.waiting("gradient reduction", module=name, group=self.grids.layout.grids[name].ranks),
                   self.spans.span(Kind.GRADIENT_SYNC, "gradient reduction", module=name)):
                 finalize_model_grads(
                     [wrapped], None, pg_collection=self.grids.collections[name], force_all_reduce=force_all_reduce

@@ -13,6 +13,7 @@ import torch
 from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.grid.reading import needs_of
 from mimo.grid.spec import Layout
+from mimo.observe.stall_status import LoaderStatus
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.training.collate import collate_encoder, collate_text
 from mimo.training.sources import Source, StepSamples
@@ -176,6 +177,13 @@ class StepLoader:
     def describe(self) -> str:
         """What `next_step` waits for."""
         return self._source.describe()
+
+    def status(self) -> LoaderStatus:
+        """What the loader does now; asked from another thread."""
+        pending = self._pending
+        # While `next_step` waits it holds what is pending itself.
+        busy = not self._closed and (self._broken or (pending is not None and not pending.ready()))
+        return LoaderStatus(busy, self.describe(), self._source.waits_for)
 
     def _on_reading_thread(self, action: Callable[[], Any]) -> Any:
         """`action`, run where nothing else uses the source at the same time."""

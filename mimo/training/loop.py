@@ -22,8 +22,8 @@ from mimo.observe.metrics import RunLogger, StepRecord
 from mimo.observe.remote_trackers import CLOSE_LIMIT_S
 from mimo.observe.signals import StopSignal
 from mimo.observe.spans import Kind
+from mimo.observe.stall import open_watchdog
 from mimo.observe.startup import STARTUP, Phase, report_of
-from mimo.observe.watchdog import Watchdog
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
@@ -39,9 +39,6 @@ from mimo.training.resume import run_state, start
 from mimo.training.setup import setup_trainer
 from mimo.training.step import StepResult, train_step
 from mimo.training.workload import FlopsMeter
-
-# Seconds that a rank which only receives data waits longer for it than those that read.
-READER_SPEAKS_FIRST_S = 10.0
 
 
 class TrainingLoop:
@@ -68,11 +65,7 @@ class TrainingLoop:
         language = grids.layout.language
         # The rank whose loss is complete first, as in Megatron: last stage, first lane.
         self.is_logging_rank = grids.rank == language.rank_at(pp=-1)
-        self.watchdog = Watchdog(
-            config.train.watchdog_timeout_s,
-            grids.describe(),
-            report_path=Path(config.observe.run_dir) / f"stall-rank{grids.rank}.txt",
-        )
+        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir)
         self.progress = Progress()
         self.saver: Saver | None = None
         self.last_evaluation: Evaluation | None = None
@@ -97,6 +90,7 @@ class TrainingLoop:
                                        device_name=self.platform.device_name)
             STARTUP.enter(Phase.DATA)
             loader = self._open("train", prefetch=True)
+            self.watchdog.loader = loader.status
             logger = self._start(loader)
             stopped = self._train(loader, logger, stop, began)
             self._save(loader)
@@ -186,10 +180,8 @@ class TrainingLoop:
         while progress.iteration < self.total_iterations:
             observer.begin_step()
             begin = time.perf_counter()
-            # Who reads knows why nothing comes: its report has to be out before the launcher ends it for another's.
-            patience_s = 0.0 if loader.reads else train.watchdog_timeout_s + READER_SPEAKS_FIRST_S
-            with self.watchdog.limit(patience_s), self.watchdog.waiting(
-                "data", iteration=progress.iteration + 1, state=loader.describe
+            with self.watchdog.waiting(
+                "data", iteration=progress.iteration + 1, state=loader.describe, on_loader=True
             ), self.parts.spans.span(Kind.DATA_WAIT, "data"):
                 microbatches = loader.next_step()
             over_time = time.monotonic() - began > limit_s

@@ -114,5 +114,10 @@ class _Prompts:
         """What a rank that waits for its data waits for."""
         return "prompts"
 
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """No other rank."""
+        return ()
+
     def close(self) -> None:
         """Nothing to stop."""

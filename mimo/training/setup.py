@@ -46,6 +46,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     schedule_spans = ScheduleSpans(spans)
     built = build_model(config, provider, grids, platform, watchdog, spans)
     STARTUP.enter(Phase.GROUPS)
+    watchdog.schedule, watchdog.on_device = schedule_spans.status, platform.name == "cuda"
     communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
     STARTUP.enter(Phase.OPTIMIZERS)
     grad_sync = GradSync(built, grids, watchdog, spans)

@@ -53,6 +53,11 @@ class Source(Protocol):
         """What a rank that waits for its data waits for."""
         ...
 
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """Ranks whose loaders it waits for now."""
+        ...
+
     def close(self) -> None:
         """Stop. Nobody reads any more."""
         ...
@@ -118,6 +123,11 @@ class StreamSource:
     def describe(self) -> str:
         """The streams of this rank."""
         return f"streams {', '.join(self._streams)} of this rank"
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """No other rank."""
+        return ()
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -185,6 +195,11 @@ class ReaderSource:
     def describe(self) -> str:
         """What the reader is doing."""
         return self._reader.describe()
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """No other rank."""
+        return ()
 
     def close(self) -> None:
         """Stop the reader's workers."""
@@ -275,6 +290,11 @@ class RoutedSource:
         if reader is not None:
             return f"samples of {_lanes(self._from[reader])} from rank {reader}, their reader"
         return "nothing" if self._local is None else self._local.describe()
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """The rank that has to send samples, or to take those of the iteration before."""
+        return self._channel.waits_for
 
     def close(self) -> None:
         """Wait until the others have what was sent, and stop the workers."""

@@ -67,6 +67,11 @@ class TrainerParts:
         return self.schedule_spans.spans
 
     @property
+    def world(self) -> range:
+        """All ranks."""
+        return range(self.grids.layout.world_size)
+
+    @property
     def is_last_language_stage(self) -> bool:
         """Whether this rank computes losses."""
         language = self.grids.layout.language
@@ -133,7 +138,7 @@ def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
 
 def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> None:
     """Compare both sides of every lane and give the bridges the row counts. Before each run of the schedule."""
-    with (parts.watchdog.waiting("comparison of both sides of each lane"),
+    with (parts.watchdog.waiting("comparison of both sides of each lane", peers=lambda: parts.handshake.waits_for),
           parts.spans.span(Kind.IDLE, "comparison of both sides of each lane")):
         parts.handshake.check(microbatches)
     if parts.communicator is not None:
@@ -156,7 +161,7 @@ def run_schedule(
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
     begin_schedule(parts, microbatches)
-    parts.schedule_spans.begin()
+    parts.schedule_spans.begin(len(microbatches))
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
     train = parts.config.train
@@ -213,7 +218,7 @@ def train_step(
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
         _refuse_loss(parts, microbatches, reports, loss)
     STARTUP.enter(Phase.UPDATE)
-    with (parts.watchdog.waiting("optimizer step"), parts.optimizer_timer.measure(),
+    with (parts.watchdog.waiting("optimizer step", group=parts.world), parts.optimizer_timer.measure(),
           parts.spans.span(Kind.OPTIMIZER, "optimizer")):
         success, grad_norm, num_zeros = parts.optimizer.step()
     if success:
@@ -263,7 +268,7 @@ def _sum_over_world(
     totals = totals.to(parts.platform.device)
     if parts.counts_losses:
         totals[:2] += torch.stack(reports).sum(dim=0)
-    with (parts.watchdog.waiting("sum of losses and tokens over the world"),
+    with (parts.watchdog.waiting("sum of losses and tokens over the world", group=parts.world),
           parts.spans.span(Kind.IDLE, "sum of losses and tokens over the world")):
         dist.all_reduce(totals)
     return totals

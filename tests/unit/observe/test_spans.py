@@ -153,7 +153,7 @@ def test_passes_and_transfers_of_the_wheels_schedule():
     spans = Spans(StepClock(), {"language": 1})
     timers = ScheduleSpans(spans)
     one_forward_one_backward(timers)  # an evaluation: nobody listens
-    timers.begin()
+    timers.begin(2)
     spans.begin_step()
     timers("forward-backward", log_level=1).start(barrier=True)
     one_forward_one_backward(timers)

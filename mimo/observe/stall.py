@@ -1,0 +1,75 @@
+"""The watchdog of a rank of a run, and the summary that all ranks make together when one of them stalls."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mimo.grid.groups import Grids
+from mimo.observe.errors import write_report
+from mimo.observe.stall_processes import own_process, show_stacks_on_signal
+from mimo.observe.stall_status import RankProcess, RankStatus
+from mimo.observe.stall_store import Processes, StallStore, Statuses
+from mimo.observe.stall_summary import RankPlace, write_summary
+from mimo.observe.watchdog import Conclusion, Watchdog
+
+SUMMARY_FILE = "stall-summary.txt"
+
+
+def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path) -> Watchdog:
+    """The watchdog of this rank, with the process groups in place.
+
+    Args:
+        timeout_s: seconds without progress that are a stall.
+        grids: process groups; all ranks call this.
+        run_dir: gets `stall-rankN.txt` of every rank and `stall-summary.txt`.
+    """
+    folder, places = Path(run_dir), rank_places(grids)
+
+    def write(statuses: Statuses, processes: Processes) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        write_report(write_summary(statuses, processes, places, stamp), folder / SUMMARY_FILE)
+
+    process = own_process(grids.rank)
+    show_stacks_on_signal()
+    conclusion: Conclusion = Alone(process, write)
+    if len(places) > 1:
+        # torch has no public name for the store of `init_process_group`. A launcher's restarts may share it.
+        default: Any = dist.distributed_c10d._get_default_store()
+        conclusion = StallStore(default.clone(), process, len(places), write,
+                                         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Watchdog(timeout_s, grids.describe(), report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank,
+                    conclusion=conclusion)
+
+
+def rank_places(grids: Grids) -> dict[int, RankPlace]:
+    """Every rank of the layout in words, with its module and pipeline stage as its role."""
+    places, layout = {}, grids.layout
+    for rank in range(layout.world_size):
+        modules = layout.modules_of(rank)
+        role = tuple((name, layout.grids[name].coordinates(rank)["pp"]) for name in modules)
+        places[rank] = RankPlace(layout.describe(rank), modules, role)
+    return places
+
+
+class Alone:
+    """The conclusion of a run of one rank."""
+
+    def __init__(self, process: RankProcess, write: Callable[[Statuses, Processes], None]) -> None:
+        self._process, self._write = process, write
+
+    def start(self, on_stall: Callable[[], None]) -> None:
+        """There is no other rank."""
+
+    def conclude(self, status: RankStatus) -> tuple[RankProcess, ...]:
+        """Write the summary of the one rank."""
+        self._write({status.rank: status}, {status.rank: self._process})
+        return ()
+
+    def close(self) -> None:
+        """There is nothing to stop."""

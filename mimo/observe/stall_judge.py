@@ -1,0 +1,294 @@
+"""Which rank everybody waits for, from what all ranks say of themselves. Pure: no torch, no clock, no input or output.
+
+Ranks and their data loaders are the nodes of a graph, with an edge to whom each waits for. A node without edges is an
+end: it computes, waits for something that is no rank, or does not answer. If every node leads to one end, that is it.
+Nodes that lead to no end wait for each other in a circle, because one of them is at another place of the program: it is
+named if the others agree. In all other cases the verdict is a list of candidates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mimo.observe.stall_status import RankProcess, RankStatus, Wait, format_ranks
+
+Part = Literal["main", "loader"]
+Node = tuple[int, Part]
+Edges = dict[Node, set[Node]]
+# An end whose last sign of life is this much younger than that of the oldest is probably still moving.
+STILL_MOVING = 0.5
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that may be the cause.
+
+    Attributes:
+        rank: global rank.
+        reason: what it does, in words.
+        waiters: ranks that wait for it, directly or through others.
+    """
+
+    rank: int
+    reason: str
+    waiters: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out.
+
+    Attributes:
+        kind: `one` (it is the first suspect), `likely` (it probably is) or `unclear` (any of them, or none).
+        suspects: the likeliest first.
+        explanation: why the verdict is not `one`, and what else is odd; may be empty.
+    """
+
+    kind: Literal["one", "likely", "unclear"]
+    suspects: tuple[Suspect, ...]
+    explanation: str = ""
+
+
+def judge(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProcess],
+          roles: Mapping[int, tuple[object, ...]]) -> Verdict:
+    """Find the rank that everybody waits for.
+
+    Args:
+        statuses: of the ranks that answered.
+        processes: of the ranks that told theirs when the run began.
+        roles: what each rank of the world has in common with those that do the same work, for example its module and
+            pipeline stage.
+    """
+    edges = _edges(statuses, roles)
+    ends = [node for node, targets in edges.items() if not targets]
+    leads = {end: _leading_to(end, edges) for end in ends}
+    # A rank that has finished is the cause only where others still wait for it.
+    leads = {end: nodes for end, nodes in leads.items()
+             if len(nodes) > 1 or end[0] not in statuses or not statuses[end[0]].left}
+    done = {node for node in ends if node not in leads}
+    circle = set(edges).difference(done, *leads.values())
+    suspects = {}
+    for end in sorted(leads, key=lambda node: _priority(node, statuses)):
+        rank = end[0]
+        if rank not in suspects:  # its main thread, or its loader, whichever comes first
+            waiters = {node[0] for node in leads[end]} - {rank}
+            suspects[rank] = Suspect(rank, _reason(end, statuses, processes), len(waiters))
+    if not suspects:
+        return _judge_circle({node[0] for node in circle}, statuses, roles)
+    return _judge_ends(list(suspects.values()), {node[0] for node in circle}, statuses)
+
+
+def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict:
+    silent = [each for each in suspects if each.rank not in statuses]
+    notes = []
+    if silent:
+        if len(silent) == 1 and len(suspects) == 1 and not circle:
+            return Verdict("one", tuple(suspects))
+        # One that answers may wait for a silent one in a way that nobody announced; never the other way round.
+        kind: Literal["likely", "unclear"] = "likely" if len(silent) == 1 else "unclear"
+        return Verdict(kind, tuple(suspects), "" if kind == "likely" else f"{len(silent)} ranks do not answer")
+    if circle:
+        notes.append(f"ranks {format_ranks(circle)} wait for each other in a circle")
+    oldest = max(statuses[each.rank].idle_s for each in suspects)
+    standing = [each for each in suspects if statuses[each.rank].idle_s >= STILL_MOVING * oldest]
+    rest = [each for each in suspects if each not in standing]
+    ordered = tuple(sorted(standing, key=lambda each: -each.waiters)) + tuple(rest)
+    if len(standing) > 1:
+        notes.insert(0, f"{len(standing)} ranks wait for no other rank")
+        return Verdict("unclear", ordered, "; ".join(notes))
+    status = statuses[standing[0].rank]
+    # Kernels run behind the host's back: where it stands says little, unless it stands in an announced wait.
+    is_certain = not rest and not circle and (not status.on_device or bool(status.waits))
+    return Verdict("one" if is_certain and status.blocked.kind not in ("device", "handle") else "likely", ordered,
+                   "; ".join(notes))
+
+
+def _priority(node: Node, statuses: Mapping[int, RankStatus]) -> tuple[bool, bool, float]:
+    status = statuses.get(node[0])
+    return (status is not None, node[1] == "main", -status.idle_s if status else 0.0)
+
+
+def _leading_to(end: Node, edges: Edges) -> set[Node]:
+    """All nodes from which `end` is reached, itself included."""
+    sources: dict[Node, list[Node]] = {}
+    for node, targets in edges.items():
+        for target in targets:
+            sources.setdefault(target, []).append(node)
+    found, pending = {end}, [end]
+    while pending:
+        for source in sources.get(pending.pop(), ()):
+            if source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
+
+
+def _edges(statuses: Mapping[int, RankStatus], roles: Mapping[int, tuple[object, ...]]) -> Edges:
+    edges: Edges = {}
+    for rank in roles:
+        status = statuses.get(rank)
+        edges[rank, "main"] = set() if status is None else _main_edges(status, statuses, roles)
+        if status is not None and status.loader is not None:
+            if status.loader.busy:
+                edges[rank, "loader"] = {_loader_of(peer, statuses) for peer in status.loader.peers if peer != rank}
+            else:
+                edges[rank, "loader"] = {(rank, "main")}  # which has not asked for more
+    return edges
+
+
+def _loader_of(rank: int, statuses: Mapping[int, RankStatus]) -> Node:
+    status = statuses.get(rank)
+    return (rank, "main") if status is None or status.loader is None else (rank, "loader")
+
+
+def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus],
+                roles: Mapping[int, tuple[object, ...]]) -> set[Node]:
+    wait = status.waits[0] if status.waits else None
+    if wait is not None and wait.on_loader:
+        if status.loader is None or not status.loader.busy:
+            return set()
+        return {(status.rank, "loader")}
+    blocked = status.blocked
+    ranks: Iterable[int] = ()
+    if wait is not None and wait.peers:
+        ranks = wait.peers
+    elif blocked.kind == "transfer":
+        ranks = blocked.ranks
+    elif blocked.kind == "collective":
+        ranks = _missing(status, blocked.ranks, statuses)
+        if blocked.source is not None:
+            ranks = [blocked.source] if blocked.source != status.rank else ranks
+    elif wait is not None and wait.group and blocked.kind:
+        ranks = _missing(status, wait.group, statuses)
+    elif blocked.kind == "handle" and (wait is None or not wait.group):
+        ranks = _missing(status, roles, statuses)
+    return {(rank, "main") for rank in ranks if rank != status.rank}
+
+
+def _missing(status: RankStatus, group: Iterable[int], statuses: Mapping[int, RankStatus]) -> list[int]:
+    """Ranks of a group that have not come to where this one waits; all the others if every one has."""
+    own = _place(status)
+    absent = [rank for rank in group if rank not in statuses or _place(statuses[rank]) != own]
+    return absent or [rank for rank in group if rank != status.rank]
+
+
+def _place(status: RankStatus) -> tuple[object, ...]:
+    """What ranks have in common that wait in the same collective."""
+    wait = status.waits[0].what if status.waits else ""
+    return status.iteration, wait, status.blocked.kind, status.blocked.operation, status.blocked.ranks
+
+
+def _judge_circle(circle: set[int], statuses: Mapping[int, RankStatus],
+                  roles: Mapping[int, tuple[object, ...]]) -> Verdict:
+    """Every rank waits for another one: is one of them elsewhere than those it should be with?"""
+    found = _odd_count(circle, statuses) or _odd_schedule(circle, statuses) or _odd_place(circle, statuses, roles)
+    if found is not None:
+        return found
+    places = {_place(statuses[rank]) for rank in circle}
+    if len(places) == 1:
+        return Verdict("unclear", (), "all ranks have come to the same wait and it does not end: look at the network "
+                                      "and at the accelerators")
+    suspects = sorted((Suspect(rank, _words(statuses[rank]), len(circle) - 1) for rank in circle),
+                      key=lambda each: -statuses[each.rank].idle_s)
+    return Verdict("unclear", tuple(suspects), f"ranks {format_ranks(circle)} wait for each other in a circle, and "
+                                               "nothing shows which one is at the wrong place of the program")
+
+
+def _odd_count(circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict | None:
+    """Ranks whose schedule has another number of microbatches than the others'."""
+    schedules = {rank: each for rank in circle if (each := statuses[rank].schedule) is not None}
+    if len({each.index for each in schedules.values()}) != 1:
+        return None
+    return _odd({rank: each.num_microbatches for rank, each in schedules.items()}, len(circle) - 1, "one",
+                lambda rank, odd, usual: f"its step has {odd} microbatches, that of the other ranks {usual}; "
+                                         f"{_words(statuses[rank])}")
+
+
+def _odd_schedule(circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict | None:
+    """Ranks that have begun more or fewer schedules than the others."""
+    counts = {rank: each.index for rank in circle if (each := statuses[rank].schedule) is not None}
+    return _odd(counts, len(circle) - 1, "likely",
+                lambda rank, odd, usual: f"it has begun {odd} rounds of forward and backward passes, the other ranks "
+                                         f"{usual}; {_words(statuses[rank])}")
+
+
+def _odd_place(circle: set[int], statuses: Mapping[int, RankStatus],
+               roles: Mapping[int, tuple[object, ...]]) -> Verdict | None:
+    """A rank that waits for something else than at least two others which do the same work and agree."""
+    for role in dict.fromkeys(roles[rank] for rank in sorted(circle)):
+        found = _odd({rank: _place(statuses[rank]) for rank in circle if roles[rank] == role}, len(circle) - 1,
+                     "likely", lambda rank, odd, usual: f"{_words(statuses[rank])}, which the ranks that do the same "
+                                                        "work do not")
+        if found is not None:
+            return found
+    return None
+
+
+def _odd[T](values: Mapping[int, T], waiters: int, kind: Literal["one", "likely"],
+            reason: Callable[[int, T, T], str]) -> Verdict | None:
+    """The verdict where one value is that of most ranks; None where all agree or there is no majority of at least two.
+
+    With several odd ranks it is unclear which of them began it.
+    """
+    ordered = Counter(values.values()).most_common()
+    if len(ordered) < 2:
+        return None
+    (usual, count), (_, next_count) = ordered[:2]
+    if count < 2 or count == next_count:
+        return None
+    odd = sorted(rank for rank, value in values.items() if value != usual)
+    suspects = tuple(Suspect(rank, reason(rank, values[rank], usual), waiters) for rank in odd)
+    if len(odd) > 1:
+        return Verdict("unclear", suspects, f"{len(odd)} ranks are elsewhere than the others")
+    return Verdict(kind, suspects)
+
+
+def _reason(end: Node, statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProcess]) -> str:
+    rank, part = end
+    status = statuses.get(rank)
+    if status is None:
+        return _silence(processes.get(rank), statuses, processes)
+    if part == "loader" or (status.waits and status.waits[0].on_loader):
+        state = status.loader.state if status.loader is not None else "nothing is known of it"
+        return f"its data loader has no data: {state}"
+    return _words(status)
+
+
+def _words(status: RankStatus) -> str:
+    """What the main thread of a rank does."""
+    if status.left:
+        return "it has finished its part of the run"
+    top = f"its main thread is at {status.stack[0]}" if status.stack else "its stack is not known"
+    if not status.waits:
+        return f"it is in no announced wait, {_blocked_words(status) or 'it computes or sleeps'}: {top}"
+    return f"it waits for {_wait_words(status.waits)}{_blocked_words(status, ', ')}; {top}"
+
+
+def _wait_words(waits: Iterable[Wait]) -> str:
+    return " inside ".join(map(str, waits))
+
+
+def _blocked_words(status: RankStatus, before: str = "") -> str:
+    blocked = status.blocked
+    words = {"collective": f"in {blocked.operation} of ranks {format_ranks(blocked.ranks)}",
+             "transfer": f"in {blocked.operation} with rank {format_ranks(blocked.ranks)}",
+             "handle": "at the end of an asynchronous operation",
+             "device": "in a synchronisation with its accelerator"}
+    return before + words[blocked.kind] if blocked.kind in words else ""
+
+
+def _silence(process: RankProcess | None, statuses: Mapping[int, RankStatus],
+             processes: Mapping[int, RankProcess]) -> str:
+    """Why a rank may not answer."""
+    if process is None:
+        return "it does not answer, and never told of its process"
+    beside = [rank for rank in statuses if rank in processes and processes[rank].host == process.host]
+    if any(process.pid in statuses[rank].stopped_pids for rank in beside):
+        return "it does not answer: its process is stopped (SIGSTOP, a debugger)"
+    if not beside:
+        return f"it does not answer, nor does any rank of host {process.host}: the machine or its network may be gone"
+    return ("it does not answer: its process is gone, or a call into C keeps the interpreter's lock, or the host is "
+            "overloaded")

@@ -1,0 +1,93 @@
+"""What a thread's Python stack shows of the thing it waits for. torch is looked at only where it is on the stack."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from mimo.observe.stall_status import Blocked
+
+NUM_FRAMES = 8
+# Files of the standard library and of torch in which a thread that waits for something on this host stands.
+HOST_FILES = ("threading.py", "queue.py", "selectors.py", "connection.py", "pool.py", "subprocess.py", "popen_fork.py",
+              "ssl.py", "socket.py", "_base.py")
+# Ends of calls that wait until the accelerator has done what it was given. `.wait()` is that of an operation's handle.
+DEVICE_CALLS = (".item()", ".tolist()", ".cpu()", ".synchronize()", "synchronize(")
+PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
+SOURCE_ARGUMENTS = ("src", "group_src")
+
+
+def frames_inward(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a stack, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def stack_lines(frame: FrameType, count: int = NUM_FRAMES) -> tuple[str, ...]:
+    """The innermost frames in words, the innermost first: `training/step.py:176 run_schedule: return schedule(`."""
+    lines = []
+    for each in frames_inward(frame):
+        path = Path(each.f_code.co_filename)
+        lines.append(f"{'/'.join(path.parts[-3:])}:{each.f_lineno} {each.f_code.co_name}: {_source(each)}")
+        if len(lines) == count:
+            break
+    return tuple(lines)
+
+
+def _source(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def find_blocked(frame: FrameType) -> Blocked:
+    """What a thread whose innermost frame this is waits for.
+
+    A call of torch.distributed has its group, source and peer among its variables.
+    """
+    found = _distributed_call(frame)
+    if found is not None:
+        return found
+    if frame.f_code.co_filename.endswith(HOST_FILES):
+        return Blocked("host", frame.f_code.co_name)
+    line = _source(frame)
+    if ".wait(" in line:
+        return Blocked("handle", "wait")
+    if any(call in line for call in DEVICE_CALLS):
+        return Blocked("device", "synchronize")
+    return Blocked()
+
+
+def _distributed_call(frame: FrameType) -> Blocked | None:
+    """The outermost of the innermost frames that are torch.distributed's own."""
+    call = None
+    for each in frames_inward(frame):
+        parts = Path(each.f_code.co_filename).parts
+        if "torch" not in parts or "distributed" not in parts[parts.index("torch"):]:
+            break
+        if parts[-1] == "distributed_c10d.py":
+            call = each
+    if call is None:
+        return None
+    operation, values = call.f_code.co_name, dict(call.f_locals)
+    if "group" not in values:
+        return Blocked("handle", operation)
+    import torch.distributed as dist  # it is imported: its frame is on the stack
+
+    try:
+        ranks = tuple(dist.get_process_group_ranks(values["group"]))
+    except (KeyError, ValueError, RuntimeError, TypeError):  # a group that this rank is no member of, or destroyed
+        return Blocked("handle", operation)
+    if operation in PEER_ARGUMENTS:
+        peer = _rank_argument(values, PEER_ARGUMENTS[operation], ranks)
+        return Blocked("transfer", operation, (peer,)) if peer is not None else Blocked("handle", operation)
+    return Blocked("collective", operation, ranks, _rank_argument(values, SOURCE_ARGUMENTS, ranks))
+
+
+def _rank_argument(values: dict[str, object], names: tuple[str, str], ranks: tuple[int, ...]) -> int | None:
+    """The global rank that an argument names; the second name's value counts inside the group."""
+    whole, inside = (values.get(name) for name in names)
+    if isinstance(whole, int):
+        return whole
+    return ranks[inside] if isinstance(inside, int) and 0 <= inside < len(ranks) else None

@@ -1,0 +1,152 @@
+"""Gathers the statuses of all ranks when one stalls, over the store that the process groups were made with.
+
+The store needs no rank's main thread and no shared file system. Under torchrun it lives in the launcher, so a rank that
+is stopped does not take it away; otherwise it lives in rank 0's process. All talk with it is on one thread, through a
+connection of its own: a store that does not answer blocks that thread alone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import DistError
+
+from mimo.observe.stall_status import RankProcess, RankStatus, status_from_json
+
+# Seconds between looks at whether another rank has stalled; at whether all have answered.
+POLL_S, GATHER_POLL_S = 1.0, 0.05
+# Seconds that the writer waits for answers; after which another rank writes; and of the whole conversation.
+ANSWERS_S, WRITER_S, TALK_S = 3.0, 8.0, 20.0
+STORE_TIMEOUT_S = 5.0
+NUM_WRITERS = 2
+CLOSE_S = 2.0
+
+Statuses = Mapping[int, RankStatus]
+Processes = Mapping[int, RankProcess]
+Write = Callable[[Statuses, Processes], None]
+
+
+class Store(Protocol):
+    """What is used of torch's stores, whose stubs lack some of it."""
+
+    def set_timeout(self, timeout: timedelta) -> None: ...  # noqa: D102
+
+    def append(self, key: str, value: str) -> None: ...  # noqa: D102
+
+    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+
+    def add(self, key: str, value: int) -> int: ...  # noqa: D102
+
+    def set(self, key: str, value: str) -> None: ...  # noqa: D102
+
+    def get(self, key: str) -> bytes: ...  # noqa: D102
+
+
+class StallStore:
+    """This rank's end of the conversation about a stall.
+
+    Args:
+        store: a connection that nobody else uses, such as a clone of the default process group's store.
+        process: of this rank.
+        world_size: number of ranks.
+        write: writes the summary; called on the one rank that is elected for it.
+        attempt: tells this run from earlier ones on the same store.
+    """
+
+    def __init__(self, store: Store, process: RankProcess, world_size: int, write: Write, attempt: str = "0") -> None:
+        self._store, self._process, self._world_size, self._write = store, process, world_size, write
+        self._prefix = f"mimo/stall/{attempt}/"
+        self._status: RankStatus | None = None
+        self._asked, self._told, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._silent: tuple[RankProcess, ...] | None = None
+        self._on_stall: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._talk, name="stall store", daemon=True)
+
+    def start(self, on_stall: Callable[[], None]) -> None:
+        """Begin to look for stalls of other ranks; `on_stall` is called, on another thread, when there is one."""
+        self._on_stall = on_stall
+        self._thread.start()
+
+    def conclude(self, status: RankStatus) -> tuple[RankProcess, ...] | None:
+        """Answer with this rank's status and wait until the summary is out.
+
+        Returns:
+            Processes of the ranks that did not answer; None if the store, or whoever was to write the summary, did not.
+        """
+        self._status = status
+        self._asked.set()
+        self._told.wait(TALK_S)
+        return self._silent
+
+    def close(self) -> None:
+        """Stop looking. A second call does nothing."""
+        self._closed.set()
+        self._asked.set()
+        if self._thread.is_alive():
+            # Not for ever: the store may have stopped answering.
+            self._thread.join(CLOSE_S)
+
+    def _talk(self) -> None:
+        try:
+            self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+            self._store.append(self._key("processes"), json.dumps(asdict(self._process)) + "\n")
+            while not self._closed.is_set():
+                if self._asked.wait(POLL_S) or self._store.check([self._key("stalled")]):
+                    break
+            if self._closed.is_set():
+                self._answer(RankStatus(self._process.rank, fired=False, left=True))
+                return
+            self._on_stall()
+            if self._asked.wait(TALK_S) and self._status is not None:
+                self._answer(self._status)
+                self._silent = self._summarise()
+        except DistError:
+            # It is gone, with the launcher or with rank 0. `conclude` says so where it matters.
+            pass
+        finally:
+            self._told.set()
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _answer(self, status: RankStatus) -> None:
+        self._store.append(self._key("answers"), status.to_json() + "\n")
+        self._store.add(self._key("count"), 1)
+
+    def _summarise(self) -> tuple[RankProcess, ...] | None:
+        """Write the summary or wait for it; processes of the ranks without an answer, None if nobody wrote."""
+        self._store.set(self._key("stalled"), "1")
+        for writer in range(NUM_WRITERS):
+            if self._store.add(self._key(f"writer/{writer}"), 1) == 1:
+                silent = self._gather_and_write()
+                self._store.set(self._key("done"), json.dumps([asdict(process) for process in silent]))
+                return silent
+            if self._wait_until(lambda: self._store.check([self._key("done")]), WRITER_S):
+                return tuple(RankProcess(**data) for data in json.loads(self._store.get(self._key("done"))))
+        return None
+
+    def _gather_and_write(self) -> tuple[RankProcess, ...]:
+        self._wait_until(lambda: self._store.add(self._key("count"), 0) >= self._world_size, ANSWERS_S)
+        answers = [status_from_json(line) for line in self._lines("answers")]
+        processes = {process.rank: process for process in (RankProcess(**json.loads(line))
+                                                           for line in self._lines("processes"))}
+        statuses = {status.rank: status for status in answers}
+        self._write(statuses, processes)
+        return tuple(process for rank, process in processes.items() if rank not in statuses)
+
+    def _lines(self, name: str) -> list[bytes]:
+        return self._store.get(self._key(name)).splitlines() if self._store.check([self._key(name)]) else []
+
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(GATHER_POLL_S)
+        return True
