@@ -7,6 +7,9 @@ counts work in both directions (fan-out and fan-in), a side without rows moves n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
@@ -34,6 +37,10 @@ class Bridge(BridgeCommunicator):
         needs_grad: whether anything of the encoder trains; if not, no gradient is sent back.
         watchdog: told about every wait.
         spans: likewise.
+
+    Attributes:
+        while_waiting: called in every transfer, on all ranks of a replica alike: what is sent is on its way, what is
+            received not yet waited for.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class Bridge(BridgeCommunicator):
             self.peers = [
                 encoder.rank_at(dp=dp, pp=-1) for dp in sources_of(encoder, layout, self.current_rank, micro_batch_size)
             ]
+        self.while_waiting: Callable[[], None] | None = None
         self.timer = DeviceTimer()
         self._rows: Rows = []
         self._forward_index = self._backward_index = 0
@@ -108,45 +116,48 @@ class Bridge(BridgeCommunicator):
     ) -> torch.Tensor | None:
         """One batch of P2P with all peers: send the pieces of a tensor, receive and concatenate theirs."""
         microbatch = (self._backward_index if what.endswith("backward") else self._forward_index) - 1
-        with self.timer.measure(), self.spans.span(Kind.BRIDGE_WAIT, what, microbatch=microbatch):
+        with self.spans.span(Kind.BRIDGE_WAIT, what, microbatch=microbatch):
             return self._transfer(what, sends, receives)
 
     def _transfer(
         self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
     ) -> torch.Tensor | None:
-        received = None
-        if self.is_leader:
-            operations = []
-            if sends is not None:
-                pieces = sends[0].detach().contiguous().split(sends[1])
-                operations += [
-                    dist.P2POp(dist.isend, piece, peer, self.group)
-                    for piece, peer in zip(pieces, self.peers, strict=True)
-                    if piece.shape[0]
-                ]
-            if receives is not None:
-                received = self._allocate(receives)
-                pieces = received.split(receives)
-                operations += [
-                    dist.P2POp(dist.irecv, piece, peer, self.group)
-                    for piece, peer in zip(pieces, self.peers, strict=True)
-                    if piece.shape[0]
-                ]
-            if operations:
+        received = None if receives is None else self._allocate(receives)
+        works = self._post(what, sends, receives, received) if self.is_leader else []
+        if self.while_waiting is not None:
+            self.while_waiting()
+        with self.timer.measure():
+            if works:
                 with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=self.peers):
-                    for work in dist.batch_isend_irecv(operations):
+                    for work in works:
                         work.wait()
-        elif receives is not None:
-            received = self._allocate(receives)
-        if (
-            received is not None
-            and received.shape[0]
-            and self.replica_group is not None
-            and self.replica_group.size() > 1
-        ):
-            with self.watchdog.waiting(f"bridge {what} broadcast", module=self.module, source=self.leader):
-                dist.broadcast(received, src=self.leader, group=self.replica_group)
+            if received is not None and received.shape[0] and self._replica_size > 1:
+                with self.watchdog.waiting(f"bridge {what} broadcast", module=self.module, source=self.leader):
+                    dist.broadcast(received, src=self.leader, group=self.replica_group)
         return received
+
+    def _post(self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None,
+              received: torch.Tensor | None) -> list[dist.Work]:
+        """Start a leader's messages."""
+        operations = []
+        if sends is not None:
+            operations += self._messages(dist.isend, sends[0].detach().contiguous(), sends[1])
+        if receives is not None and received is not None:
+            operations += self._messages(dist.irecv, received, receives)
+        if not operations:
+            return []
+        with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=self.peers):
+            works: list[dist.Work] = dist.batch_isend_irecv(operations)
+        return works
+
+    def _messages(self, operation: Callable[..., Any], tensor: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
+        """One message a peer, none for a piece without rows."""
+        return [dist.P2POp(operation, piece, peer, self.group)
+                for piece, peer in zip(tensor.split(rows), self.peers, strict=True) if piece.shape[0]]
+
+    @property
+    def _replica_size(self) -> int:
+        return 1 if self.replica_group is None else self.replica_group.size()
 
     def _allocate(self, rows: list[int]) -> torch.Tensor:
         return torch.empty((sum(rows), self.hidden_size), dtype=self.comm_dtype, device=self.device)

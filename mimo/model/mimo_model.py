@@ -22,6 +22,7 @@ from mimo.grid.groups import Grids
 from mimo.model.language import HybridLanguageModel
 from mimo.model.mtp import MtpBlock, MtpInputs
 from mimo.model.packed_attention import packed_seq_params
+from mimo.model.submodule import FeatureQueue
 from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
@@ -36,6 +37,9 @@ class HeteroModel(MimoModel):
         watchdog: told about waits of the colocated bridge.
         spans: likewise, and where one module's work ends and another's begins.
         seed_module: called with a module's name before its parameters are made.
+
+    Attributes:
+        prefetch: features of the encoder of this rank, computed ahead; None for none.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class HeteroModel(MimoModel):
         # The wheel's constructor calls the overridden methods below, which need these.
         self.grids, self.watchdog, self.spans, self.seed_module = grids, watchdog, spans, seed_module
         self._holds_several = len(grids.modules) > 1
+        self.prefetch: FeatureQueue | None = None
         groups = grids.collections.get(LANGUAGE)
         super().__init__(mimo_config, cp_group=groups.cp if groups else None, tp_group=groups.tp if groups else None)
         # The schedule without pipelining reads it.
@@ -105,8 +110,11 @@ class HeteroModel(MimoModel):
         """One encoder on this rank: `[rows, hidden]` on its last stage, hidden states before."""
         submodule = self.modality_submodules[name]
         inner = unwrap_model(submodule)
+        inputs = {"encoder_inputs": side.inputs or None, "hidden_states": hidden}
+        if self.prefetch is not None and self.prefetch.active:
+            inputs = {"features": self.prefetch.take(side)}
         with self.spans.span(Kind.FORWARD, "forward", module=name) if self._holds_several else nullcontext():
-            output = submodule(encoder_inputs=side.inputs or None, hidden_states=hidden)
+            output = submodule(**inputs)
         if inner.is_last_stage and output.shape[0] != sum(side.token_counts):
             raise ValueError(
                 f"{name} made {output.shape[0]} tokens for samples {', '.join(side.keys)}, whose images ask "

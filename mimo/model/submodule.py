@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mimo.batch import EncoderBatch
 from mimo.model.vit import ViT
+
+
+class FeatureQueue(Protocol):
+    """Features that a frozen encoder has computed ahead of their microbatch.
+
+    Attributes:
+        active: whether the microbatches that run now take theirs from here.
+    """
+
+    active: bool
+
+    def take(self, side: EncoderBatch) -> torch.Tensor | None:
+        """What `VisionSubmodule.run_encoder` gave for the next microbatch, which `side` has to be."""
+        ...
 
 
 class _ZeroGradient(torch.autograd.Function):
@@ -48,8 +63,8 @@ class VisionSubmodule(VisionModalitySubmodules):
         (encoder,) = self.encoders.values()
         return encoder
 
-    def forward(self, encoder_inputs: dict[str, Any] | None = None,
-                hidden_states: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, encoder_inputs: dict[str, Any] | None = None, hidden_states: torch.Tensor | None = None,
+                features: torch.Tensor | None = None) -> torch.Tensor:
         """Run this pipeline stage.
 
         Args:
@@ -57,6 +72,7 @@ class VisionSubmodule(VisionModalitySubmodules):
                 images of any size as in `mimo.batch.EncoderBatch`, of which later stages read all but the pixels.
                 Empty, None or no images give an output of no images.
             hidden_states: what the stage before returned; None on the first stage.
+            features: what `run_encoder` gave for these images: the encoder does not run again.
 
         Returns:
             The last stage's projected features `[tokens, language hidden]`, image after image; on earlier stages
@@ -70,6 +86,25 @@ class VisionSubmodule(VisionModalitySubmodules):
         if self.is_first_stage != (hidden_states is None):
             raise ValueError(f"hidden_states belong to every pipeline stage of an encoder but the first; this is "
                              f"{'the first' if self.is_first_stage else 'a later'} one")
+        if features is None:
+            features = self.run_encoder(encoder_inputs, hidden_states)
+        if features is None:
+            return self._join(self.empty_output(), hidden_states)
+        output = self.project_embeddings([features.flatten(0, 1)]) if self.is_last_stage else features
+        return output if _is_trainable(self.encoder) else self._join(output, hidden_states)
+
+    def run_encoder(self, encoder_inputs: dict[str, Any] | None,
+                    hidden_states: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The encoder's layers of this stage alone, without a graph where nothing of them trains.
+
+        Args:
+            encoder_inputs: as `forward`.
+            hidden_states: as `forward`.
+
+        Returns:
+            What the encoder gives, on the last stage `[images, tokens, features]`, packed `[1, tokens, features]`; None
+            for no images.
+        """
         inputs = dict(encoder_inputs or {})
         received = inputs.pop("pixel_values", None)
         if hidden_states is None:
@@ -77,16 +112,14 @@ class VisionSubmodule(VisionModalitySubmodules):
         else:
             received = hidden_states
         if received is None or received.numel() == 0:
-            return self._join(self.empty_output(), hidden_states)
+            return None
         trainable = _is_trainable(self.encoder)
         if not trainable:
             self.encoder.eval()
         with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
             self.encoder.set_input_tensor(hidden_states)
-            output = self.encoder(**inputs)
-        if self.is_last_stage:
-            output = self.project_embeddings([output.flatten(0, 1)])
-        return output if trainable else self._join(output, hidden_states)
+            output: torch.Tensor = self.encoder(**inputs)
+        return output
 
     def empty_output(self) -> torch.Tensor:
         """What this stage gives for no images; requires grad where gradients are on and the stage trains."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
@@ -37,7 +39,7 @@ class StepLoader:
 
     Attributes:
         consumed_samples: samples of all lanes that `next_step` has handed out.
-        last_wait_s: seconds the last `next_step` waited for data.
+        last_wait_s: seconds that the last `next_step`, and `peek` since then, waited for data.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class StepLoader:
         self._started = self._broken = self._closed = False
         self._pool = ThreadPool(1) if prefetch else None
         self._pending: AsyncResult[tuple[list[Microbatch], Any]] | None = None
+        # Iterations that were waited for and not handed out yet.
+        self._ready: deque[tuple[list[Microbatch], Any]] = deque()
 
     def _encoder_batch(self, module: str, samples: StepSamples, index: int) -> EncoderBatch:
         needs = [need for need in self._needs if need.module == module]
@@ -125,6 +129,25 @@ class StepLoader:
                 own type. After an error the loader stands between samples and only `load_state_dict` revives it.
             RuntimeError: the loader is closed, or failed before.
         """
+        self.last_wait_s = 0.0
+        self._have_ready(1)
+        microbatches, self._mark = self._ready.popleft()
+        self.consumed_samples += self.samples_per_step
+        return microbatches
+
+    def peek(self, num_steps: int) -> list[list[Microbatch]]:
+        """The iterations that the next calls of `next_step` will hand out, which they still do: nothing is consumed.
+
+        Waits for all of them. Where lanes are routed, all ranks have to ask for as many.
+
+        Raises:
+            ValueError, RuntimeError: as `next_step`.
+        """
+        self._have_ready(num_steps)
+        return [microbatches for microbatches, _ in islice(self._ready, num_steps)]
+
+    def _have_ready(self, num_steps: int) -> None:
+        """Wait until so many iterations are ready; the background thread, if any, then works on one more."""
         if self._closed or self._broken:
             raise RuntimeError("the loader is closed" if self._closed else "the loader failed in an earlier step")
         started = time.perf_counter()
@@ -132,21 +155,20 @@ class StepLoader:
         if not self._started:
             self._source.start()
             self._started = True
-        if self._pool is None:
-            microbatches, mark = self._produce()
-        else:
-            pending = self._pending or self._pool.apply_async(self._produce)
-            self._pending = None
-            microbatches, mark = pending.get()
+        while len(self._ready) < num_steps:
+            if self._pool is None:
+                self._ready.append(self._produce())
+            else:
+                pending = self._pending or self._pool.apply_async(self._produce)
+                self._pending = None
+                self._ready.append(pending.get())
+        if self._pool is not None and self._pending is None:
             self._pending = self._pool.apply_async(self._produce)
         self._broken = False
-        self.last_wait_s = time.perf_counter() - started
-        self._mark = mark
-        self.consumed_samples += self.samples_per_step
-        return microbatches
+        self.last_wait_s += time.perf_counter() - started
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands after the last step handed out; what was only prefetched does not count.
+        """Where the run stands after the last step handed out; what was only prefetched or peeked at does not count.
 
         Returns:
             `consumed_samples`, and `streams`: the state of each stream that this rank reads, by `module/lane`.
@@ -163,6 +185,7 @@ class StepLoader:
         if self._pending is not None:
             self._pending.wait()  # the source belongs to the thread until it is done; what it read is dropped
             self._pending = None
+        self._ready.clear()
         if state["streams"]:
             self._source.load_state_dict(state["streams"])
         self.consumed_samples = int(state["consumed_samples"])

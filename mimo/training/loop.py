@@ -16,6 +16,7 @@ from mimo.checkpoint.state import Progress
 from mimo.config.cli import to_toml
 from mimo.config.run import RunConfig
 from mimo.config.validate import num_microbatches, train_iterations
+from mimo.config.validate_prefetch import steps_ahead
 from mimo.grid.groups import Grids
 from mimo.model.build import layer_impl
 from mimo.observe.metrics import RunLogger, StepRecord
@@ -184,9 +185,12 @@ class TrainingLoop:
                 "data", iteration=progress.iteration + 1, state=loader.describe, on_loader=True
             ), self.parts.spans.span(Kind.DATA_WAIT, "data"):
                 microbatches = loader.next_step()
+                left = self.total_iterations - progress.iteration - 1
+                coming = loader.peek(min(left, steps_ahead(train.encoder_prefetch_depth, len(microbatches))))
             over_time = time.monotonic() - began > limit_s
             STARTUP.enter(Phase.PASSES)
-            result = train_step(self.parts, microbatches, stop_requested=bool(stop.requested) or over_time)
+            result = train_step(self.parts, microbatches, coming=coming,
+                                stop_requested=bool(stop.requested) or over_time)
             progress.iteration += 1
             if result.success:
                 progress.consumed_samples += train.global_batch_size

@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mimo.bridge.disjoint import Bridge
 from mimo.bridge.handshake import Handshake
 from mimo.bridge.pipeline import PipelineCommunicator
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
-from mimo.model.build import BuiltModel, build_model, params_dtype
+from mimo.model.build import BuiltModel, build_model, layer_impl, params_dtype
+from mimo.model.submodule import VisionSubmodule
 from mimo.observe import flight_recorder
 from mimo.observe.clock import DeviceClock, HostClock
 from mimo.observe.profiler import nvtx_range
@@ -23,7 +24,8 @@ from mimo.observe.watchdog import Watchdog
 from mimo.optim.build import build_optimizer
 from mimo.optim.schedule import build_scheduler
 from mimo.platform.base import Platform
-from mimo.protocols import ModelProvider
+from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.training.grad_sync import GradSync
 from mimo.training.step import TrainerParts
 
@@ -55,7 +57,8 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     _wire_schedule(config, built, grad_sync, schedule_spans)
     return TrainerParts(config, grids, platform, watchdog, built, communicator,
                         Handshake(grids, config.lane_rows), grad_sync, optimizer,
-                        build_scheduler(config, optimizer), schedule_spans)
+                        build_scheduler(config, optimizer), schedule_spans,
+                        _prefetch(config, grids, platform, watchdog, built, communicator, spans))
 
 
 def _spans(config: RunConfig, grids: Grids, platform: Platform) -> Spans:
@@ -87,6 +90,27 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     # Ranks without the language model hold its configuration for its sizes alone.
     model_config.pipeline_dtype = params_dtype(config)
     return PipelineCommunicator(grids, model_config, bridges, shape, schedule_spans)
+
+
+def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Watchdog, built: BuiltModel,
+              communicator: PipelineCommunicator | None, spans: Spans) -> EncoderPrefetch | None:
+    """The queue of this rank's encoder, where there is one, and who asks it and gives it time."""
+    if not config.train.encoder_prefetch_depth or communicator is None or LANGUAGE in grids.modules:
+        return None
+    (name,) = grids.modules
+    submodule = unwrap_model(built.model.modality_submodules[name])
+    if not isinstance(submodule, VisionSubmodule):
+        raise ValueError(f"--encoder-prefetch-depth {config.train.encoder_prefetch_depth}: {name} is a "
+                         f"{type(submodule).__name__}, whose encoder cannot run apart from its projector; leave it out")
+    prefetch = EncoderPrefetch(
+        name, submodule, depth=config.train.encoder_prefetch_depth, device=platform.device,
+        own_stream=platform.name == "cuda" and layer_impl(config, platform) != "transformer_engine",
+        watchdog=watchdog, spans=spans)
+    built.model.prefetch = prefetch
+    for bridge in communicator.bridges:
+        if bridge.module == name:
+            bridge.while_waiting = prefetch.launch
+    return prefetch
 
 
 def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync, schedule_spans: ScheduleSpans) -> None:

@@ -30,6 +30,7 @@ from mimo.observe.watchdog import Watchdog
 from mimo.optim.optimizer import HeteroOptimizer
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
+from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.training.grad_sync import GradSync
 from mimo.training.mtp import begin_mtp_step
 from mimo.training.prefetch import on_device
@@ -58,6 +59,7 @@ class TrainerParts:
     optimizer: HeteroOptimizer
     scheduler: OptimizerParamScheduler
     schedule_spans: ScheduleSpans
+    prefetch: EncoderPrefetch | None = None
     schedule_timer: DeviceTimer = field(default_factory=DeviceTimer)
     optimizer_timer: DeviceTimer = field(default_factory=DeviceTimer)
 
@@ -183,6 +185,7 @@ def train_step(
     parts: TrainerParts,
     microbatches: Sequence[Microbatch],
     *,
+    coming: Sequence[Sequence[Microbatch]] = (),
     stop_requested: bool = False,
     force_all_reduce: bool = False,
 ) -> StepResult:
@@ -191,6 +194,7 @@ def train_step(
     Args:
         parts: this rank's trainer.
         microbatches: this rank's side of the iteration, on the host.
+        coming: the iterations after it, as far as encoder prefetch may look ahead.
         stop_requested: this process was asked to stop; the result says whether any was.
         force_all_reduce: leave full gradients on every data-parallel rank instead of its shard.
 
@@ -207,8 +211,9 @@ def train_step(
           parts.spans.span(Kind.IDLE, "count of the targets of multi-token prediction")):
         begin_mtp_step(
             parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
+    scheduled = microbatches if parts.prefetch is None else parts.prefetch.begin_step(microbatches, coming)
     with parts.schedule_timer.measure():
-        reports = run_schedule(parts, microbatches, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
+        reports = run_schedule(parts, scheduled, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
     summed = _sum_over_world(parts, microbatches, reports, stop_requested)
     with parts.spans.span(Kind.GRADIENT_SYNC, "division by the number of targets"):
         parts.grad_sync.scale(summed[1], _participants(parts, summed))
@@ -270,7 +275,12 @@ def _sum_over_world(
         totals[:2] += torch.stack(reports).sum(dim=0)
     with (parts.watchdog.waiting("sum of losses and tokens over the world", group=parts.world),
           parts.spans.span(Kind.IDLE, "sum of losses and tokens over the world")):
-        dist.all_reduce(totals)
+        work = dist.all_reduce(totals, async_op=True)
+        if parts.prefetch is not None:
+            parts.prefetch.fill()
+            parts.prefetch.end_step()
+        assert work is not None, "every rank is a member of the world"
+        work.wait()
     return totals
 
 

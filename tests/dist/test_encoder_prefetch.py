@@ -1,0 +1,152 @@
+"""--encoder-prefetch-depth changes when a frozen encoder runs, and no bit of what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.global_state import Piece, read_gradients
+from tests.support.resuming import exact_state
+from tests.support.spawn import WorkerPool
+
+NUM_STEPS = 4
+FROZEN = "--freeze vision"
+ALL_FROZEN = "--freeze vision,projector"
+# name -> (ranks, flags, depths)
+CASES = {
+    "one-microbatch": (2, f"{FROZEN} --global-batch-size 1 --mock-text-only-fraction 0.3", (1, 3)),
+    "fan-out": (3, f"{FROZEN} --llm-dp 2 --global-batch-size 8", (1, 6)),
+    "fan-in": (3, f"{FROZEN} --encoder-dp 2 --micro-batch-size 3 --global-batch-size 12", (1, 6)),
+    "encoder-tp2": (3, f"{FROZEN} --encoder-tp 2 --global-batch-size 4", (1, 3, 6)),
+    "encoder-tp2-llm-pp2": (4, f"{FROZEN} --encoder-tp 2 --llm-pp 2 --global-batch-size 4", (2,)),
+    "encoder-tp2-one-microbatch": (3, f"{FROZEN} --encoder-tp 2 --global-batch-size 1", (1,)),
+    "nothing-to-train-tp2": (3, f"{ALL_FROZEN} --encoder-tp 2 --global-batch-size 4", (1, 6)),
+    "language-frozen": (2, f"{FROZEN},language --global-batch-size 4", (1, 3)),
+    "overlapped-reduction": (3, f"{FROZEN} --encoder-dp 2 --micro-batch-size 2 --global-batch-size 4 "
+                                "--overlap-grad-reduce --encoder-ddp-overlap", (3,)),
+    "text-only": (2, f"{FROZEN} --global-batch-size 4 --mock-text-only-fraction 1.0", (2,)),
+    "packed-images": (2, f"{FROZEN} --global-batch-size 4 --vision-dynamic-resolution --no-vision-class-token "
+                         "--vision-image-size 32 --vision-pixel-shuffle 2 --mock-image-size 32", (2,)),
+}
+
+
+@dataclass
+class Trained:
+    """What a rank did and holds; where its encoder ran.
+
+    Attributes:
+        losses, grad_norms: of each step.
+        gradients: of the first step.
+        state: every parameter and optimizer tensor at the end.
+        ran_in: for each microbatch that the encoder ran on, in order, what had it run.
+        queued: images in the queue at the end of each step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    gradients: list[Piece] = field(default_factory=list)
+    state: dict[str, np.ndarray] = field(default_factory=dict)
+    ran_in: list[str] = field(default_factory=list)
+    queued: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def watched(parts: Any, trained: Trained) -> Iterator[None]:
+    """Inside, what has the encoder of this rank run is written down."""
+    from mimo.model.submodule import VisionSubmodule
+    from mimo.training.encoder_prefetch import EncoderPrefetch
+
+    place = ["forward"]
+
+    def inside(name: str, call: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            place.append(name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                place.pop()
+
+        return wrapper
+
+    run_encoder = VisionSubmodule.run_encoder
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        output = run_encoder(*args, **kwargs)
+        if output is not None:
+            trained.ran_in.append(place[-1])
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VisionSubmodule, "run_encoder", noting)
+        for name in ("launch", "fill", "take"):
+            patch.setattr(EncoderPrefetch, name, inside(name, getattr(EncoderPrefetch, name)))
+        for bridge in parts.communicator.bridges:
+            if parts.prefetch is not None and bridge.while_waiting is not None:
+                bridge.while_waiting = parts.prefetch.launch
+        yield
+
+
+def train(rank: int, flags: tuple[str, ...], world_size: int, depth: int) -> Trained:
+    from mimo.config.validate import num_microbatches
+    from mimo.config.validate_prefetch import steps_ahead
+    from mimo.training.step import train_step
+    from tests.support.steps import trainer_of
+
+    trained = Trained()
+    flags = (*flags, "--encoder-prefetch-depth", str(depth))
+    with trainer_of(rank, flags, world_size) as (parts, loader), watched(parts, trained):
+        assert (parts.prefetch is not None) == (depth > 0 and "vision" in parts.grids.modules)
+        ahead = steps_ahead(depth, num_microbatches(parts.config))
+        for step in range(NUM_STEPS):
+            microbatches = loader.next_step()
+            coming = loader.peek(min(ahead, NUM_STEPS - step - 1))
+            result = train_step(parts, microbatches, coming=coming, force_all_reduce=step == 0)
+            trained.losses.append(result.loss)
+            trained.grad_norms.append(result.grad_norm)
+            if step == 0:
+                trained.gradients = read_gradients(parts.built.model)
+            if parts.prefetch is not None:
+                trained.queued.append(parts.prefetch.num_held)
+        parts.built.model.disable_forward_pre_hook()
+        trained.state = exact_state(parts)
+    return trained
+
+
+def train_with_each(rank: int, flags: tuple[str, ...], world_size: int, depths: tuple[int, ...]) -> list[Trained]:
+    return [train(rank, flags, world_size, depth) for depth in depths]
+
+
+def assert_same_bits(one: Trained, other: Trained) -> None:
+    assert one.losses == other.losses and one.grad_norms == other.grad_norms
+    for piece, its in zip(one.gradients, other.gradients, strict=True):
+        assert piece.key == its.key and np.array_equal(piece.value, its.value), piece.key
+    assert one.state.keys() == other.state.keys()
+    assert [name for name, value in one.state.items() if not np.array_equal(value, other.state[name])] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_changes(pool: WorkerPool, case: str) -> None:
+    world_size, flags, depths = CASES[case]
+    ranks = pool.run(train_with_each, tuple(flags.split()), world_size, (0, *depths), world_size=world_size)
+    for rank in ranks:
+        off, *on = rank
+        for depth, trained in zip(depths, on, strict=True):
+            assert_same_bits(off, trained)
+            check_where_it_ran(off, trained, depth, several="--global-batch-size 1" not in flags)
+
+
+def check_where_it_ran(off: Trained, on: Trained, depth: int, *, several: bool) -> None:
+    """Once for each microbatch with images, ahead of it but for the first of the run, and into the next iteration."""
+    assert len(on.ran_in) == len(off.ran_in) and set(off.ran_in) <= {"forward"}
+    if not on.ran_in:
+        return
+    first, *others = on.ran_in
+    assert first == "take" and set(others) <= {"launch", "fill"}
+    assert max(on.queued) <= depth and on.queued[-1] == 0
+    if several:
+        assert all(on.queued[:-1]), "of the next iteration"
