@@ -17,6 +17,7 @@ from mimo.observe.startup import STARTUP, Phase
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.platform.quiet import quieten_wheel
+from mimo.platform.wheel import import_wheel
 from mimo.registry import model_provider
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def _train(config: RunConfig, grids: Grids, platform: Platform) -> None:
 
 def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, rank: int, world_size: int,
                                body: Callable[[C, Grids, Platform], None]) -> None:
-    # Imported here: megatron must come after the platform is installed.
+    # Megatron must come after the platform is installed, and so must what imports it.
+    import_wheel()
     import torch.distributed as dist
 
     from mimo.grid.groups import Grids

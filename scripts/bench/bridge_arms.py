@@ -92,7 +92,7 @@ class Payload:
         parts = []
         for lane, _, start, stop in self.pieces(rank):
             rows = 3 * torch.arange(start, stop, dtype=torch.int32, device=device)
-            offset = 7 * lane + 11 * (microbatch % NUM_DISTINCT)
+            offset = 7 * lane + 11 * (microbatch % NUM_DISTINCT) + 101 * direction
             parts.append(((rows[:, None] + columns + offset) % MODULI[direction]).to(self.dtype))
         return torch.cat(parts)
 

@@ -241,6 +241,24 @@ def check_compile():
     assert torch.compiler.disable(double) is double and torch.compiler.disable(recursive=False)(double) is double
 
 
+def check_optimizer():
+    import sys
+
+    import torch
+
+    for make in (torch.optim.Adam, torch.optim.SGD):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = make([parameter], lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            parameter.sum().backward()
+            assert parameter.grad.tolist() == [1, 1]
+            optimizer.step()  # an update in place, which a parameter refuses where gradients are recorded
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert torch.allclose(parameter.detach(), torch.zeros(2), atol=1e-6) and torch.is_grad_enabled()
+    assert "torch._dynamo" not in sys.modules
+
+
 CHECKS = {
     "torch.Tensor.to": check_to,
     "torch.Tensor.type": check_type,
@@ -250,6 +268,9 @@ CHECKS = {
     "torch.nn.Module.cuda": check_module_cuda,
     "torch.compile": check_compile,
     "torch.compiler.disable": check_compile,
+    **dict.fromkeys([f"torch.optim.Optimizer.{name}" for name in
+                     ("add_param_group", "load_state_dict", "state_dict", "zero_grad")], check_optimizer),
+    **dict.fromkeys(["torch.optim.Adam.step", "torch.optim.SGD.step"], check_optimizer),
     "torch.distributed.all_to_all_single": check_all_to_all,
     "torch.distributed.all_gather": check_uneven_rows,
     "torch.distributed.reduce_scatter": check_uneven_rows,

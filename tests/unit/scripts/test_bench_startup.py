@@ -1,0 +1,47 @@
+"""The benchmark of starts without a start: parts sum to the whole, the middle repetition is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.startup import LAUNCHER, PARTS, markdown, parse_arguments, parts, planned, summary
+
+FLAGS = ["--device", "cpu", "--model-provider", "mock", "--dataset-provider", "mock"]
+
+
+def started(whole_s: float, first_s: float) -> dict:
+    found = {"ended_unix_s": 1000.0 + whole_s, "seconds": whole_s - 2.0,
+             "phases": {"imports": whole_s - 3.0, "update": 1.0}}
+    return parts(1000.0, found) | {"first_s": first_s, "steady_s": 0.5, "process_groups": 9,
+                                   "process_groups_of_a_rank": 5}
+
+
+def test_parts_sum_to_the_whole():
+    found = started(10.0, 1.0)
+    assert found["parts_s"] == {LAUNCHER: 2.0, "imports": 7.0, "update": 1.0}
+    assert sum(found["parts_s"].values()) == found["whole_s"] == 10.0
+    assert set(found["parts_s"]) <= set(PARTS)
+
+
+def test_the_middle_repetition_is_shown():
+    found = summary([started(30.0, 4.0), started(10.0, 1.0), started(20.0, 2.0)], [4.0, 5.0, 6.0])
+    assert (found["whole_s"], found["parts_s"]["imports"], found["all_whole_s"]) == (20.0, 17.0, [30.0, 10.0, 20.0])
+    assert (found["first_over_steady"], found["first_iteration_s"]) == (4.0, 2.0)
+    assert found["imports_over_floor"] == 17.0 / 5.0
+    lines = markdown([{"name": "one", "ranks": 2, **found}, {"name": "two", "ranks": 2, "error": "ended"}]).splitlines()
+    cells = lines[2].split(" | ")
+    assert len(lines) == 3 and cells[2:5] == ["20.00", "2.00", "17.00"] and cells[-1] == "5 |"
+    assert len(cells) == len(lines[0].split(" | "))
+
+
+def test_runs_are_checked_before_anything_starts(capsys):
+    chosen, further = parse_arguments([*FLAGS, "--run", "a=--encoder-dp 1 --llm-dp 1", "--run",
+                                       "b=--layout colocated"])
+    runs = planned(chosen, further)
+    assert list(runs) == ["a", "b"] and runs["a"][1].train.train_iters == 20
+    chosen, further = parse_arguments([*FLAGS, "--run", "a=--llm-dp 2 --global-batch-size 3"])
+    with pytest.raises(ValueError, match="global-batch-size"):
+        planned(chosen, further)
+    with pytest.raises(SystemExit):
+        parse_arguments([*FLAGS, "--steps", "5", "--warmup-steps", "5"])
+    assert "need 1 <= warmup < steps" in capsys.readouterr().err
