@@ -1,0 +1,49 @@
+"""The benchmark of schedules on sleeping modules: it finds what was put in, on the last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.launch import ROOT
+
+pytestmark = pytest.mark.slow
+ENCODER_MS, LANGUAGE_MS, MICROBATCHES = 45.0, 90.0, 4
+
+
+def run(*flags: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench" / "schedule.py"), "--device", "cpu", "--blocks", "2",
+         "--warmup-blocks", "1", "--steps", "1", *flags], check=False, capture_output=True, text=True, timeout=280,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_it_finds_what_was_put_in(stages):
+    # Nothing is asserted that a slow machine could change: a sleep is never shorter than it was told to be.
+    found = run("--synthetic", f"{ENCODER_MS},{LANGUAGE_MS}", "--global-batch-size", str(MICROBATCHES), "--encoder-dp",
+                "1", "--llm-pp", str(stages))
+    language, vision, parts = found["grids"]["language"], found["grids"]["vision"], found["parts_ms"]
+    assert (found["ranks"], found["microbatches"], found["critical"]) == (1 + stages, MICROBATCHES, "language")
+    assert language["microbatch_ms"] >= LANGUAGE_MS and vision["microbatch_ms"] >= ENCODER_MS
+    assert language["ideal_ms"] >= MICROBATCHES * LANGUAGE_MS and vision["ideal_ms"] >= MICROBATCHES * ENCODER_MS
+    assert found["step_ms"] > (MICROBATCHES + stages - 1) * LANGUAGE_MS + ENCODER_MS
+    # The first forward and the last backward pass of the encoder, and a microbatch for each further stage.
+    assert parts["fill and drain"] >= 0.99 * ENCODER_MS
+    assert (parts["bubble"] >= 0.99 * LANGUAGE_MS) == (stages > 1) and language["bubble_share"] == (stages - 1) / 5
+    assert abs(sum(parts.values()) / found["step_ms"] - 1) <= 0.03
+    assert 0 < found["eta"] < 1 < found["prefetch"]["bound"] < 2
+
+
+def test_lanes_of_different_length_are_stragglers():
+    found = run("--synthetic", "10,60,0.5", "--global-batch-size", "8", "--encoder-dp", "1", "--llm-dp", "2")
+    assert found["grids"]["language"]["straggler_factor"] > 1 and found["parts_ms"]["imbalance"] > 0
+    assert found["ranks"] == 3 and found["microbatches"] == 4

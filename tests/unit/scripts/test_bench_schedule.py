@@ -1,0 +1,234 @@
+"""Where a step's time goes, of made-up steps: every wait goes to one part, and bounds are what arithmetic says."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mimo.config.layout import LayoutConfig
+from mimo.grid.layout import build_layout
+from mimo.observe.spans import Interval, Kind, Label
+from scripts.bench import bounds, schedule
+from scripts.bench.schedule_figures import Arm, UnexplainedTimeError, figures, median_block, merge
+from scripts.bench.schedule_loss import (
+    PARTS,
+    RankStep,
+    charge,
+    cut,
+    mean_pass_seconds,
+    merged,
+    microbatch_seconds,
+    split,
+)
+from tests.support.launch import ROOT
+
+WORDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "x": Kind.BRIDGE_WAIT, "p": Kind.PIPELINE_WAIT, "d": Kind.DATA_WAIT,
+         "g": Kind.GRADIENT_SYNC, "o": Kind.OPTIMIZER, "i": Kind.IDLE, ".": Kind.OTHER}
+
+
+def rank(number: int, module: str, text: str, lane: int = 0) -> RankStep:
+    """A step drawn as text: a letter a second, see WORDS."""
+    intervals, passes = [], {"F": 0, "B": 0}
+    for second, letter in enumerate(text):
+        if intervals and text[second - 1] == letter:
+            intervals[-1] = Interval(intervals[-1].label, intervals[-1].begin_s, second + 1)
+            continue
+        microbatch = passes[letter] if letter in passes else None
+        if letter in passes:
+            passes[letter] += 1
+        intervals.append(Interval(Label(WORDS[letter], letter, module, microbatch), second, second + 1))
+    return RankStep(number, module, lane, intervals)
+
+
+def parts_of(steps: list[RankStep], critical: str, ideal: float) -> dict[str, float]:
+    found = split(steps, critical, ideal)
+    assert sum(found.values()) == pytest.approx(
+        sum(step.seconds for step in steps if step.module == critical)
+        / sum(step.module == critical for step in steps))
+    return {name: value for name, value in found.items() if value}
+
+
+def test_the_first_and_the_last_pass_of_the_encoder_are_fill_and_drain():
+    steps = [rank(0, "vision", "dFFxFFxBBxxBBgoo"),
+             rank(1, "language", "dxxxFFBBFFBBiioo")]
+    assert parts_of(steps, "language", 8) == {
+        "ideal": 8, "fill and drain": 2 + 1, "bridge": 1, "data": 1, "optimizer": 2, "gradient sync": 1}
+
+
+def test_waits_of_a_pipeline_are_bubble_and_waits_for_the_encoder_before_it_are_not():
+    steps = [rank(0, "vision", "FFxxxxxxxxxxBB.."),
+             rank(1, "language", "xxFFppBBFFBBii.."),
+             rank(2, "language", "ppppFFBBppppii..")]
+    # The later stage waits for 2 s of encoder, then 2 for the first stage, and 4 s after it has done its only passes.
+    assert parts_of(steps, "language", 6) == {"ideal": 6, "fill and drain": 2 + 2, "bubble": 1 + 3, "other": 2}
+
+
+def test_a_longer_lane_is_imbalance_and_what_follows_it_gradient_sync():
+    steps = [rank(0, "vision", "F..........", 0),
+             rank(1, "language", "xFFFFBBBBgg", 0), rank(2, "language", "xFFBBgggggg", 1)]
+    found = parts_of(steps, "language", 6)
+    assert found == {"ideal": 6, "fill and drain": 1, "imbalance": 2, "gradient sync": 2}
+
+
+def test_in_the_steady_part_the_encoders_longer_microbatch_is_imbalance():
+    steps = [rank(0, "vision", "FxFFFFFFxBxB"),
+             rank(1, "language", "xFFBBxxxxFBi")]
+    # From second 5 to 8 the language model waits for the encoder; then for the transfer.
+    assert parts_of(steps, "language", 6) == {"ideal": 6, "fill and drain": 2, "imbalance": 3, "bridge": 1}
+
+
+def test_of_an_encoder_the_first_gradient_is_fill_and_a_later_one_imbalance():
+    steps = [rank(0, "vision", "FFxxBBFFxBBx"),
+             rank(1, "language", "xxFBxxxxFxxB")]
+    assert parts_of(steps, "vision", 8) == {"ideal": 8, "fill and drain": 2 + 1 + 1}
+    steps = [rank(0, "vision", "FFxxBBxFFBB."), rank(1, "language", "xxFBxxFBxxx.")]
+    assert parts_of(steps, "vision", 8) == {"ideal": 8, "fill and drain": 2, "imbalance": 1, "other": 1}
+
+
+def test_late_data_of_another_rank_is_data_and_longer_passes_than_alone_are_named():
+    steps = [rank(0, "vision", "dddFxxBo"), rank(1, "language", "diixFBoo")]
+    assert parts_of(steps, "language", 1.5) == {
+        "ideal": 1.5, "slower passes": 0.5, "data": 3, "fill and drain": 1, "optimizer": 2}
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: (min(pair), max(pair))), max_size=8)
+
+
+@given(spans, spans, spans)
+def test_all_of_a_wait_is_charged_once(waits, one, two):
+    for wait in waits:
+        parts = dict.fromkeys("abc", 0.0)
+        charge(wait, [(merged(one), "a"), (merged(two), "b")], "c", parts)
+        seconds = set(range(*wait))
+        covered = [{second for span in cover for second in range(*span)} for cover in (one, two)]
+        assert parts == {"a": len(seconds & covered[0]), "b": len(seconds & covered[1] - covered[0]),
+                         "c": len(seconds - covered[0] - covered[1])}
+
+
+@given(spans)
+def test_merged_spans_neither_touch_nor_lose_anything(found):
+    joined = merged(found)
+    assert all(one[1] < two[0] for one, two in zip(joined, joined[1:], strict=False))
+    assert sum(end - begin for begin, end in joined) == len({each for span in found for each in range(*span)})
+    assert all(cut(span, joined)[1] == [] for span in found if span[1] > span[0])
+
+
+@given(st.lists(st.text("FBxpdgoi.", min_size=30, max_size=30), min_size=3, max_size=5), st.integers(0, 4))
+def test_the_parts_sum_to_the_step_whatever_the_ranks_do(texts, lanes):
+    steps = [rank(number, "vision" if number == 0 else "language", text, number % (lanes + 1))
+             for number, text in enumerate(texts)]
+    for module in ("vision", "language"):
+        found = split(steps, module, mean_pass_seconds(steps, module))
+        assert tuple(found) == PARTS and sum(found.values()) == pytest.approx(30)
+        assert min(found.values()) > -1e-9 and found["slower passes"] == pytest.approx(0)
+
+
+def test_times_of_microbatches_are_those_of_lanes():
+    steps = [rank(0, "language", "FFBBFB", 0), rank(1, "language", "FBFFBB", 1), rank(2, "vision", "FFFFBB")]
+    assert microbatch_seconds(steps, "language") == [[4, 2], [2, 4]]
+    assert bounds.straggler_factor([[4, 2], [2, 4]]) == pytest.approx(8 / 6)
+
+
+def test_bounds():
+    assert bounds.prefetch_bound(1, 1) == 2 and bounds.prefetch_bound(1, 3) == pytest.approx(4 / 3)
+    assert bounds.prefetch_bound_of_step(1, 3, 1) == 1
+    assert bounds.prefetch_bound_of_step(1, 3, 10**6) == pytest.approx(bounds.prefetch_bound(1, 3), rel=1e-5)
+    assert bounds.upstream_bound(3, 3, 1) == 2 and bounds.upstream_bound(3, 3, 6) == pytest.approx(7 / 6)
+    assert bounds.bubble_share(1, 4) == 0 and bounds.bubble_share(4, 4) == pytest.approx(3 / 7)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.floats(0.01, 100), st.floats(0.01, 100))
+def test_a_split_is_whole_where_each_grid_has_gpus_as_it_has_work(encoder, language, one, two):
+    ranks = {"vision": encoder, "language": language}
+    assert bounds.split_efficiency(ranks, {"vision": 3.0 * encoder, "language": 3.0 * language}) == pytest.approx(1)
+    found = bounds.split_efficiency(ranks, {"vision": one, "language": two})
+    share = one / (one + two)
+    expected = min(encoder / (encoder + language) / share, language / (encoder + language) / (1 - share))
+    assert found == pytest.approx(expected) and 0 < found <= 1 + 1e-9
+
+
+def block(step_s: float) -> dict[str, Arm]:
+    """One microbatch on one encoder rank and one language rank; the step takes `step_s`, its intervals 8 s."""
+    whole = [rank(0, "vision", "FxxxxxBo"), rank(1, "language", "xFFBBBio")]
+    alone = {name: Arm([[each]]) for name, each in (("vision", rank(0, "vision", "FB")),
+                                                    ("language", rank(1, "language", "FFBBB")))}
+    return {"off": merge([{"off": Arm([[each]], [step_s])} for each in whole])["off"], **alone}
+
+
+LAYOUT = build_layout(LayoutConfig(), 2, ("vision",))
+
+
+def test_figures_are_those_of_the_slower_grid_and_the_block_in_the_middle():
+    found = figures([block(8.2), block(8.1), block(7.9)], LAYOUT, 1)
+    assert (found["critical"], found["ideal_ms"], found["step_ms"]) == ("language", 5000, 8100)
+    assert sum(found["parts_ms"].values()) + found["unexplained_ms"] == pytest.approx(8100)
+    assert found["parts_ms"]["fill and drain"] == 2000 and found["eta"] == pytest.approx(5 / 8.1)
+    assert found["eta_split"] == pytest.approx(0.5 / (5 / 7))
+    assert found["prefetch"]["bound"] == pytest.approx(7 / 5) and "speedup" not in found["prefetch"]
+
+
+def test_parts_that_miss_the_step_are_an_error():
+    with pytest.raises(UnexplainedTimeError, match=r"language grid.*8000.00 ms.*8400.00 ms: 4.8 %"):
+        figures([block(8.4)], LAYOUT, 1)
+
+
+def test_prefetch_is_the_ratio_of_both_arms():
+    blocks = [{**block(8.0), "on": Arm([[rank(1, "language", "F")]], [5.0 + number])} for number in range(3)]
+    found = figures(blocks, LAYOUT, 1)["prefetch"]
+    assert (found["off_ms"], found["on_ms"], found["speedup"]) == (8000, 6000, pytest.approx(8 / 6))
+    assert found["achieved"] == pytest.approx(8 / 6 / (7 / 5))
+
+
+def test_the_block_in_the_middle():
+    draw = random.Random(0)
+    seconds = [draw.random() for _ in range(7)]
+    assert sorted(seconds)[3] == seconds[median_block(seconds)] and median_block([2.0, 1.0]) == 1
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--layout", "colocated"], "--layout colocated with 1 encoders"),
+    (["--no-timeline"], "--no-timeline leaves nothing to measure with"),
+    (["--global-batch-size", "3", "--llm-dp", "2"], "--global-batch-size 3 is not a multiple"),
+    (["--synthetic", "5"], "5 is not ENC_MS,LM_MS"),
+    (["--blocks", "0"], "--blocks 0 is below 1"),
+])
+def test_what_cannot_work_is_refused(flags, message, capsys):
+    try:
+        code = schedule.main(["--device", "cpu", *flags])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_sleeps_need_the_cpu(capsys):
+    with pytest.raises(SystemExit):
+        schedule.parse_arguments(["--device", "cuda", "--synthetic", "1,2"])
+    assert "--synthetic 1.0,2.0 needs --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", ["h200", "h200-even"])
+def test_presets_for_gpus_are_runs_that_fit_each_other(preset):
+    from mimo.config.cli import parse
+    from mimo.config.validate import validate
+    from scripts.bench import presets
+
+    flags = [*presets.flags("cuda", preset), "--train-iters", "1"]
+    for layout, ranks in ((["--encoder-dp", "1"], 2), (["--encoder-dp", "1", "--llm-dp", "3"], 4),
+                          (["--encoder-tp", "2", "--llm-tp", "2", "--sequence-parallel"], 4)):
+        config = parse([*flags, *layout])
+        validate(config, ranks)
+    family, data = config.model_family, config.dataset
+    longest = data.mock_images_max * family.num_tokens + data.mock_max_length
+    assert 0.9 * config.train.seq_length < longest <= config.train.seq_length
+
+
+def test_help_needs_no_torch():
+    script = ("import sys; sys.argv = ['schedule.py', '--help']; import runpy\ntry:\n    runpy.run_path("
+              f"{str(ROOT / 'scripts' / 'bench' / 'schedule.py')!r}, run_name='__main__')\nexcept SystemExit:\n    "
+              "sys.exit('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 0
