@@ -17,8 +17,8 @@ WIDTH, LEFT, RIGHT, TOP = 1180, 190, 14, 8
 GRID_GAP, AXIS = 12, 30
 # Height of a row, of several, and of few.
 ROW, TALL_ROW, FEW_ROWS = 20, 30, 10
-# Rows of one chart, and rectangles; a page has several charts.
-MAX_ROWS, MAX_RECTS = 32, 1600
+# Rows of one chart.
+MAX_ROWS = 32
 # Less is not drawn, pixels.
 LEAST_WIDTH = 0.25
 # A pass this wide, pixels, has the number of its microbatch in it.
@@ -102,11 +102,11 @@ def _rects(row: Row, x: Scale, top: float, height: float, least: float) -> list[
     return parts
 
 
-def _least_width(rows: Sequence[Row], x: Scale) -> float:
+def _least_width(rows: Sequence[Row], x: Scale, most: int) -> float:
     """Pixels below which intervals are left out, so that a chart does not grow without bound."""
     widths = sorted((x(one["end_s"]) - x(one["begin_s"]) for row in rows for one in row.intervals
                      if one["kind"] != Kind.OTHER), reverse=True)
-    return max(LEAST_WIDTH, widths[MAX_RECTS]) if len(widths) > MAX_RECTS else LEAST_WIDTH
+    return max(LEAST_WIDTH, widths[most]) if len(widths) > most else LEAST_WIDTH
 
 
 def _axis(x: Scale, bottom: float) -> list[str]:
@@ -118,15 +118,15 @@ def _axis(x: Scale, bottom: float) -> list[str]:
     return parts
 
 
-def gantt_chart(timeline: Mapping[str, Any]) -> str:
-    """The chart of one `timeline/step-N.json`."""
+def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
+    """The chart of one `timeline/step-N.json`, of the longest `most` intervals or so."""
     modules = rows_of(timeline)
     shown = {name: chosen_rows(rows, max(2, MAX_ROWS // len(modules))) for name, rows in modules.items()}
     ranks = timeline["ranks"]
     length_s = max(one["end_s"] for rank in ranks for one in rank["intervals"])
     x = Scale(0.0, length_s, LEFT, WIDTH - RIGHT)
     every = [row for rows in shown.values() for row in rows]
-    least, top, parts = _least_width(every, x), TOP + GRID_GAP, []
+    least, top, parts = _least_width(every, x, most), TOP + GRID_GAP, []
     height = TALL_ROW if len(every) <= FEW_ROWS else ROW
     bottom = top + sum(ROW + height * len(rows) + GRID_GAP for rows in shown.values()) - GRID_GAP
     parts += _axis(x, bottom)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
-from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,12 @@ EVALUATED = " validation"
 STEP_KEY = "iteration-time"
 # Characters of a report of a stall that the page shows.
 SHOWN_OF_STALL = 4000
+
+# Records that become numbers together.
+AT_ONCE = 4096
+# Steps of all ranks that are read: those of thousands of ranks are large.
+MAX_STEPS = 6
+STEP_FILE = re.compile(r"step-(\d+)\.json")
 
 Floats = NDArray[np.float64]
 
@@ -62,7 +68,8 @@ class Run:
         steps: figures of the iterations.
         evaluations: figures of the evaluations, whose keys end in ` validation`.
         flags: of the run, by section; empty where `run_config.toml` is missing or broken.
-        timelines: `timeline/step-N.json` by iteration.
+        timelines: `timeline/step-N.json` by iteration, a few of them.
+        num_timelines: of these files.
         start: seconds until the end of the first iteration by phase, of `startup.json`; empty without one.
         problems: what went wrong with the run or its files, in sentences.
         stall: report of a stall, shortened; empty without one.
@@ -73,6 +80,7 @@ class Run:
     evaluations: Table
     flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timelines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    num_timelines: int = 0
     start: Mapping[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     stall: str = ""
@@ -115,38 +123,52 @@ def _figure(value: object) -> float:
     return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
 
 
+def _numbers(rows: list[list[Any]]) -> Floats:
+    """Values of records with the same keys, float64 `[n, keys]`."""
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (ValueError, TypeError):  # some value is no figure
+        return np.array([[_figure(value) for value in row] for row in rows], dtype=np.float64)
+
+
 class _Columns:
-    """Collects records as columns: those of a long run do not fit in memory one by one."""
+    """Collects records as columns, many at a time: those of a long run are too many to keep one by one."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, int] = {}
-        self._columns: dict[str, array[float]] = {}
+        self._keys: tuple[str, ...] = ()
+        self._rows: list[list[Any]] = []
+        self._done: list[tuple[tuple[str, ...], Floats]] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """One more record. Of several of one iteration each figure is the last that there is."""
-        row = self._rows.setdefault(record["iteration"], len(self._rows))
-        for key, value in record.items():
-            column = self._columns.get(key)
-            if column is None:
-                column = self._columns[key] = array("d")
-            if len(column) <= row:
-                column.extend([math.nan] * (row + 1 - len(column)))
-            column[row] = _figure(value)
+        """One more record."""
+        keys = tuple(record)
+        if keys != self._keys or len(self._rows) == AT_ONCE:
+            self._flush()
+            self._keys = keys
+        self._rows.append(list(record.values()))
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._done.append((self._keys, _numbers(self._rows)))
+            self._rows = []
 
     def table(self) -> Table:
-        """All of them."""
-        iterations = np.fromiter(self._rows, dtype=np.int64, count=len(self._rows))
-        order = np.argsort(iterations)
-        full = {}
-        for key, found in self._columns.items():
-            column = np.full(len(iterations), math.nan)
-            column[: len(found)] = found
-            full[key] = column[order]
-        return Table(iterations[order], full)
+        """All of them; of several records of one iteration the last."""
+        self._flush()
+        full = {key: np.full(sum(len(values) for _, values in self._done), math.nan)
+                for keys, _ in self._done for key in keys}
+        begin = 0
+        for keys, values in self._done:
+            for key, column in zip(keys, values.T, strict=True):
+                full[key][begin : begin + len(values)] = column
+            begin += len(values)
+        every = full.get("iteration", np.empty(0)).astype(np.int64)
+        iterations, places = np.unique(every[::-1], return_index=True)
+        return Table(iterations, {key: column[::-1][places] for key, column in full.items()})
 
 
 def to_table(records: Iterable[Mapping[str, Any]]) -> Table:
-    """Records as columns."""
+    """Records as columns; of several records of one iteration the last."""
     columns = _Columns()
     for record in records:
         columns.add(record)
@@ -203,18 +225,29 @@ def _is_timeline(document: object) -> bool:
         for rank in ranks)
 
 
-def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` places of `count`, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+
+
+def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], int, list[str]]:
+    """Some of the steps of all ranks, how many there are, and which of those cannot be read."""
+    steps = sorted((int(match[1]), path) for path in folder.glob("step-*.json")
+                   if (match := STEP_FILE.fullmatch(path.name)))
     found, problems = {}, []
-    for path in folder.glob("step-*.json"):
+    for place in evenly(len(steps), MAX_STEPS):
+        iteration, path = steps[place]
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             document = None
         if _is_timeline(document):
-            found[document["iteration"]] = document
+            found[iteration] = document
         else:
             problems.append(f"timeline/{path.name} cannot be read and is left out.")
-    return dict(sorted(found.items())), problems
+    return found, len(steps), problems
 
 
 def _read_start(path: Path) -> tuple[dict[str, float], list[str]]:
@@ -276,10 +309,10 @@ def read_run(path: Path) -> Run:
                          "timeline/step-N.json")
     steps, evaluations, problems = _read_metrics(path / METRICS)
     flags, flag_problems = _read_flags(path / FLAGS)
-    timelines, timeline_problems = _read_timelines(path / "timeline")
+    timelines, num_timelines, timeline_problems = _read_timelines(path / "timeline")
     stall, stall_problems = _read_stall(path)
     start, start_problems = _read_start(path / START)
-    run = Run(path, steps, evaluations, flags, timelines, start, stall=stall)
+    run = Run(path, steps, evaluations, flags, timelines, num_timelines, start, stall=stall)
     found = [*problems, *_iteration_problems(steps, run.planned_iterations), *stall_problems, *flag_problems,
              *timeline_problems, *start_problems]
     return replace(run, problems=tuple(found))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from mimo.observe.report.gantt_chart import gantt_chart
 from mimo.observe.report.html import any_above, by_module, chart, prefixed, run_name, section, table
 from mimo.observe.report.kinds import CSS_OF_PART, ORDER, WORDS
 from mimo.observe.report.lines import Line, line_chart
-from mimo.observe.report.run import Run
+from mimo.observe.report.run import MAX_STEPS, Run, evenly
 from mimo.observe.report.summary import (
     ModuleTime,
     Stops,
@@ -28,8 +27,8 @@ from mimo.observe.report.summary import (
 from mimo.observe.report.text import percent, seconds
 from mimo.observe.spans import Kind
 
-# Steps of all ranks that a page shows.
-MAX_STEPS = 6
+# Rectangles of the steps of all ranks on a page: about 1 MB.
+MAX_SHAPES = 5000
 NUM_SLOWEST = 5
 TYPICAL = "without the first ones, the fastest and the slowest tenth"
 # Slower than this multiple of the median is a slow iteration.
@@ -48,29 +47,23 @@ def speed_section(runs: Sequence[Run]) -> str:
     ])
 
 
-def shown_steps(timelines: Mapping[int, Mapping[str, Any]], most: int) -> list[int]:
-    """Iterations whose steps are shown: at most `most`, first and last among them."""
-    every = list(timelines)
-    if len(every) <= most:
-        return every
-    return sorted({every[round(index * (len(every) - 1) / (most - 1))] for index in range(most)})
-
-
 def gantt_section(runs: Sequence[Run]) -> str:
     """One step of all ranks, with a choice where there are several."""
     blocks = []
     for index, run in enumerate(runs):
         if not run.timelines:
             continue
-        chosen = shown_steps(run.timelines, MAX_STEPS // len(runs))
-        charts = "".join(f'<div data-step="{step}"{" hidden" * (place > 0)}>{gantt_chart(run.timelines[step])}</div>'
-                         for place, step in enumerate(chosen))
+        every = list(run.timelines)
+        chosen = [every[place] for place in evenly(len(every), MAX_STEPS // len(runs))]
+        shapes = MAX_SHAPES // (len(chosen) * len(runs))
+        charts = "".join(f'<div data-step="{step}"{" hidden" * (place > 0)}>'
+                         f"{gantt_chart(run.timelines[step], shapes)}</div>" for place, step in enumerate(chosen))
         choice = ""
         if len(chosen) > 1:
             options = "".join(f'<option value="{step}">iteration {step:,}</option>' for step in chosen)
             choice = f'<label>Step: <select data-steps="steps{index}">{options}</select></label>'
-        if len(chosen) < len(run.timelines):
-            choice += f" {len(chosen)} of {len(run.timelines)} recorded steps are here."
+        if len(chosen) < run.num_timelines:
+            choice += f" {len(chosen)} of {run.num_timelines} recorded steps are here."
         heading = f"<h3>{escape(run_name(runs, index, run.name))}</h3>" if len(runs) > 1 else ""
         blocks.append(f'<div style="grid-column:1/-1;min-width:0">{heading}{choice}<div id="steps{index}">{charts}'
                       "</div></div>")
@@ -152,7 +145,8 @@ def _starts(runs: Sequence[Run]) -> list[str]:
     found = []
     for index, run in enumerate(runs):
         total = sum(run.start.values())
-        rows = [[escape(name), seconds(value), percent(value / total)] for name, value in run.start.items() if value > 0]
+        rows = [[escape(name), seconds(value), percent(value / total)]
+                for name, value in run.start.items() if value > 0]
         title = run_name(runs, index, f"From the start to the end of the first iteration: {seconds(total)}")
         found.append(table(["phase", "time", "share"], rows, title, wide=False))
     return found
