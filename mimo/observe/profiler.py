@@ -36,9 +36,8 @@ class StepProfiler:
     """
 
     def __init__(self, flags: ObserveConfig, spans: Spans, rank: int, *, cuda: bool) -> None:
-        self._steps = range(0)
-        if flags.profile_steps is not None and rank in (flags.profiled_ranks or (0,)):
-            self._steps = flags.profiled_steps
+        self._steps = flags.profiled_steps
+        self._is_chosen = rank in (flags.profiled_ranks or (0,))
         self._spans = spans
         self._always = spans.ranges
         self._path = Path(flags.run_dir) / "profile" / f"rank-{rank}.json.gz"
@@ -52,23 +51,21 @@ class StepProfiler:
 
     def begin_step(self, iteration: int) -> None:
         """Start with the first of the steps. A resumed run may begin inside them."""
-        if iteration in self._steps and self._profile is None:
+        if self._is_chosen and iteration in self._steps and self._profile is None:
             self._profile = profile(activities=self._activities)
             self._profile.start()
             self._spans.listen(*self._always, record_function)
 
-    def end_step(self, iteration: int) -> str | None:
-        """Stop after the last of the steps and write the trace; returns what to tell.
+    def ends_after(self, iteration: int, last: int) -> bool:
+        """Whether traces end with this iteration, `last` being the run's; the same on all ranks, traced or not."""
+        return iteration in self._steps and iteration in (self._steps[-1], last)
+
+    def close(self) -> str | None:
+        """Write the trace, if one is under way. Returns what to tell.
 
         Every asynchronous send of the steps must have been waited for: on gloo its end is noted in the trace, when it
         is waited for, even if the trace is gone by then.
         """
-        if iteration + 1 in self._steps:
-            return None
-        return self.close()
-
-    def close(self) -> str | None:
-        """Write what there is, if a trace is under way: the run may stop inside it. Returns what to tell."""
         if self._profile is None:
             return None
         self._spans.listen(*self._always)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mimo.batch import Microbatch
+from mimo.checkpoint.agree import gather
 from mimo.observe.gantt import Gantt, TimelineSignal
 from mimo.observe.profiler import StepProfiler
 from mimo.observe.spans import Interval
@@ -31,7 +32,7 @@ class StepObserver:
     def __init__(self, parts: TrainerParts, writer: int, first: int, last: int) -> None:
         grids, flags = parts.grids, parts.config.observe
         self._grids, self.spans, self._watchdog, self._iteration = grids, parts.spans, parts.watchdog, first - 1
-        self._handshake, self._limit_s = parts.handshake, 2 * parts.config.train.watchdog_timeout_s
+        self._handshake, self._last, self._limit_s = parts.handshake, last, 2 * parts.config.train.watchdog_timeout_s
         self._timeline = Timeline(grids.layout, grids.rank, reports_lane=parts.counts_losses)
         self._gantt = Gantt(grids, writer, flags.run_dir, interval=flags.timeline_interval, first=first, last=last)
         self._profiler = StepProfiler(flags, parts.spans, grids.rank, cuda=parts.platform.name == "cuda")
@@ -46,12 +47,16 @@ class StepObserver:
         self.spans.begin_step()
 
     def end_step(self) -> None:
-        """The iteration is over, but for what is told of it."""
+        """The iteration is over, but for what is told of it. Collective over the world where traces end."""
         self.spans.end_step()
+        if not self._profiler.ends_after(self._iteration, self._last):
+            return
         if self._profiler.is_running:
             self._handshake.flush()
-        with self._watchdog.limit(self._limit_s):
-            self._say(self._profiler.end_step(self._iteration))
+        # Writing a trace takes its time, which all ranks have to wait for.
+        with self._watchdog.limit(self._limit_s), self._watchdog.waiting("traces of --profile-ranks"):
+            for line in gather(self._grids, self._profiler.close()):
+                self._say(line)
 
     def row(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """This rank's numbers of the step, of which every rank has to give the maximum over all to `figures`."""

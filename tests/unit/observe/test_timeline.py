@@ -109,8 +109,11 @@ def test_traces_cover_the_chosen_steps_of_the_chosen_ranks(tmp_path):
             seen.append(spans.active)
             with spans.span(Kind.FORWARD, "forward", microbatch=0):
                 pass
-            said = profiler.end_step(iteration)
-            assert (said is not None) == (rank == 1 and iteration == 3)
+            assert profiler.ends_after(iteration, 4) == (iteration == 3)
+            assert profiler.is_running == (rank == 1 and iteration in (2, 3))
+            if iteration == 3:
+                assert (profiler.close() is not None) == (rank == 1)
         assert profiler.close() is None
+        assert [profiler.ends_after(iteration, 2) for iteration in (1, 2)] == [False, True], "the run ends inside"
     assert listening == {0: [False] * 4, 1: [False, True, True, False]}
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-1.json.gz"]
