@@ -15,22 +15,14 @@ def prefetch_bound(encoder: float, language: float) -> float:
 
 
 def prefetch_bound_of_step(encoder: float, language: float, num_microbatches: int) -> float:
-    """The same of a step whose first encoder pass, or last language pass, has nothing to run beside.
+    """Speedup of a step when a frozen encoder runs a step ahead instead of as the stage before the language model.
 
-    M (t_enc + t_lm) / (M max(t_enc, t_lm) + min(t_enc, t_lm)): 1 with one microbatch, `prefetch_bound` with very many.
+    As that stage it works beside the language model already, but for the first microbatch's pass and the language
+    model's last: (t_enc + (M - 1) max(t_enc, t_lm) + t_lm) / (M max(t_enc, t_lm)). `prefetch_bound` with one
+    microbatch, 1 with very many.
     """
-    serial = num_microbatches * (encoder + language)
-    return serial / (num_microbatches * max(encoder, language) + min(encoder, language))
-
-
-def upstream_bound(encoder: float, language: float, num_microbatches: int) -> float:
-    """Speedup of a step over one whose encoder is the stage before the language model, as the 1F1B schedule has it.
-
-    There only the first encoder pass is exposed: (t_enc + M max(t_enc, t_lm)) / (M max(t_enc, t_lm)), with the backward
-    pass of a frozen encoder left out. This is what prefetch into the step before can gain here.
-    """
-    steady = num_microbatches * max(encoder, language)
-    return (encoder + steady) / steady
+    longer = max(encoder, language)
+    return (encoder + (num_microbatches - 1) * longer + language) / (num_microbatches * longer)
 
 
 def straggler_factor(times: Sequence[Sequence[float]]) -> float:

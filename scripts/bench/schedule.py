@@ -7,7 +7,11 @@ Starts the trainer under torchrun, with as many processes as the grids of the fl
 benchmark's are train_hetero.py's; they stand behind those of --preset and so overrule them. In every block each arm
 has its turn: whole steps (--steps of them, after one that does not count, with data from the run's loader), then each
 grid alone on the same microbatches: forward and backward passes in the order of the schedule, nothing sent between
-grids. With --encoder-prefetch-depth above 0 whole steps have their turn without and with it.
+grids. With --encoder-prefetch-depth above 0 (which needs a frozen encoder, --freeze) whole steps have another turn,
+with it and with the same data from memory; all the rest is measured without it. `speedup` is the ratio of both steps,
+data waits left out. `bound` is (t_enc + t_lm) / max(t_enc, t_lm), of one microbatch; `bound_of_step` that of M, whose
+passes but the first and the last run beside each other already: (t_enc + (M - 1) max + t_lm) / (M max). `achieved` is
+the speedup over them.
 
 `ideal` of a grid is the time of its passes, mean over its ranks: no bubble, no straggler; `alone` is from its first
 pass to its last when it runs alone. eta is the larger ideal over the step. The step's time is that of the ranks of this
@@ -91,7 +95,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
     """The run's configuration, checked. Raises ValueError for flags that cannot work."""
-    iterations = (chosen.warmup_blocks + chosen.blocks) * 2 * (chosen.steps + 1)
+    iterations = (chosen.warmup_blocks + chosen.blocks) * (2 * chosen.steps + 3)
     config = quiet(parse([*presets.flags(chosen.device, chosen.preset), *further, "--train-iters", str(iterations)]))
     layout = validate(config, num_ranks(config))
     if not layout.encoders or layout.kind != "disjoint":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,19 +20,22 @@ import torch.distributed as dist
 from mimo.batch import Microbatch
 from mimo.bridge.disjoint import Bridge
 from mimo.config.validate import num_microbatches
+from mimo.config.validate_prefetch import steps_ahead
 from mimo.observe.clock import clock_offsets, host_of_clock
 from mimo.observe.spans import Interval, Kind
 from mimo.protocols import LANGUAGE
 from mimo.training.loop import TrainingLoop
 from mimo.training.mtp import begin_mtp_step
 from mimo.training.step import TrainerParts, forward_step, run_schedule, train_step
-from scripts.bench.schedule_figures import OFF, Arm, Block, merge
+from scripts.bench.schedule_figures import OFF, ON, Arm, Block, merge
 from scripts.bench.schedule_loss import RankStep
 from scripts.bench.synthetic import Synthetic, install
 
 
 class _NoHandshake:
     """Stands in for the comparison of both sides of a lane where one of them does not take part."""
+
+    waits_for: tuple[int, ...] = ()
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
         """Nothing to compare."""
@@ -69,6 +73,8 @@ class ScheduleLoop(TrainingLoop):
 
     settings: dict[str, Any]
     blocks: list[Block]
+    # To be added to this rank's clock to have that of the first rank.
+    _offset_s: float
 
     def _train(self, loader: Any, logger: Any, stop: Any, began: float) -> str | None:
         """The blocks, in place of the run's iterations; why it stopped early, or None."""
@@ -79,8 +85,8 @@ class ScheduleLoop(TrainingLoop):
         hosts = [""] * grids.layout.world_size
         dist.all_gather_object(hosts, host_of_clock(), group=grids.host)
         for number in range(-self.settings["warmup_blocks"], self.settings["blocks"]):
-            offset_s = clock_offsets(hosts, grids.rank, grids.host)[grids.rank]
-            block = self._block(loader, offset_s)
+            self._offset_s = clock_offsets(hosts, grids.rank, grids.host)[grids.rank]
+            block = self._block(loader)
             asked = torch.tensor(float(stop.requested))
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=grids.host)
             if asked.item():
@@ -91,37 +97,54 @@ class ScheduleLoop(TrainingLoop):
                 self.blocks.append(merge(gathered))
         return None
 
-    def _block(self, loader: Any, offset_s: float) -> Block:
+    def _block(self, loader: Any) -> Block:
         """One turn of every arm, on this rank."""
         seen: list[list[Microbatch]] = []
 
-        def next_step() -> list[Microbatch]:
+        def from_loader() -> tuple[list[Microbatch], list[list[Microbatch]]]:
             seen.append(loader.next_step())
-            return seen[-1]
+            return seen[-1], []
 
-        block = {OFF: self._steps(next_step, offset_s)}
+        block = {OFF: self._steps(from_loader, replace(self.parts, prefetch=None))}
         for module in self.grids.layout.grids:
-            block[module] = self._alone(module, seen[1:], offset_s)
+            block[module] = self._alone(module, seen[1:])
+        depth = self.config.train.encoder_prefetch_depth
+        if depth:
+            ahead = steps_ahead(depth, len(seen[0]))
+            # One more, so that what counts has a step to prefetch for; what comes behind it is never asked for.
+            again = [*seen, seen[0]]
+            coming = (again[number + 1 : number + 1 + ahead] for number in range(len(again)))
+            each = zip(again, coming, strict=True)
+            block[ON] = self._steps(partial(next, each), self.parts, more=1)
         return block
 
-    def _steps(self, next_step: Callable[[], list[Microbatch]], offset_s: float) -> Arm:
-        """Steps of the trainer, as its own loop has them. The first, before which others ran, does not count."""
-        arm, begins = Arm(), []
-        for number in range(self.settings["steps"] + 1):
+    def _steps(self, next_step: Callable[[], tuple[list[Microbatch], list[list[Microbatch]]]], parts: TrainerParts,
+               more: int = 0) -> Arm:
+        """Steps of the trainer, as its own loop has them.
+
+        The first, before which others ran, does not count, nor do `more` at the end.
+
+        Args:
+            next_step: gives a step's microbatches and those of steps after it that may be looked at.
+            parts: of the trainer.
+            more: steps behind those that count.
+        """
+        arm, begins, count = Arm(), [], self.settings["steps"]
+        for number in range(1 + count + more):
             begins.append(time.perf_counter())
-            self.parts.spans.begin_step()
-            with self.watchdog.waiting("data"), self.parts.spans.span(Kind.DATA_WAIT, "data"):
-                microbatches = next_step()
-            train_step(self.parts, microbatches)
-            self.parts.spans.end_step()
-            self._keep(arm, offset_s if number else None)
+            parts.spans.begin_step()
+            with self.watchdog.waiting("data", on_loader=True), parts.spans.span(Kind.DATA_WAIT, "data"):
+                microbatches, coming = next_step()
+            train_step(parts, microbatches, coming=coming)
+            parts.spans.end_step()
+            self._keep(arm, counts=1 <= number <= count)
             self.progress.iteration += 1
             self.watchdog.progress(iteration=self.progress.iteration)
         begins.append(time.perf_counter())
-        arm.seconds = [two - one for one, two in zip(begins[1:], begins[2:], strict=False)]
+        arm.seconds = [two - one for one, two in pairwise(begins)][1 : 1 + count]
         return arm
 
-    def _alone(self, module: str, steps: Sequence[list[Microbatch]], offset_s: float) -> Arm:
+    def _alone(self, module: str, steps: Sequence[list[Microbatch]]) -> Arm:
         """Forward and backward passes of one grid; on ranks of the others an arm without steps."""
         arm = Arm()
         for microbatches in steps:
@@ -139,16 +162,17 @@ class ScheduleLoop(TrainingLoop):
             with silent_bridges(parts) as alone:
                 run_schedule(alone, microbatches, forward_step, forward_only=False)
             parts.spans.end_step()
-            self._keep(arm, offset_s)
+            self._keep(arm)
         dist.barrier(group=self.grids.host)
         return arm
 
-    def _keep(self, arm: Arm, offset_s: float | None) -> None:
-        """Put the last step's intervals into `arm`, on the clock of the first rank; None: only read them."""
+    def _keep(self, arm: Arm, *, counts: bool = True) -> None:
+        """Put the last step's intervals into `arm`, on the clock of the first rank, or only read them."""
         intervals = self.parts.spans.intervals()
-        if offset_s is None:
+        if not counts:
             return
-        moved = [Interval(each.label, each.begin_s + offset_s, each.end_s + offset_s) for each in intervals]
+        moved = [Interval(each.label, each.begin_s + self._offset_s, each.end_s + self._offset_s)
+                 for each in intervals]
         (module,) = self.grids.modules
         lane = self.grids.layout.grids[module].coordinates(self.grids.rank)["dp"]
         arm.steps.append([RankStep(self.grids.rank, module, lane, moved)])

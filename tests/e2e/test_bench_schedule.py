@@ -47,3 +47,12 @@ def test_lanes_of_different_length_are_stragglers():
     found = run("--synthetic", "10,60,0.5", "--global-batch-size", "8", "--encoder-dp", "1", "--llm-dp", "2")
     assert found["grids"]["language"]["straggler_factor"] > 1 and found["parts_ms"]["imbalance"] > 0
     assert found["ranks"] == 3 and found["microbatches"] == 4
+
+
+def test_prefetch_off_and_on_in_one_run():
+    found = run("--synthetic", "40,40", "--global-batch-size", "2", "--encoder-dp", "1", "--llm-dp", "1", "--freeze",
+                "vision", "--encoder-prefetch-depth", "3")
+    prefetch = found["prefetch"]
+    assert min(prefetch["off_ms"], prefetch["on_ms"]) > 2 * 40 and prefetch["speedup"] > 0
+    assert 1 < prefetch["bound_of_step"] < prefetch["bound"] <= 2
+    assert found["grids"]["vision"]["microbatch_ms"] >= 40

@@ -136,9 +136,10 @@ def test_times_of_microbatches_are_those_of_lanes():
 
 def test_bounds():
     assert bounds.prefetch_bound(1, 1) == 2 and bounds.prefetch_bound(1, 3) == pytest.approx(4 / 3)
-    assert bounds.prefetch_bound_of_step(1, 3, 1) == 1
-    assert bounds.prefetch_bound_of_step(1, 3, 10**6) == pytest.approx(bounds.prefetch_bound(1, 3), rel=1e-5)
-    assert bounds.upstream_bound(3, 3, 1) == 2 and bounds.upstream_bound(3, 3, 6) == pytest.approx(7 / 6)
+    assert bounds.prefetch_bound_of_step(1, 3, 1) == bounds.prefetch_bound(1, 3)
+    assert bounds.prefetch_bound_of_step(3, 1, 1) == bounds.prefetch_bound(3, 1)
+    assert bounds.prefetch_bound_of_step(2, 2, 4) == pytest.approx(5 / 4)
+    assert bounds.prefetch_bound_of_step(1, 3, 10**6) == pytest.approx(1, rel=1e-5)
     assert bounds.bubble_share(1, 4) == 0 and bounds.bubble_share(4, 4) == pytest.approx(3 / 7)
 
 
@@ -178,10 +179,12 @@ def test_parts_that_miss_the_step_are_an_error():
 
 
 def test_prefetch_is_the_ratio_of_both_arms():
-    blocks = [{**block(8.0), "on": Arm([[rank(1, "language", "F")]], [5.0 + number])} for number in range(3)]
+    blocks = [{**block(8.0), "on": Arm([[rank(1, "language", "dF"), rank(0, "vision", "ddF")]], [7.0 + number])}
+              for number in range(3)]
     found = figures(blocks, LAYOUT, 1)["prefetch"]
+    # The rank that waited longest for data waited 2 s of each.
     assert (found["off_ms"], found["on_ms"], found["speedup"]) == (8000, 6000, pytest.approx(8 / 6))
-    assert found["achieved"] == pytest.approx(8 / 6 / (7 / 5))
+    assert found["achieved"] == found["achieved_of_step"] == pytest.approx(8 / 6 / (7 / 5))
 
 
 def test_the_block_in_the_middle():
