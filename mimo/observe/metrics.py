@@ -67,6 +67,7 @@ class StepRecord:
             is even. None without images.
         encoder_imbalance_unbalanced: the same without balanced packing; None where rows are not balanced.
         data_wait_s, bridge_wait_s: longest wait of any rank, seconds.
+        checkpoint_s: for which training stood still for a checkpoint since the iteration before, seconds.
         forward_backward_s: device time of the forward and backward passes, bridge waits and gradient reduction
             included, on the slowest rank of each module, seconds.
         optimizer_s: device time of the optimizer step, likewise.
@@ -104,6 +105,7 @@ class StepRecord:
     encoder_imbalance_unbalanced: float | None = None
     data_wait_s: float = 0.0
     bridge_wait_s: float = 0.0
+    checkpoint_s: float = 0.0
     forward_backward_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: dict[str, float] = field(default_factory=dict)
     timeline: dict[str, float] = field(default_factory=dict)
@@ -146,6 +148,7 @@ class StepRecord:
             **{f"hardware-flops/{module}": flops for module, flops in self.hardware_flops.items()},
             "data-wait-s": self.data_wait_s,
             "bridge-wait-s": self.bridge_wait_s,
+            **({"checkpoint-s": self.checkpoint_s} if self.checkpoint_s else {}),
             **{f"forward-backward-s/{module}": seconds for module, seconds in self.forward_backward_s.items()},
             **{f"optimizer-s/{module}": seconds for module, seconds in self.optimizer_s.items()},
             **{f"timeline/{name}": value for name, value in self.timeline.items()},

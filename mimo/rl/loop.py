@@ -60,6 +60,8 @@ class RlLoop:
         self.progress = Progress()
         self.place = Place()
         self.saver: Saver | None = None
+        # Time that checkpoints took since the last record.
+        self.checkpoint_s = 0.0
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
@@ -194,8 +196,10 @@ class RlLoop:
             with self.watchdog.waiting("agreement on whether to stop"):
                 own = stop.name or ("--exit-duration-in-mins" if over_time else None)
                 agreed = gather(self.grids, (own, self.saver is not None and self.saver.is_writing))
-            if self.saver is not None:
+            if self.saver is not None and self.saver.is_pending:
+                polled = time.perf_counter()
                 self.saver.poll(any(writing for _, writing in agreed))
+                self.checkpoint_s += time.perf_counter() - polled
             asked = next((name for name, _ in agreed if name is not None), None)
             if asked is not None:
                 return asked
@@ -233,6 +237,8 @@ class RlLoop:
                    "iteration": time.perf_counter() - began}
         if self._reference is not None:
             seconds["reference"] = result.reference_s
+        if self.checkpoint_s:
+            seconds["checkpoint"], self.checkpoint_s = self.checkpoint_s, 0.0
         logger.log_step(self._record(report, rollouts, result, seconds))
 
     @property
@@ -243,8 +249,10 @@ class RlLoop:
         """Save the run as it stands, unless this iteration is saved already."""
         if self.saver is None or self.saver.last_iteration == self.progress.iteration:
             return
+        began = time.perf_counter()
         self.state.streams = self.place.streams(is_first_rank=self.grids.rank == 0)
         self.saver.save(self.progress)
+        self.checkpoint_s += time.perf_counter() - began
 
     def _evaluate(self, logger: RunLogger, num_shown: int = 0) -> None:
         """Score held-out prompts, where there are to be any; the last figure is the run's result."""

@@ -30,7 +30,8 @@ class PolicyRecord:
         refit_bytes: that the engine took.
         seconds: by part: memory (going between trainer and engine on the same GPUs), refit, rollout (of the engine),
             reward, rollout-wait (of the trainer, for all of these), log-probs, reference (its log-probs, where there is
-            one), update, and the whole iteration.
+            one), update, and the whole iteration; beside it checkpoint, for which training stood still
+            since the iteration before, where it did.
     """
 
     iteration: int

@@ -69,6 +69,8 @@ class TrainingLoop:
         self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir)
         self.progress = Progress()
         self.saver: Saver | None = None
+        # Time that checkpoints took since the last record.
+        self.checkpoint_s = 0.0
         self.last_evaluation: Evaluation | None = None
         self.bad_samples = 0
         self.observer: StepObserver | None = None
@@ -232,8 +234,22 @@ class TrainingLoop:
         """Save the run as it stands, unless this iteration is saved already."""
         if self.saver is None or self.saver.last_iteration == self.progress.iteration:
             return
+        began = time.perf_counter()
         self.state.streams = loader.state_dict()
         self.saver.save(self.progress)
+        self.checkpoint_s += time.perf_counter() - began
+
+    def _go_on_saving(self, any_writing: bool) -> None:
+        """Let a checkpoint that is written in the background go on."""
+        if self.saver is not None and self.saver.is_pending:
+            began = time.perf_counter()
+            self.saver.poll(any_writing)
+            self.checkpoint_s += time.perf_counter() - began
+
+    def _taken_checkpoint_s(self) -> float:
+        """Seconds for which training stood still for checkpoints since the last call."""
+        taken, self.checkpoint_s = self.checkpoint_s, 0.0
+        return taken
 
     def _record(
         self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float,
@@ -258,8 +274,7 @@ class TrainingLoop:
         data_wait_s, bridge_wait_s, *by_module, writing = largest[: len(maxima)]
         peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
         most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
-        if self.saver is not None:
-            self.saver.poll(bool(writing))
+        self._go_on_saving(bool(writing))
         rates = current_learning_rates(
             self.config, self.parts.scheduler, self.provider.encoders(self.config.model_family)
         )
@@ -285,6 +300,7 @@ class TrainingLoop:
             encoder_imbalance_unbalanced=imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes),
             data_wait_s=data_wait_s,
             bridge_wait_s=bridge_wait_s,
+            checkpoint_s=self._taken_checkpoint_s(),
             forward_backward_s=schedules,
             optimizer_s=updates,
             timeline=observer.figures(row, largest_row),
