@@ -100,8 +100,9 @@ def _against_ideal(times: Mapping[str, ModuleTime]) -> str:
     longest, best = max(each.step_s for each in times.values()), ideal_s(times)
     if any(OTHER_MODULES in each.parts for each in times.values()):
         return f" The passes of all modules are {percent(best / longest)} of the step."
-    slowest = max(times, key=lambda name: times[name].passes_s)
-    return f" The passes of the slowest grid ({escape(slowest)}) are {percent(best / longest)} of the step."
+    slowest = escape(max(times, key=lambda name: times[name].passes_s))
+    return (f" {slowest} is the slower grid: its" if len(times) == 2 else f" {slowest} is the slowest grid: its") + (
+        f" passes alone take {seconds(best)}, {percent(best / longest)} of the step.")
 
 
 def _on_shared_ranks(times: Mapping[str, ModuleTime]) -> Answer:
@@ -132,8 +133,8 @@ def who_waited(run: Run) -> Answer:
     back = joined([f"{escape(other)} {percent(times[other].share(Kind.BRIDGE_WAIT))}" for other in others])
     return Answer(f"{escape(name)} waited for {escape(others[0]) if len(others) == 1 else 'the others'}, "
                   f"{percent(share)} of its step",
-                  f"At the bridge, {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of {seconds(times[name].step_s)}; "
-                  f"{back} of its own.{further}{_against_ideal(times)}")
+                  f"It spent {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of {seconds(times[name].step_s)} at the "
+                  f"bridge; {back} of its step.{further}{_against_ideal(times)}")
 
 
 def _trainer_waited(run: Run) -> Answer:

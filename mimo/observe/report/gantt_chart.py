@@ -74,7 +74,7 @@ def chosen_rows(rows: Sequence[Row], most: int) -> list[Row]:
         return list(rows)
     by_work = sorted(rows, key=lambda row: row.busy_s)
     ranks = {by_work[0].rank, by_work[-1].rank}
-    for index in range(most):
+    for index in (0, most - 1, *range(1, most - 1)):
         if len(ranks) < most:
             ranks.add(rows[index * (len(rows) - 1) // (most - 1)].rank)
     return [row for row in rows if row.rank in ranks]
@@ -118,10 +118,24 @@ def _axis(x: Scale, bottom: float) -> list[str]:
     return parts
 
 
+def num_shapes(timeline: Mapping[str, Any]) -> int:
+    """Rectangles of the whole chart, at most."""
+    return sum(_num_shapes(row) for rows in _shown(rows_of(timeline), MAX_ROWS).values() for row in rows)
+
+
+def _num_shapes(row: Row) -> int:
+    return sum(one["kind"] != Kind.OTHER for one in row.intervals)
+
+
+def _shown(modules: Mapping[str, Sequence[Row]], most: int) -> dict[str, list[Row]]:
+    return {name: chosen_rows(rows, max(2, most // len(modules))) for name, rows in modules.items()}
+
+
 def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
-    """The chart of one `timeline/step-N.json`, of the longest `most` intervals or so."""
+    """The chart of one `timeline/step-N.json`, of about `most` intervals: of fewer ranks where there are more."""
     modules = rows_of(timeline)
-    shown = {name: chosen_rows(rows, max(2, MAX_ROWS // len(modules))) for name, rows in modules.items()}
+    longest = max(_num_shapes(row) for rows in modules.values() for row in rows)
+    shown = _shown(modules, min(MAX_ROWS, most // max(longest, 1)))
     ranks = timeline["ranks"]
     length_s = max(one["end_s"] for rank in ranks for one in rank["intervals"])
     x = Scale(0.0, length_s, LEFT, WIDTH - RIGHT)

@@ -71,11 +71,8 @@ def lanes(runs: Sequence[Run]) -> str:
         if differs:
             charts.append(chart(f"{kind.capitalize()} tokens of a lane", runs, {most: "fullest lane",
                                                                                 least: "emptiest lane"}, zero=True))
-    if any(run.steps.has("packing-utilisation") for run in runs):
-        charts.append(chart("Share of the rows' tokens that is not padding", runs,
-                            {"packing-utilisation": "not padding"}, zero=True))
     return section("Lanes", charts, "A lane is the data of one replica of the language model. The one with most image "
-                                    "tokens keeps the others waiting." if any(charts[:-1]) else "")
+                                    "tokens keeps the others waiting.")
 
 
 def memory(runs: Sequence[Run]) -> str:

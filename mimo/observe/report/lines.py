@@ -17,6 +17,8 @@ WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
 # More than twice as many points become so many means, with the range of what they stand for.
 MAX_POINTS = 260
+# More than these are a line without dots.
+MAX_DOTS = 60
 # A first iteration may take a hundred times a later one: values above this multiple of most others are cut off.
 CUT_ABOVE = 2.0
 NUM_COLOURS = 6
@@ -105,7 +107,7 @@ def _drawn(line: Line, points: Points, x: Scale, y: Scale) -> str:
     if len(points.x) > 1:
         parts.append(f'<path class="line {css}{" dashed" * line.dashed}" d="M'
                      f'{_path(x, y, points.x.tolist(), mean.tolist())}"/>')
-    if line.dots or len(points.x) == 1:
+    if (line.dots and len(points.x) <= MAX_DOTS) or len(points.x) == 1:
         parts += [f'<circle class="dot {css}{" dashed" * line.dashed}" cx="{x(one):.1f}" cy="{y(two):.1f}" r="3"/>'
                   for one, two in zip(points.x.tolist(), mean.tolist(), strict=True)]
     return "".join(parts)

@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from mimo.observe.report.bars import Bar, stacked_bars
-from mimo.observe.report.gantt_chart import gantt_chart
+from mimo.observe.report.gantt_chart import gantt_chart, num_shapes
 from mimo.observe.report.html import any_above, by_module, chart, prefixed, run_name, section, table
 from mimo.observe.report.kinds import CSS_OF_PART, ORDER, WORDS
 from mimo.observe.report.lines import Line, line_chart
@@ -28,7 +28,7 @@ from mimo.observe.report.text import percent, seconds
 from mimo.observe.spans import Kind
 
 # Rectangles of the steps of all ranks on a page: about 1 MB.
-MAX_SHAPES = 5000
+MAX_SHAPES = 6000
 NUM_SLOWEST = 5
 TYPICAL = "without the first ones, the fastest and the slowest tenth"
 # Slower than this multiple of the median is a slow iteration.
@@ -43,6 +43,7 @@ def speed_section(runs: Sequence[Run]) -> str:
         chart("Time of an iteration (s)", runs, {"iteration-time": "iteration"}, zero=True),
         chart("Model TFLOP/s per GPU (on a CPU: per process)", runs, {"tflops": "TFLOP/s"}, zero=True),
         chart("MFU: share of the peak (%)", runs, fractions, scale=100.0, zero=True),
+        chart("Share of the rows' tokens that is not padding", runs, {"packing-utilisation": "not padding"}, zero=True),
         chart("Model FLOPs of an iteration (TFLOP, all ranks)", runs, prefixed(runs, "flops/"), scale=1e-12, zero=True),
     ])
 
@@ -54,7 +55,9 @@ def gantt_section(runs: Sequence[Run]) -> str:
         if not run.timelines:
             continue
         every = list(run.timelines)
-        chosen = [every[place] for place in evenly(len(every), MAX_STEPS // len(runs))]
+        # Rather fewer steps than a part of each.
+        fitting = MAX_SHAPES // len(runs) // max(num_shapes(run.timelines[step]) for step in every)
+        chosen = [every[place] for place in evenly(len(every), min(max(fitting, 2), MAX_STEPS // len(runs)))]
         shapes = MAX_SHAPES // (len(chosen) * len(runs))
         charts = "".join(f'<div data-step="{step}"{" hidden" * (place > 0)}>'
                          f"{gantt_chart(run.timelines[step], shapes)}</div>" for place, step in enumerate(chosen))
