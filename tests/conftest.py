@@ -14,6 +14,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_checkpoint_strict.py": ("every_deleted", "every_corrupted_item", "no_code"),
     "test_deepseek.py": ("hugging_face[yarn",),
     "test_dynamic_resolution.py": ("both_pipelines", "1-encoder"),
+    "test_encoder_prefetch.py": ("changes[fan-in]", "changes[encoder-tp2]"),
     "test_equality.py": ("the_batch_is_mixed", "dense-encoder-dp1-llm-dp2", "dense-encoder-tp2", "moe-llm-ep2",
                          "moe-encoder-pp2-llm-pp2", "dense-colocated-encoder-dp2"),
     "test_flops.py": ("as_much[llava]", "as_much[nemotron]", "router"),

@@ -16,13 +16,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from mimo.batch import EncoderBatch, Microbatch
-from mimo.model.submodule import VisionSubmodule
 from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mimo.model.submodule import VisionSubmodule
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support import launch
 from tests.support.global_state import Piece, read_gradients
 from tests.support.resuming import exact_state
 from tests.support.spawn import WorkerPool
@@ -150,3 +152,51 @@ def check_where_it_ran(off: Trained, on: Trained, depth: int, *, several: bool) 
     assert max(on.queued) <= depth and on.queued[-1] == 0
     if several:
         assert all(on.queued[:-1]), "of the next iteration"
+
+
+# The whole loop: evaluations, checkpoints, the end of the run
+
+LOOP = "--freeze vision --encoder-tp 2 --global-batch-size 2 --train-iters 5 --eval-interval 2 --eval-iters 2"
+# Two microbatches an iteration, so the queue reaches over three.
+DEPTH = ("--encoder-prefetch-depth", "5")
+DATA = {"streams": "mock", "routed": "tests.support.routed_data:single"}
+
+
+def run(rank: int, flags: tuple[str, ...], run_dir: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Loss of each iteration on this rank, and every parameter and optimizer tensor after the last."""
+    from tests.support.steps import run_loop
+
+    built: list[Any] = []
+    records = run_loop(rank, (*LOOP.split(), *flags), 3, run_dir, built.append)
+    return [record.lm_loss for record in records], exact_state(built[0])
+
+
+def logged(run_dir: Path, key: str) -> list[float]:
+    return [record[key] for record in launch.records(run_dir) if key in record]
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_runs_with_and_without_it_are_one_run(pool: WorkerPool, tmp_path: Path, data: str) -> None:
+    flags = ("--dataset-provider", DATA[data])
+
+    def ranks(name: str, *more: str) -> list[tuple[list[float], dict[str, np.ndarray]]]:
+        return pool.run(run, (*flags, *more), str(tmp_path / name), world_size=3)
+
+    checkpoints = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "2")
+    off, on = ranks("off"), ranks("on", *DEPTH, *checkpoints)
+    assert_one_run(off, on)
+    evaluations = logged(tmp_path / "off", "lm loss validation")
+    assert len(evaluations) == 3 and evaluations == logged(tmp_path / "on", "lm loss validation")
+    # The second iteration's checkpoint knows nothing of what was looked at before it was consumed.
+    for name, more in (("resumed-on", DEPTH), ("resumed-off", ())):
+        assert_one_run(off, ranks(name, *more, "--load", checkpoints[1], "--ckpt-step", "2"), begin=2)
+        records = launch.records(tmp_path / name)
+        assert [record["consumed_samples"] for record in records if "lm loss" in record] == [6, 8, 10]
+
+
+def assert_one_run(one: list[tuple[list[float], dict[str, np.ndarray]]],
+                   other: list[tuple[list[float], dict[str, np.ndarray]]], begin: int = 0) -> None:
+    for (losses, state), (its_losses, its_state) in zip(one, other, strict=True):
+        assert losses[begin:] == its_losses and len(its_losses) == 5 - begin
+        assert state.keys() == its_state.keys()
+        assert [name for name, value in state.items() if not np.array_equal(value, its_state[name])] == []

@@ -14,6 +14,7 @@ from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import Sample, TokenSpec
 from mimo.training.data import open_loader
 from mimo.training.loader import StepLoader
+from tests.support.routed_data import RoutedMock
 
 TOKENS = TokenSpec(vocab_size=64, image_token_id=3, image_size=8, num_channels=1)
 
@@ -247,6 +248,47 @@ def test_prefetching_changes_nothing_but_when_samples_are_read():
     assert source.built[:2] == [0, 1]
     assert len(source.built) <= 3
     counting.close()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("provider", [mock.provider, RoutedMock()], ids=["streams", "reader"])
+def test_peeking_consumes_nothing(provider, prefetch):
+    def open_it():
+        return loader(layout(), 0, provider, prefetch=prefetch, lane_loader="per-lane")
+
+    plain, looking = open_it(), open_it()
+    expected, states = [], []
+    for _ in range(6):
+        expected.append(plain.next_step())
+        states.append(plain.state_dict())
+    for step, num_steps in enumerate((2, 0, 3)):
+        assert same(looking.next_step(), expected[step])
+        found = looking.peek(num_steps)
+        assert len(found) == num_steps
+        assert all(same(one, other) for one, other in zip(found, expected[step + 1:], strict=False))
+        assert looking.state_dict() == states[step]
+    coming = looking.peek(2)
+    assert all(looking.next_step() is step for step in coming), "what was seen is what comes"
+    assert looking.state_dict() == states[4]
+    looking.peek(2)
+    looking.load_state_dict(states[0])
+    assert same(looking.peek(1)[0], expected[1]) and same(looking.next_step(), expected[1])
+    plain.close()
+    looking.close()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_error_in_what_is_peeked_at_is_raised_there(prefetch):
+    failing = loader(layout(), 0, Recording(fail_at=5), prefetch=prefetch)
+    failing.next_step()
+    failing.peek(0)
+    state = failing.state_dict()
+    with pytest.raises(OSError, match="disk gone at 5"):
+        failing.peek(1)
+    with pytest.raises(RuntimeError, match="failed in an earlier step"):
+        failing.next_step()
+    assert failing.state_dict() == state
+    failing.close()
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
