@@ -18,6 +18,7 @@ from mimo.observe.stall_status import RankProcess, RankStatus, Wait, format_rank
 Part = Literal["main", "loader"]
 Node = tuple[int, Part]
 Edges = dict[Node, set[Node]]
+Place = tuple[object, ...]
 # An end whose last sign of life is this much younger than that of the oldest is probably still moving.
 STILL_MOVING = 0.5
 
@@ -128,9 +129,10 @@ def _leading_to(end: Node, edges: Edges) -> set[Node]:
 
 def _edges(statuses: Mapping[int, RankStatus], roles: Mapping[int, tuple[object, ...]]) -> Edges:
     edges: Edges = {}
+    places = {rank: _place(status) for rank, status in statuses.items()}
     for rank in roles:
         status = statuses.get(rank)
-        edges[rank, "main"] = set() if status is None else _main_edges(status, statuses, roles)
+        edges[rank, "main"] = set() if status is None else _main_edges(status, places, roles)
         if status is not None and status.loader is not None:
             if status.loader.busy:
                 edges[rank, "loader"] = {_loader_of(peer, statuses) for peer in status.loader.peers if peer != rank}
@@ -144,8 +146,7 @@ def _loader_of(rank: int, statuses: Mapping[int, RankStatus]) -> Node:
     return (rank, "main") if status is None or status.loader is None else (rank, "loader")
 
 
-def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus],
-                roles: Mapping[int, tuple[object, ...]]) -> set[Node]:
+def _main_edges(status: RankStatus, places: Mapping[int, Place], roles: Iterable[int]) -> set[Node]:
     wait = status.waits[0] if status.waits else None
     if wait is not None and wait.on_loader:
         if status.loader is None or not status.loader.busy:
@@ -158,24 +159,24 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus],
     elif blocked.kind == "transfer":
         ranks = blocked.ranks
     elif blocked.kind == "collective":
-        ranks = _missing(status, blocked.ranks, statuses)
+        ranks = _missing(status, blocked.ranks, places)
         if blocked.source is not None:
             ranks = [blocked.source] if blocked.source != status.rank else ranks
     elif wait is not None and wait.group and blocked.kind:
-        ranks = _missing(status, wait.group, statuses)
+        ranks = _missing(status, wait.group, places)
     elif blocked.kind == "handle" and (wait is None or not wait.group):
-        ranks = _missing(status, roles, statuses)
+        ranks = _missing(status, roles, places)
     return {(rank, "main") for rank in ranks if rank != status.rank}
 
 
-def _missing(status: RankStatus, group: Iterable[int], statuses: Mapping[int, RankStatus]) -> list[int]:
+def _missing(status: RankStatus, group: Iterable[int], places: Mapping[int, Place]) -> list[int]:
     """Ranks of a group that have not come to where this one waits; all the others if every one has."""
-    own = _place(status)
-    absent = [rank for rank in group if rank not in statuses or _place(statuses[rank]) != own]
+    own = places[status.rank]
+    absent = [rank for rank in group if places.get(rank) != own]
     return absent or [rank for rank in group if rank != status.rank]
 
 
-def _place(status: RankStatus) -> tuple[object, ...]:
+def _place(status: RankStatus) -> Place:
     """What ranks have in common that wait in the same collective."""
     wait = status.waits[0].what if status.waits else ""
     return status.iteration, wait, status.blocked.kind, status.blocked.operation, status.blocked.ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ NUM_FRAMES = 8
 # Files of the standard library and of torch in which a thread that waits for something on this host stands.
 HOST_FILES = ("threading.py", "queue.py", "selectors.py", "connection.py", "pool.py", "subprocess.py", "popen_fork.py",
               "ssl.py", "socket.py", "_base.py")
-# Ends of calls that wait until the accelerator has done what it was given. `.wait()` is that of an operation's handle.
-DEVICE_CALLS = (".item()", ".tolist()", ".cpu()", ".synchronize()", "synchronize(")
+# Calls that wait until the accelerator has done what it was given.
+DEVICE_CALLS = ("item", "tolist", "cpu", "synchronize")
+# Folders whose `.wait()` is that of an asynchronous operation of torch.distributed.
+HANDLE_FOLDERS = ("torch", "megatron", "mimo")
 PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
 SOURCE_ARGUMENTS = ("src", "group_src")
 
@@ -41,22 +44,48 @@ def _source(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
-def find_blocked(frame: FrameType) -> Blocked:
+def find_blocked(frame: FrameType, *, on_device: bool = False) -> Blocked:
     """What a thread whose innermost frame this is waits for.
 
     A call of torch.distributed has its group, source and peer among its variables.
+
+    Args:
+        frame: the innermost one.
+        on_device: whether an accelerator computes, for which some calls wait.
     """
     found = _distributed_call(frame)
     if found is not None:
         return found
-    if frame.f_code.co_filename.endswith(HOST_FILES):
+    path = Path(frame.f_code.co_filename)
+    if path.name in HOST_FILES:
         return Blocked("host", frame.f_code.co_name)
-    line = _source(frame)
-    if ".wait(" in line:
+    called = called_name(frame)
+    if called == "wait" and any(folder in path.parts for folder in HANDLE_FOLDERS):
         return Blocked("handle", "wait")
-    if any(call in line for call in DEVICE_CALLS):
-        return Blocked("device", "synchronize")
+    if on_device and called in DEVICE_CALLS:
+        return Blocked("device", called)
     return Blocked()
+
+
+def called_name(frame: FrameType) -> str:
+    """The last name of the function that a frame is calling, from its code: the source may have changed since.
+
+    `wait` for `self.handles[0].wait(timeout)`; empty where no call is under way or what is called has no name.
+    """
+    instructions = list(dis.get_instructions(frame.f_code))
+    call = next((each for each in instructions if each.offset == frame.f_lasti), None)
+    if call is None or call.positions is None or not call.opname.startswith("CALL"):
+        return ""
+    # The function's name begins where the call begins, and of those that do so it ends last.
+    begin, name, end = call.positions[0:3:2], "", (0, 0)
+    for each in instructions:
+        places = each.positions
+        if (each.offset < call.offset and each.opname.startswith("LOAD_") and places is not None
+                and isinstance(each.argval, str) and places[0:3:2] == begin):
+            stop = (places.end_lineno or 0, places.end_col_offset or 0)
+            if stop >= end:
+                name, end = each.argval, stop
+    return name
 
 
 def _distributed_call(frame: FrameType) -> Blocked | None:

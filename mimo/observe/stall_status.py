@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 Ranks = tuple[int, ...]
+# Fields that hold them.
+RANKS = ("peers", "group", "ranks")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -163,8 +165,11 @@ class RankStatus:
         return ", ".join(parts)
 
     def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self), default=str)
+        """One line of JSON, groups of ranks as `format_ranks` has them: there may be hundreds."""
+        data = asdict(self)
+        for part in (*data["waits"], data["blocked"], data["loader"] or {}):
+            part |= {name: format_ranks(part[name]) for name in RANKS if name in part}
+        return json.dumps(data)
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -179,15 +184,13 @@ def format_schedule(schedule: Schedule) -> str:
 def status_from_json(line: str | bytes) -> RankStatus:
     """The inverse of `RankStatus.to_json`."""
     data = json.loads(line)
-    waits = tuple(replace(Wait(**wait), peers=tuple(wait["peers"]), group=tuple(wait["group"]))
-                  for wait in data.pop("waits"))
-    blocked, schedule, loader = (data.pop(name) for name in ("blocked", "schedule", "loader"))
+    for part in (*data["waits"], data["blocked"], data["loader"] or {}):
+        part |= {name: parse_ranks(part[name]) for name in RANKS if name in part}
     return RankStatus(**data | {
-        "waits": waits,
-        "blocked": Blocked(**blocked | {"ranks": tuple(blocked["ranks"])}),
-        "schedule": Schedule(**schedule) if schedule else None,
-        "loader": LoaderStatus(**loader | {"peers": tuple(loader["peers"])}) if loader else None,
+        "waits": tuple(Wait(**wait) for wait in data["waits"]),
+        "blocked": Blocked(**data["blocked"]),
+        "schedule": Schedule(**data["schedule"]) if data["schedule"] else None,
+        "loader": LoaderStatus(**data["loader"]) if data["loader"] else None,
         "stack": tuple(data["stack"]),
         "stopped_pids": tuple(data["stopped_pids"]),
     })
-

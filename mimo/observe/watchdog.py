@@ -244,7 +244,7 @@ class Watchdog:
         return RankStatus(
             self._rank, fired=fired, idle_s=now - self.last_change, iteration=self.iteration,
             microbatch=self.microbatch, waits=self.waits(now),
-            blocked=find_blocked(frame) if frame is not None else stall_status.Blocked(),
+            blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
             stack=stack_lines(frame) if frame is not None else (),
             schedule=self.schedule() if self.schedule is not None else None,
             loader=self.loader() if self.loader is not None else None, on_device=self.on_device,

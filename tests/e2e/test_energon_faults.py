@@ -51,6 +51,10 @@ def test_a_worker_that_hangs_is_named_with_its_shard(shards: Path, tmp_path: Pat
     assert done.returncode != 0
     assert f"waiting for worker 1 (lane 0, pid {workers[1]})" in done.stdout, done.stdout[-4000:]
     assert ".tar" in done.stdout
+    summary = (tmp_path / "run" / "stall-summary.txt").read_text()
+    first, reason = summary.splitlines()[:2]
+    assert "everybody waits for rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0) on host " in first, summary
+    assert f"its data loader has no data: waiting for worker 1 (lane 0, pid {workers[1]})" in reason
     assert_gone(workers)
 
 
@@ -61,6 +65,7 @@ def test_a_worker_that_is_killed_is_named_with_its_shard(shards: Path, tmp_path:
     done = finish(process, 60)
     assert done.returncode != 0
     assert f"a data worker was killed by signal 9: worker 2 (lane 1, pid {workers[2]})" in done.stdout
+    assert "error on rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0)" in done.stdout
     assert_gone(workers)
 
 

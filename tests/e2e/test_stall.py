@@ -1,36 +1,110 @@
-"""Nothing waits without a name: a rank that stops makes the run end, saying who waited for what."""
+"""Nothing waits without a name: a rank that stops makes the run end, and one summary says for whom."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
-from tests.support.launch import losses, torchrun
+import pytest
+
+from tests.support.launch import find_worker, finish, losses, start_torchrun
+
+MODEL = ("--device", "cpu", "--model-provider", "mock", "--no-bf16", "--seq-length", "256", "--eval-iters", "0",
+         "--watchdog-timeout-s", "8")
+MOCK = ("--dataset-provider", "mock", "--train-iters", "100000")
 
 
-def test_a_stalled_lane_ends_the_run_by_name(tmp_path: Path) -> None:
-    done = torchrun(
-        2,
-        "--device",
-        "cpu",
-        "--model-provider",
-        "mock",
-        "--dataset-provider",
-        "tests.support.stalling_data:provider",
-        "--no-bf16",
-        "--train-iters",
-        "3",
-        "--watchdog-timeout-s",
-        "8",
-        "--seq-length",
-        "256",
-        "--run-dir",
-        str(tmp_path),
-    )
+def start(run_dir: Path, num_processes: int, *flags: str, fault: str = "") -> subprocess.Popen[str]:
+    return start_torchrun(num_processes, *MODEL, *flags, "--run-dir", str(run_dir),
+                          script="tests/support/stalled_run.py", STALL=fault)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Processes with the run's folder on their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(run_dir).encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+def summary_of(process: subprocess.Popen[str], run_dir: Path) -> tuple[str, str]:
+    """The summary of a run that stalls, and all that it printed; by then every process is gone."""
+    done = finish(process, 240)
     assert done.returncode != 0
+    assert processes_of(run_dir) == []
+    path = run_dir / "stall-summary.txt"
+    assert path.exists(), done.stdout[-6000:]
+    summary = path.read_text()
+    assert done.stdout.count("stall summary [") == 1, "one rank writes it"
+    assert summary in done.stdout
+    return summary, done.stdout
+
+
+def test_a_rank_that_sleeps_in_its_forward_pass(tmp_path: Path) -> None:
+    """Its tensor-parallel peer waits in an all-reduce that nobody announced, the encoder at the bridge for that one."""
+    process = start(tmp_path, 3, *MOCK, "--llm-tp", "2", "--global-batch-size", "4", fault="sleep:2")
+    summary, output = summary_of(process, tmp_path)
+    first, reason = summary.splitlines()[:2]
+    assert "everybody waits for rank 2 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
+    assert "in no announced wait" in reason and "forward_that_sleeps: time.sleep" in reason
+    assert "place: iteration 1, microbatch 1 of 4" in summary
+    assert "rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0)" in summary
+    assert "in all_reduce with ranks 1-2" in summary
+    assert "rank 0 (vision grid" in summary and "waiting for bridge send_forward" in summary
+    for rank in range(3):
+        assert f"on rank {rank} (" in (tmp_path / f"stall-rank{rank}.txt").read_text(), "every rank writes its own"
+    assert "exitcode  : 17" in output
+
+
+def test_a_rank_with_too_few_microbatches(tmp_path: Path) -> None:
+    process = start(tmp_path, 3, *MOCK, "--llm-dp", "2", "--global-batch-size", "8", fault="count:2")
+    summary, _ = summary_of(process, tmp_path)
+    first, reason = summary.splitlines()[:2]
+    assert "everybody waits for rank 2 (language grid, tp 0 cp 0 dp 1 pp 0, lane 1) on host " in first, summary
+    assert "its step has 3 microbatches, that of the other ranks 4" in reason
+
+
+def test_a_lane_without_data(tmp_path: Path) -> None:
+    process = start(tmp_path, 2, "--dataset-provider", "tests.support.stalling_data:provider",
+                    "--train-iters", "3")
+    summary, output = summary_of(process, tmp_path)
     assert len(losses(tmp_path)) == 1, "the first iteration was trained and recorded"
-    assert "rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0)" in done.stdout, done.stdout[-3000:]
-    assert "data" in done.stdout and "iteration" in done.stdout
-    reports = list(tmp_path.glob("stall-rank*.txt"))
-    assert reports and any("next_step" in report.read_text() for report in reports), (
-        "where it waited, as a Python stack"
-    )
+    first, reason = summary.splitlines()[:2]
+    assert "everybody waits for rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
+    assert "its data loader has no data: streams language/0 of this rank" in reason
+    assert "StallingStream" in output or "stalling_data.py" in output, "where it waited, as a Python stack"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_a_signal_has_stopped(tmp_path: Path, rank: int) -> None:
+    """Also the one that would hold the store without a launcher. The process ends, stopped as it is."""
+    process = start(tmp_path, 2, *MOCK)
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
+        time.sleep(0.1)
+    pid = find_worker(process.pid, rank)
+    os.kill(pid, signal.SIGSTOP)
+    summary, _ = summary_of(process, tmp_path)
+    grid = ["vision grid, tp 0 cp 0 dp 0 pp 0", "language grid, tp 0 cp 0 dp 0 pp 0, lane 0"][rank]
+    first, reason = summary.splitlines()[:2]
+    assert f"everybody waits for rank {rank} ({grid}) on host " in first and f", pid {pid}" in first, summary
+    assert "its process is stopped" in reason
+
+
+def test_a_rank_whose_interpreter_is_locked(tmp_path: Path) -> None:
+    """It cannot answer, and its stack is printed all the same."""
+    process = start(tmp_path, 2, *MOCK, "--global-batch-size", "2", fault="lock:1")
+    summary, output = summary_of(process, tmp_path)
+    first, reason = summary.splitlines()[:2]
+    assert "everybody waits for rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
+    assert "a call into C keeps the interpreter's lock" in reason
+    assert "in train_step_in_c" in output

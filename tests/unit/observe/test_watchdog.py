@@ -56,6 +56,82 @@ def test_report_that_cannot_be_written_still_reaches_stderr(start, tmp_path):
     assert "(no copy in " in error
 
 
+CONCLUDES = """
+import sys, threading, time
+from mimo.observe.stall_status import RankProcess
+from mimo.observe.watchdog import Watchdog
+
+class Conclusion:
+    def start(self, on_stall):
+        self.on_stall = on_stall
+    def conclude(self, status):
+        print(status.rank, status.fired, [wait.what for wait in status.waits], status.waits[0].peers, flush=True)
+        print(status.stack[0], flush=True)
+        return CONCLUDED
+    def close(self):
+        print("closed", flush=True)
+
+conclusion = Conclusion()
+"""
+
+
+def test_the_status_goes_to_the_summary_of_all_ranks(start):
+    process = start(CONCLUDES.replace("CONCLUDED", "()") + """
+watchdog = Watchdog(0.5, "rank 3", rank=3, conclusion=conclusion)
+watchdog.at_stall.append(lambda: print("at stall", flush=True))
+with watchdog.waiting("outer"), watchdog.waiting("bridge recv_forward", peers=lambda: [0, 2], module="vision"):
+    time.sleep(600)
+""")
+    out, error = process.communicate()
+    assert process.returncode == 17
+    status, stack, last = out.splitlines()
+    assert status == "3 True ['bridge recv_forward', 'outer'] (0, 2)"
+    assert "<module>" in stack
+    assert last == "at stall", "after the summary"
+    assert "; waiting for bridge recv_forward (module vision, peers 0, 2) for " in error
+    assert "no summary" not in error
+
+
+def test_a_stall_of_another_rank_ends_this_one_whatever_its_limit(start):
+    process = start(CONCLUDES.replace("CONCLUDED", "None") + """
+watchdog = Watchdog(600, "rank 3", rank=3, conclusion=conclusion)
+threading.Timer(0.3, lambda: conclusion.on_stall()).start()
+with watchdog.limit(float("inf")), watchdog.waiting("checkpoint"):
+    time.sleep(600)
+""")
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 17
+    assert out.startswith("3 False ['checkpoint'] ()\n")
+    assert error.startswith("stall elsewhere; where it is on rank 3: no progress for ")
+    assert "no summary of the stall reached rank 3: the store" in error, "it said None"
+
+
+def test_closing_ends_the_conversation_with_other_ranks(start):
+    process = start(CONCLUDES + """
+watchdog = Watchdog(600, "rank 3", conclusion=conclusion)
+watchdog.close()
+watchdog.close()
+""")
+    assert process.communicate()[0] == "closed\n"
+
+
+def test_an_action_that_keeps_the_interpreters_lock_does_not_keep_the_process(start):
+    process = start(STALL + """
+import ctypes
+from mimo.observe import watchdog as module
+module.LEAVE_S = 2.0
+
+def keeps_the_lock():
+    ctypes.PyDLL(None).sleep(600)
+
+watchdog.at_stall.append(keeps_the_lock)
+time.sleep(600)
+""")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1, "faulthandler's"
+    assert "in keeps_the_lock" in error
+
+
 def test_progress_a_longer_limit_and_close_keep_the_process(start):
     process = start(STALL.replace("0.5", "1.5") + """
 for step in range(10):

@@ -1,0 +1,77 @@
+"""`train_hetero.py` with one rank that goes wrong in its second iteration: STALL is `fault:rank`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+FOR_EVER_S = 10_000
+
+
+def sleep_in_forward() -> None:
+    """The rank never comes back from its second microbatch."""
+    from mimo.training import loop, step
+
+    forward_step, train_step, calls = step.forward_step, loop.train_step, []
+
+    def forward_that_sleeps(batches: Any, model: Any) -> Any:
+        calls.append("forward")
+        if calls.count("step") == 2 and calls[-2] == "forward":
+            time.sleep(FOR_EVER_S)
+        return forward_step(batches, model)
+
+    def counted_step(*arguments: Any, **options: Any) -> Any:
+        calls.append("step")
+        return train_step(*arguments, **options)
+
+    step.forward_step, loop.train_step = forward_that_sleeps, counted_step
+
+
+def leave_a_microbatch_out() -> None:
+    """The rank's second iteration has one microbatch less than that of the others."""
+    from mimo.training import loop
+
+    train_step = loop.train_step
+    calls = []
+
+    def train_step_with_less(parts: Any, microbatches: Any, **options: Any) -> Any:
+        calls.append(parts)
+        return train_step(parts, microbatches[:-1] if len(calls) == 2 else microbatches, **options)
+
+    loop.train_step = train_step_with_less
+
+
+def hold_the_interpreter() -> None:
+    """A call into C keeps the interpreter's lock in the second iteration."""
+    import ctypes
+
+    from mimo.training import loop
+
+    train_step = loop.train_step
+    calls = []
+
+    def train_step_in_c(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            ctypes.PyDLL(None).sleep(FOR_EVER_S)  # PyDLL, unlike CDLL, keeps the lock during the call
+        return train_step(*arguments, **options)
+
+    loop.train_step = train_step_in_c
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "sleep": sleep_in_forward, "count": leave_a_microbatch_out, "lock": hold_the_interpreter}
+
+if __name__ == "__main__":
+    from train_hetero import main
+
+    fault, _, rank = os.environ["STALL"].partition(":")
+    if fault and os.environ["RANK"] == rank:
+        from mimo.platform import get_platform
+
+        get_platform("cpu")
+        FAULTS[fault]()
+    sys.exit(main())
