@@ -149,7 +149,7 @@ def _hover(lines: Sequence[Line], points: Sequence[Points], x: Scale) -> str:
             entry |= {"l": rounded(found.low), "h": rounded(found.high)}
         shown.append(entry)
     scale = [round(x.low, 3), round(x.high, 3), x.start, x.end]
-    return json.dumps({"x": scale, "s": shown}, separators=(",", ":")).replace("</", "<\\/")
+    return json.dumps({"x": scale, "s": shown}, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:

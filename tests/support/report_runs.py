@@ -1,0 +1,100 @@
+"""Made-up run folders whose figures a test knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FLAGS = """[train]
+train-iters = {iterations}
+global-batch-size = 8
+device = "{device}"
+
+[layout]
+layout = "{layout}"
+
+[model]
+model-provider = "llava"
+
+[optim]
+lr = {lr}
+"""
+# Parts of a step of one second, by module.
+PARTS = {"vision": {"forward": 0.1, "backward": 0.15, "bridge-wait": 0.6, "pipeline-wait": 0.0, "data-wait": 0.02,
+                    "gradient-sync": 0.03, "optimizer": 0.05, "idle": 0.04, "other": 0.01},
+         "language": {"forward": 0.3, "backward": 0.5, "bridge-wait": 0.07, "pipeline-wait": 0.0, "data-wait": 0.02,
+                      "gradient-sync": 0.03, "optimizer": 0.05, "idle": 0.02, "other": 0.01}}
+
+
+def step_record(iteration: int, loss: float, *, seconds: float = 1.0, **further: Any) -> dict[str, Any]:
+    """An iteration as `StepRecord.to_dict` and the tracker write it; the clock runs 0.5 s between iterations."""
+    timeline = {f"timeline/{module}/{part}-s": seconds * value for module, parts in PARTS.items()
+                for part, value in parts.items()}
+    most = {f"{key.removesuffix('-s')}-max-s": value for key, value in timeline.items()}
+    steps = {f"timeline/{module}/step-s": seconds for module in PARTS}
+    return {"iteration": iteration, "consumed_samples": 8 * iteration, "wall_time": 1.79e9 + 1.5 * iteration,
+            "lm loss": loss, "grad-norm": 1.0 / iteration, "learning-rate": 1e-3, "learning-rate/language": 1e-3,
+            "learning-rate/vision": 5e-4, "iteration-time": seconds, "tokens-per-s-per-gpu": 2000.0 / seconds,
+            "tflops": 300.0, "mfu": 0.3, "data-wait-s": 0.02, "bridge-wait-s": 0.6, **timeline, **most, **steps,
+            "peak-memory-bytes/vision": 2**30, "peak-memory-bytes/language": 3 * 2**30, "skipped-iterations": 0,
+            "success": True, **further}
+
+
+def evaluation(iteration: int, loss: float, exact: float) -> dict[str, Any]:
+    """As `RunLogger.log_eval` writes it."""
+    return {"iteration": iteration, "consumed_samples": 8 * iteration, "wall_time": 1.79e9 + 1.5 * iteration + 0.3,
+            "lm loss validation": loss, "exact match validation": exact, "samples validation": 64}
+
+
+def policy_record(iteration: int, reward: float, **further: Any) -> dict[str, Any]:
+    """An iteration of reinforcement learning."""
+    return {"iteration": iteration, "consumed_samples": 8 * iteration, "wall_time": 1.79e9 + 3.0 * iteration,
+            "reward": reward, "loss": 0.01, "gen-kl": 1e-13, "entropy": 0.5, "completion-length": 3.0,
+            "completion-length-max": 5.0, "grad-norm": 1.0, "learning-rate": 1e-4, "tokens-per-s-per-gpu": 500.0,
+            "iteration-time": 2.0, "memory-s": 0.0, "refit-s": 0.2, "rollout-s": 0.6, "reward-s": 0.1,
+            "rollout-wait-s": 1.0, "log-probs-s": 0.3, "update-s": 0.6, "refit-bytes": 2**20, "success": True,
+            **further}
+
+
+def interval(kind: str, begin_s: float, end_s: float, module: str, microbatch: int | None = None) -> dict[str, Any]:
+    """As in `timeline/step-N.json`."""
+    return {"kind": kind, "name": kind, "module": module, "microbatch": microbatch, "begin_s": begin_s, "end_s": end_s}
+
+
+def timeline(iteration: int, grids: dict[str, int], *, microbatches: int = 2) -> dict[str, Any]:
+    """A step of grids of so many data-parallel ranks; a rank computes a little longer than the one before."""
+    ranks, first = [], 0
+    for module, count in grids.items():
+        for index in range(count):
+            at, found = 0.0, []
+            for batch in range(microbatches):
+                length = 0.01 + 1e-5 * index
+                found += [interval("bridge-wait", at, at + 0.005, module, batch),
+                          interval("forward", at + 0.005, at + 0.005 + length, module, batch)]
+                at += 0.005 + length
+            found.append(interval("other", at, at + 0.001, module))
+            ranks.append({"rank": first + index, "place": "", "intervals": found,
+                          "modules": {module: {"tp": 0, "cp": 0, "dp": index, "pp": 0}}})
+        first += count
+    return {"iteration": iteration, "tokens_per_lane": {"image": [1.0], "text": [1.0]}, "ranks": ranks}
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], *, planned: int | None = None, device: str = "cuda",
+              layout: str = "disjoint", lr: float = 1e-3, timelines: tuple[dict[str, Any], ...] = ()) -> Path:
+    """A run folder; gives it back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    iterations = planned or max((record["iteration"] for record in records), default=1)
+    (folder / "run_config.toml").write_text(FLAGS.format(iterations=iterations, device=device, layout=layout, lr=lr))
+    for found in timelines:
+        (folder / "timeline").mkdir(exist_ok=True)
+        (folder / "timeline" / f"step-{found['iteration']}.json").write_text(json.dumps(found))
+    return folder
+
+
+def usual_records(count: int = 50) -> list[dict[str, Any]]:
+    """A run that learns: the loss falls from 3 by 0.02 an iteration, evaluated halfway and at the end."""
+    records = [step_record(iteration, 3.0 - 0.02 * (iteration - 1)) for iteration in range(1, count + 1)]
+    return [*records[: count // 2], evaluation(count // 2, 2.6, 0.5), *records[count // 2 :],
+            evaluation(count, 2.1, 0.954)]

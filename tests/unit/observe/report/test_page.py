@@ -1,0 +1,297 @@
+"""The page: sound HTML that needs nothing else, answers with the run's own figures, nothing where there is nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.observe.report.answers import did_it_learn, how_fast, who_waited
+from mimo.observe.report.compare import difference
+from mimo.observe.report.page import page
+from mimo.observe.report.rl import rl_parts
+from mimo.observe.report.run import Run, read_run
+from mimo.observe.report.summary import ideal_s, learning, module_times, speed, stops
+from tests.support.report_runs import evaluation, policy_record, step_record, timeline, usual_records, write_run
+
+# Without an end, and those of SVG that close themselves.
+VOID, CLOSED = {"meta"}, {"line", "rect", "circle", "path"}
+
+
+class Sound(HTMLParser):
+    """Checks that tags close in order and that nothing points out of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            assert name not in ("src", "href", "xlink:href", "action", "onload"), (tag, name, value)
+            assert value is None or "://" not in value, (tag, name, value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in CLOSED, tag
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, (tag, self.open)
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def headings(html: str) -> list[str]:
+    """Section titles of a page that is sound."""
+    parser = Sound()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    assert "http" not in re.sub(r"</?html", "", html).lower().replace("http-equiv", "")
+    assert not re.search(r"@import|url\((?!#)", html)
+    assert not re.search(r"(?<![\w-])nan(?![\w-])", re.sub(r"<script>.*?</script>", "", html, flags=re.S))
+    assert html.isascii()
+    return parser.headings
+
+
+def run_of(folder: Path, records: list[dict[str, Any]], **further: Any) -> Run:
+    return read_run(write_run(folder, records, **further))
+
+
+@pytest.fixture
+def usual(tmp_path: Path) -> Run:
+    return run_of(tmp_path / "usual", usual_records(), timelines=(timeline(10, {"vision": 2, "language": 2}),))
+
+
+def test_the_page_of_a_run_has_every_section_once(usual: Run) -> None:
+    html = page([usual])
+    assert headings(html) == ["Did it learn?", "How fast was it?", "Which grid waited for which?", "Learning",
+                              "One step, all ranks", "Where each grid's time went", "Speed", "Waits and stops",
+                              "Memory", "About the run"]
+    assert len(html) < 300_000
+    assert "prefers-color-scheme: dark" in html
+    assert 'class="warn"' not in html
+
+
+def test_answers_have_the_figures_of_the_metrics(usual: Run) -> None:
+    learnt, fast, waited = did_it_learn(usual), how_fast(usual), who_waited(usual)
+    assert learnt.words == "Yes: loss 2.96 to 2.06"
+    assert "lm loss 2.1 (at first 2.6), exact match 95.4 % (at first 50.0 %)" in learnt.sentences
+    assert fast.words == "1 s an iteration"
+    assert fast.sentences.startswith("2,000 tokens/s per GPU, 300 model TFLOP/s per GPU and MFU 30 %: ")
+    assert "last 40 of 50 iterations" in fast.sentences
+    assert waited.words == "vision waited for language, 60 % of its step"
+    assert "language 7.0 % of its step" in waited.sentences
+    assert "its passes alone take 0.8 s, 80 % of the step" in waited.sentences
+    html = page([usual])
+    for answer in (learnt, fast, waited):
+        assert f"<b>{answer.words}</b><p>{answer.sentences}</p>" in html
+
+
+def test_parts_of_a_grid_sum_to_its_step(usual: Run) -> None:
+    times = module_times(usual)
+    assert list(times) == ["vision", "language"]
+    for each in times.values():
+        assert sum(each.parts.values()) == pytest.approx(each.step_s)
+    assert ideal_s(times) == pytest.approx(0.8)
+
+
+def test_slow_iterations_at_the_begin_and_stalls_do_not_count(tmp_path: Path) -> None:
+    records = [step_record(step, 1.0, seconds=100.0 if step in (1, 2, 60) else 1.0) for step in range(1, 101)]
+    run = run_of(tmp_path, records)
+    found = speed(run)
+    assert found is not None and found.iteration_s == 1.0
+    assert module_times(run)["vision"].step_s == 1.0
+    html = page([run])
+    assert "Slowest iterations: usual are 1 s" in html
+    assert re.search(r"<td>60</td><td class=\"num\">100 s</td><td class=\"num\">100.0</td>", html)
+    assert "vision: waiting at the bridge, 59.4 s more" in html
+
+
+@pytest.mark.parametrize(("losses", "words"), [
+    ([3.0 - 0.01 * step for step in range(100)], "Yes"),
+    ([2.0 + 0.1 * (-1) ** step for step in range(100)], "Not clearly"),
+    ([2.0 + 0.02 * step for step in range(100)], "No"),
+    ([2.0], "Too early to say"),
+    ([math.nan, math.nan], "Not known"),
+])
+def test_whether_it_learned(tmp_path: Path, losses: list[float], words: str) -> None:
+    records = [step_record(step, "NaN" if math.isnan(loss) else loss) for step, loss in enumerate(losses, 1)]
+    assert did_it_learn(run_of(tmp_path, records)).words.startswith(words)
+
+
+def test_a_held_out_loss_that_rose_again_is_told(tmp_path: Path) -> None:
+    records = [*usual_records(), evaluation(51, 3.0, 0.4)]
+    assert "It was better before: 2.1 at iteration 50" in did_it_learn(run_of(tmp_path, records)).sentences
+
+
+def test_waits_below_a_twentieth_are_none(tmp_path: Path) -> None:
+    def even(iteration: int) -> dict[str, Any]:
+        record = step_record(iteration, 1.0)
+        for module in ("vision", "language"):
+            record[f"timeline/{module}/forward-s"] += record[f"timeline/{module}/bridge-wait-s"]
+            record[f"timeline/{module}/bridge-wait-s"] = 0.0
+        return record
+
+    answer = who_waited(run_of(tmp_path, [even(step) for step in range(1, 20)]))
+    assert answer.words == "Neither"
+
+
+def test_grids_that_share_ranks_wait_for_none(tmp_path: Path) -> None:
+    def shared(iteration: int) -> dict[str, Any]:
+        return step_record(iteration, 1.0) | {f"timeline/{module}/other-modules-s": 0.0
+                                              for module in ("vision", "language")}
+
+    run = run_of(tmp_path, [shared(step) for step in range(1, 20)], layout="colocated")
+    assert who_waited(run).words == "None: they share their ranks"
+    assert "25 % passes of vision and 80 % passes of language" in who_waited(run).sentences
+    assert ideal_s(module_times(run)) == pytest.approx(1.05), "one after the other"
+
+
+def test_without_a_timeline_its_sections_are_left_out(tmp_path: Path) -> None:
+    records = [{key: value for key, value in record.items() if not key.startswith("timeline/")}
+               for record in usual_records()]
+    html = page([run_of(tmp_path, records)])
+    found = headings(html)
+    assert "One step, all ranks" not in found
+    assert "The run has no timeline" in html and "there is no timeline/step-N.json" in html
+
+
+def test_a_run_of_one_figure_has_no_empty_chart(tmp_path: Path) -> None:
+    html = page([run_of(tmp_path, [{"iteration": 1, "iteration-time": 0.5, "lm loss": 2.0}])])
+    assert headings(html) == ["Did it learn?", "How fast was it?", "Which grid waited for which?", "Learning", "Speed",
+                              "About the run"]
+    assert html.count("<figure>") == 2 and 'class="lines"' in html
+
+
+def test_a_dead_run_says_what_is_missing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, usual_records(20), planned=500)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 21, "lm lo')
+    (folder / "stall-summary.txt").write_text("all wait for rank 2 <vision>")
+    html = page([read_run(folder)])
+    headings(html)
+    assert "The figures end at iteration 20 of 500" in html and "cannot be read" in html
+    assert "all wait for rank 2 &lt;vision&gt;" in html
+
+
+def test_a_run_without_an_iteration(tmp_path: Path) -> None:
+    html = page([run_of(tmp_path, [])])
+    assert headings(html)[:3] == ["Did it learn?", "How fast was it?", "Which grid waited for which?"]
+    assert "No iteration was finished" in html and "<figure" not in html
+
+
+def test_names_from_files_are_escaped(tmp_path: Path) -> None:
+    records = [step_record(step, 1.0, **{"learning-rate/<script>": 1e-3, "peak-memory-bytes/<i>": 1.0})
+               for step in (1, 2)]
+    html = page([run_of(tmp_path / "<run>", records)])
+    headings(html)
+    assert "<i>" not in html and "&lt;run&gt;" in html
+
+
+def test_two_runs_side_by_side(usual: Run, tmp_path: Path) -> None:
+    records = [step_record(step, 3.0 - 0.02 * (step - 1) + (0.1 if step > 5 else 0.0), seconds=0.5)
+               for step in range(1, 41)]
+    other = run_of(tmp_path / "other", records, lr=2e-3)
+    found = difference(usual, other)
+    assert found is not None
+    assert found.iterations.tolist() == list(range(1, 41)) and found.first_unequal == 6
+    assert (found.two - found.one).tolist() == pytest.approx([0.0] * 5 + [0.1] * 35)
+    html = page([usual, other])
+    assert "A against B" in headings(html)
+    assert "equal to the last digit before iteration 6" in html
+    assert "takes 0.5 times as long as one of A, with 2 times the tokens/s" in html
+    assert '<td class="num">2.22</td><td class="num">2.32</td><td class="num">0.1</td>' in html
+    assert "<code>--lr</code></td><td>0.001</td><td>0.002</td>" in html
+    assert "--global-batch-size</code>" not in html, "equal in both"
+    shown = [entry["n"] for text in re.findall(r'<script type="application/json">(.*?)</script>', html)
+             for entry in json.loads(text)["s"]]
+    assert {"A: training", "B: training", "B minus A"} <= set(shown)
+
+
+def test_equal_runs(usual: Run) -> None:
+    found = difference(usual, usual)
+    assert found is not None and found.first_unequal is None
+    assert "Equal to the last digit in all 50 iterations" in page([usual, usual])
+
+
+def test_runs_of_different_kinds_have_no_difference(usual: Run, tmp_path: Path) -> None:
+    other = run_of(tmp_path / "rl", [policy_record(step, 0.1) for step in (1, 2)])
+    assert difference(usual, other) is None
+    headings(page([usual, other]))
+
+
+def test_reinforcement_learning(tmp_path: Path) -> None:
+    records = [policy_record(step, 0.2 + 0.01 * step) for step in range(1, 51)]
+    records.insert(0, {"iteration": 0, "consumed_samples": 0, "wall_time": 1.0, "reward validation": 0.1})
+    run = run_of(tmp_path, [*records, {"iteration": 50, "wall_time": 2.0, "reward validation": 0.9}])
+    assert learning(run).key == "reward"
+    assert did_it_learn(run).words == "Yes: reward 0.23 to 0.68"
+    assert "reward 0.9 (at first 0.1)" in did_it_learn(run).sentences
+    parts, total, waited = rl_parts(run)
+    assert parts == pytest.approx({"refit": 0.2, "rollout": 0.6, "reward": 0.1, "other waits for completions": 0.1,
+                                   "log-probs": 0.3, "update": 0.6, "rest": 0.1})
+    assert (total, waited) == (2.0, 1.0) and sum(parts.values()) == pytest.approx(total)
+    assert who_waited(run).words == "For completions, 50 % of an iteration"
+    html = page([run])
+    assert "Reinforcement learning" in headings(html)
+    assert "What did the trainer wait for?" in html
+    cells = ["50", "0.2 s", "0.2 s", "1 MiB", "5 MiB/s"]
+    assert "".join(f'<td class="num">{cell}</td>' for cell in cells) in html
+
+
+def test_rollouts_beside_the_update_count_as_far_as_they_were_waited_for(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [policy_record(step, 0.5, **{"rollout-wait-s": 0.4}) for step in range(1, 20)])
+    parts, total, _ = rl_parts(run)
+    assert parts == pytest.approx({"other waits for completions": 0.4, "log-probs": 0.3, "update": 0.6, "rest": 0.7})
+    assert sum(parts.values()) == pytest.approx(total)
+
+
+def test_time_between_iterations(tmp_path: Path) -> None:
+    records = usual_records()
+    records[10]["checkpoint-s"] = 0.4
+    found = stops(run_of(tmp_path, records))
+    assert found is not None
+    assert found.seconds.tolist() == pytest.approx([0.5] * 49)
+    assert found.after[found.checkpoint_s > 0].tolist() == [10]
+    assert found.after[found.evaluated].tolist() == [25]
+    html = page([read_run(tmp_path)])
+    assert re.search(r"<td>evaluations</td><td class=\"num\">0.5 s</td>", html)
+    assert re.search(r"<td>checkpoints</td><td class=\"num\">0.4 s</td>", html)
+
+
+def test_steps_to_choose_from(tmp_path: Path) -> None:
+    steps = tuple(timeline(step, {"vision": 1, "language": 1}) for step in (10, 20, 30))
+    html = page([run_of(tmp_path, usual_records(), timelines=steps)])
+    headings(html)
+    assert html.count("<option") == 3
+    assert re.findall(r'<div data-step="(\d+)"( hidden)?>', html) == [("10", ""), ("20", " hidden"), ("30", " hidden")]
+
+
+def test_the_start_by_phase(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, usual_records())
+    (folder / "startup.json").write_text(json.dumps({"seconds": 10.0, "phases": {"imports": 7.5, "model": 2.5}}))
+    html = page([read_run(folder)])
+    headings(html)
+    assert "end of the first iteration: 10 s" in html
+    assert '<td>imports</td><td class="num">7.5 s</td><td class="num">75 %</td>' in html
+
+
+def test_long_runs_of_large_grids_stay_small(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [], timelines=tuple(timeline(step, {"vision": 64, "language": 128}, microbatches=64)
+                                                     for step in (10, 20, 30)))
+    record = step_record(1, 2.0)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 5001):
+            file.write(json.dumps(record | {"iteration": step, "lm loss": 2.0 + math.sin(step)}) + "\n")
+    html = page([read_run(folder), read_run(folder)])
+    headings(html)
+    assert len(html) < 2_000_000
