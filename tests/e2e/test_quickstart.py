@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -55,10 +57,31 @@ def test_a_short_quickstart_leaves_metrics_and_tensorboard(tmp_path: Path) -> No
         } <= record.keys()
         assert record["image-tokens"] > 0 and record["bridge-wait-s"] > 0
         assert record["forward-backward-s/language"] > 0
+    check_report(tmp_path / "run", steps)
     board = EventAccumulator(str(tmp_path / "tb")).Reload()
     for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale", "batch-size", "iteration-time"):
         assert [event.step for event in board.Scalars(key)] == [1, 2, 3, 4], key
         assert [event.step for event in board.Scalars(f"{key} vs samples")] == [128, 256, 384, 512], key
+
+
+def check_report(run: Path, steps: list[dict[str, Any]]) -> None:
+    """The run's page answers with the figures of its metrics."""
+    done = subprocess.run([sys.executable, "scripts/report.py", str(run)], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    html = (run / "report.html").read_text()
+    learned, fast, waited = re.findall(r"<div class=\"tile\"><h2>[^<]+</h2><b>([^<]+)</b>", html)
+    first, last = steps[0]["lm loss"], steps[-1]["lm loss"]
+    assert learned.endswith(f"loss {float(f'{first:.3g}'):.4g} to {float(f'{last:.3g}'):.4g}")
+    seconds, _, words = fast.partition(" ")
+    usual = statistics.median(record["iteration-time"] for record in steps)
+    assert float(seconds) * {"s": 1.0, "ms": 1e-3}[words.split()[0]] == pytest.approx(usual, rel=0.01)
+    share = {module: sum(record[f"timeline/{module}/bridge-wait-s"] for record in steps)
+             / sum(record[f"timeline/{module}/step-s"] for record in steps) for module in ("vision", "language")}
+    assert waited.startswith(f"{max(share, key=share.__getitem__)} waited for ")
+    assert float(waited.removesuffix(" % of its step").rpartition(" ")[2]) == pytest.approx(100 * max(share.values()),
+                                                                                          abs=0.51)
+    assert "Iteration 4:" in html and html.count('class="row"') == 4
+    assert "http" not in html.replace("<html", "").replace("</html", "")
 
 
 def test_seeds_repeat_and_matter(tmp_path: Path) -> None:

@@ -40,14 +40,15 @@ def _exactly(share: float) -> str:
 
 
 def _held_out(found: Learning) -> str:
-    """Like `Held-out: lm loss 0.12 (at first 0.9), exact match 95.4 %`."""
+    """Like `Held-out: loss 0.12 (at first 0.9), exact match 95.4 %`."""
     parts = []
     for name, value in found.held_out.items():
         if name in NO_RESULTS or (found.key == "reward" and name != "reward"):
             continue
         show = _exactly if name == "exact match" else rounded
         before = found.held_out_first.get(name)
-        parts.append(f"{escape(name)} {show(value)}" + (f" (at first {show(before)})" if before is not None else ""))
+        words = "loss" if name == found.key == "lm loss" else escape(name)
+        parts.append(f"{words} {show(value)}" + (f" (at first {show(before)})" if before is not None else ""))
     text = f" Held-out: {', '.join(parts)}." if parts else ""
     if found.best is not None:
         text += f" It was better before: {rounded(found.best[1])} at iteration {found.best[0]:,}."
@@ -101,8 +102,9 @@ def _against_ideal(times: Mapping[str, ModuleTime]) -> str:
     if any(OTHER_MODULES in each.parts for each in times.values()):
         return f" The passes of all modules are {percent(best / longest)} of the step."
     slowest = escape(max(times, key=lambda name: times[name].passes_s))
-    return (f" {slowest} is the slower grid: its" if len(times) == 2 else f" {slowest} is the slowest grid: its") + (
-        f" passes alone take {seconds(best)}, {percent(best / longest)} of the step.")
+    which = "slower" if len(times) == 2 else "slowest"
+    return (f" The {which} grid is {slowest}: its passes alone take {seconds(best)}, {percent(best / longest)} of a "
+            "step.")
 
 
 def _on_shared_ranks(times: Mapping[str, ModuleTime]) -> Answer:
@@ -130,11 +132,11 @@ def who_waited(run: Run) -> Answer:
                       f"No grid spent more than {percent(share)} of its step at the bridge."
                       f"{further}{_against_ideal(times)}")
     others = [other for other in times if other != name]
-    back = joined([f"{escape(other)} {percent(times[other].share(Kind.BRIDGE_WAIT))}" for other in others])
+    back = joined([f"the {escape(other)} grid {percent(times[other].share(Kind.BRIDGE_WAIT))}" for other in others])
     return Answer(f"{escape(name)} waited for {escape(others[0]) if len(others) == 1 else 'the others'}, "
                   f"{percent(share)} of its step",
-                  f"It spent {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of {seconds(times[name].step_s)} at the "
-                  f"bridge; {back} of its step.{further}{_against_ideal(times)}")
+                  f"At the bridge it spent {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of "
+                  f"{seconds(times[name].step_s)}, {back} of its step.{further}{_against_ideal(times)}")
 
 
 def _trainer_waited(run: Run) -> Answer:

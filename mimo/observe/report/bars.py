@@ -8,7 +8,7 @@ from html import escape
 
 from mimo.observe.report.lines import legend
 from mimo.observe.report.scale import Scale
-from mimo.observe.report.text import percent, seconds
+from mimo.observe.report.text import percent, seconds, time_ticks
 
 WIDTH = 1180
 LEFT, RIGHT, TOP = 150, 90, 22
@@ -50,8 +50,8 @@ def stacked_bars(title: str, bars: Sequence[Bar], css: Mapping[str, str], *, mar
     x = Scale(0.0, longest * 1.01, LEFT, WIDTH - RIGHT)
     bottom = TOP + len(bars) * (BAR + GAP)
     parts = []
-    for tick in x.ticks(8):
-        at, words = x(tick), seconds(tick) if tick else "0"
+    ticks = x.ticks(8)
+    for at, words in zip(map(x, ticks), time_ticks(ticks), strict=True):
         parts.append(f'<line class="grid" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{bottom}"/>'
                      f'<text class="middle" x="{at:.1f}" y="{bottom + 16}">{words}</text>')
     for index, bar in enumerate(bars):

@@ -10,7 +10,7 @@ from typing import Any
 from mimo.observe.report.kinds import CSS_OF_PART, PASSES, WORDS
 from mimo.observe.report.lines import legend
 from mimo.observe.report.scale import Scale
-from mimo.observe.report.text import number, seconds
+from mimo.observe.report.text import number, seconds, time_ticks
 from mimo.observe.spans import Kind
 
 WIDTH, LEFT, RIGHT, TOP = 1180, 190, 14, 8
@@ -110,11 +110,10 @@ def _least_width(rows: Sequence[Row], x: Scale, most: int) -> float:
 
 
 def _axis(x: Scale, bottom: float) -> list[str]:
-    parts = []
-    for tick in x.ticks(9):
-        parts.append(f'<line class="grid" x1="{x(tick):.1f}" y1="{TOP}" x2="{x(tick):.1f}" y2="{bottom:.0f}"/>'
-                     f'<text class="middle" x="{x(tick):.1f}" y="{bottom + 16:.0f}">{seconds(tick) if tick else "0"}'
-                     "</text>")
+    parts, ticks = [], x.ticks(9)
+    for at, words in zip(map(x, ticks), time_ticks(ticks), strict=True):
+        parts.append(f'<line class="grid" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{bottom:.0f}"/>'
+                     f'<text class="middle" x="{at:.1f}" y="{bottom + 16:.0f}">{words}</text>')
     return parts
 
 

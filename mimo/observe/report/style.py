@@ -3,12 +3,14 @@
 # Colours of lines: Okabe and Ito's, which readers with any colour vision tell apart, lighter on the dark page.
 CSS = """
 :root { color-scheme: light dark; --page: #f6f5f1; --card: #fdfdfc; --ink: #131312; --soft: #4c4b48; --line: #e2e1da;
-  --axis: #a9a79d; --row: #efeee8; --inside: #fff; --warn: #8a4b00; --warn-back: #fff2dc; --warn-line: #e3b76b;
+  --axis: #a9a79d; --row: #efeee8; --inside: #fff; --around: #00000080;
+  --warn: #8a4b00; --warn-back: #fff2dc; --warn-line: #e3b76b;
   --s0: #0067a8; --s1: #c94f00; --s2: #007f5b; --s3: #a3457f; --s4: #9c6f00; --s5: #3d8fc4;
   --forward: #0067a8; --backward: #4f9fd4; --sync: #007f5b; --optimizer: #5b4a9c; --modules: #8f9aa3;
   --bridge: #d55e00; --pipeline: #d99100; --data: #bb5a94; --idle: #8a7a1e; --other: #c9c7be; }
 @media (prefers-color-scheme: dark) { :root { --page: #121211; --card: #1b1b1a; --ink: #f3f2ed; --soft: #c5c3ba;
-  --line: #31312e; --axis: #6b6962; --row: #262624; --inside: #0b0b0b; --warn: #ffcf87; --warn-back: #33270f;
+  --line: #31312e; --axis: #6b6962; --row: #262624; --inside: #0b0b0b; --around: #ffffff70;
+  --warn: #ffcf87; --warn-back: #33270f;
   --warn-line: #7a5a1c; --s0: #58a8e8; --s1: #ff8f4a; --s2: #35c796; --s3: #e793c4; --s4: #e6b93f; --s5: #a5d6f5;
   --forward: #58a8e8; --backward: #a3d1f2; --sync: #35c796; --optimizer: #b3a4f0; --modules: #7f8a92;
   --bridge: #ff8442; --pipeline: #f0b030; --data: #e793c4; --idle: #cdbd55; --other: #55544e; } }
@@ -51,7 +53,8 @@ figcaption { color: var(--soft); font-size: 13px; margin-top: 4px; }
 svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg .middle { text-anchor: middle; } svg .end { text-anchor: end; } svg .start { text-anchor: start; }
 svg .strong { fill: var(--ink); font-weight: 600; }
-svg text.inside { fill: var(--inside); font-weight: 600; pointer-events: none; }
+svg text.inside { fill: var(--inside); stroke: var(--around); stroke-width: 3; paint-order: stroke; font-weight: 600;
+  pointer-events: none; }
 svg .grid { stroke: var(--line); } svg .axis { stroke: var(--axis); }
 svg .row { fill: var(--row); }
 svg .marker { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 5 3; }

@@ -13,8 +13,7 @@ from mimo.observe.report.gantt_chart import chosen_rows, gantt_chart, rows_of
 from mimo.observe.report.kinds import CSS_OF_PART, ORDER, WORDS
 from mimo.observe.report.lines import Line, line_chart, thin
 from mimo.observe.report.scale import Scale, fitting
-from mimo.observe.report.text import number, percent, rounded, seconds, short, size
-from mimo.observe.spans import Kind
+from mimo.observe.report.text import number, percent, rounded, seconds, short, size, time_ticks
 from mimo.observe.timeline import OTHER_MODULES, PARTS
 from tests.support.report_runs import interval, timeline
 
@@ -212,4 +211,5 @@ def test_numbers_for_people() -> None:
     assert [percent(value) for value in (0.073, 0.93, 0.0)] == ["7.3 %", "93 %", "0.0 %"]
     assert [size(value) for value in (512, 1.5 * 2**30)] == ["512 B", "1.5 GiB"]
     assert [rounded(value) for value in (2.8149, 0.15591, float("nan"))] == ["2.81", "0.156", "not finite"]
-    assert WORDS[Kind.IDLE]
+    assert time_ticks([0.0, 0.05, 0.1]) == ["0", "50 ms", "100 ms"]
+    assert time_ticks([0.0, 0.5, 2.0]) == ["0", "0.5 s", "2 s"]

@@ -84,13 +84,13 @@ def test_the_page_of_a_run_has_every_section_once(usual: Run) -> None:
 def test_answers_have_the_figures_of_the_metrics(usual: Run) -> None:
     learnt, fast, waited = did_it_learn(usual), how_fast(usual), who_waited(usual)
     assert learnt.words == "Yes: loss 2.96 to 2.06"
-    assert "lm loss 2.1 (at first 2.6), exact match 95.4 % (at first 50.0 %)" in learnt.sentences
+    assert "loss 2.1 (at first 2.6), exact match 95.4 % (at first 50.0 %)" in learnt.sentences
     assert fast.words == "1 s an iteration"
     assert fast.sentences.startswith("2,000 tokens/s per GPU, 300 model TFLOP/s per GPU and MFU 30 %: ")
     assert "last 40 of 50 iterations" in fast.sentences
     assert waited.words == "vision waited for language, 60 % of its step"
-    assert "language 7.0 % of its step" in waited.sentences
-    assert "its passes alone take 0.8 s, 80 % of the step" in waited.sentences
+    assert "At the bridge it spent 0.6 s of 1 s, the language grid 7.0 % of its step" in waited.sentences
+    assert "The slower grid is language: its passes alone take 0.8 s, 80 % of a step" in waited.sentences
     html = page([usual])
     for answer in (learnt, fast, waited):
         assert f"<b>{answer.words}</b><p>{answer.sentences}</p>" in html
