@@ -42,9 +42,12 @@ OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 "$VENV/bin/python" -m torch.distributed.
     train_hetero.py --config scripts/configs/quickstart.toml \
     --run-dir "$run_dir" --tensorboard-dir "$tensorboard_dir" ${flags[@]+"${flags[@]}"}
 
+"$VENV/bin/python" scripts/report.py "$run_dir" >/dev/null
+
 absolute() { case "$1" in /*) echo "$1" ;; *) echo "$ROOT/$1" ;; esac; }
 cat <<MESSAGE
 
+report:       $(absolute "$run_dir")/report.html (open it in a browser: did it learn, how fast, which grid waited)
 metrics:      $(absolute "$run_dir")/metrics.jsonl (one record an iteration)
 TensorBoard:  $(absolute "$tensorboard_dir")
 look at them: $VENV/bin/tensorboard --logdir $(absolute "$tensorboard_dir")

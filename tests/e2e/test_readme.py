@@ -30,6 +30,7 @@ OTHER_FLAGS = {
     "--steps": "scripts/quickstart.sh",
     "--slow": "scripts/test.sh",
     "--out": "scripts/data_stats.py",
+    "--output": "scripts/report.py",
     "--image-size": "scripts/prepare_digits.py",
     "--run": "scripts/bench/train.py",
     "--warmup-steps": "scripts/bench/train.py",
