@@ -18,11 +18,11 @@ WRITE_LIMIT_S = 5.0
 LOST_RANK_MARKS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
-def within_limit(action: Callable[[], None]) -> None:
+def within_limit(action: Callable[[], None], limit_s: float = WRITE_LIMIT_S) -> None:
     """Run `action` in a thread and go on without it after the limit."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
-    thread.join(WRITE_LIMIT_S)
+    thread.join(limit_s)
 
 
 def _flush_streams() -> None:

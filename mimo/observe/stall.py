@@ -41,10 +41,17 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path) -> Watchd
     if len(places) > 1:
         # torch has no public name for the store of `init_process_group`. A launcher's restarts may share it.
         default: Any = dist.distributed_c10d._get_default_store()
-        conclusion = StallStore(default.clone(), process, len(places), write,
-                                         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        conclusion = StallStore(default.clone(), process, len(places), write, holder=_holder(places),
+                                attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return Watchdog(timeout_s, grids.describe(), report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank,
                     conclusion=conclusion)
+
+
+def _holder(places: dict[int, RankPlace]) -> str:
+    """Who holds the store of the process groups: a launcher that says so, or rank 0."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return "the launcher of the first node, which is stopped or gone, or cannot be reached"
+    return f"the process of {places[0].who}, which is stopped or gone, or cannot be reached"
 
 
 def rank_places(grids: Grids) -> dict[int, RankPlace]:
@@ -59,6 +66,8 @@ def rank_places(grids: Grids) -> dict[int, RankPlace]:
 
 class Alone:
     """The conclusion of a run of one rank."""
+
+    holder = "nobody"
 
     def __init__(self, process: RankProcess, write: Callable[[Statuses, Processes], None]) -> None:
         self._process, self._write = process, write

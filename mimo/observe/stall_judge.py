@@ -101,8 +101,10 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
         notes.insert(0, f"{len(standing)} ranks wait for no other rank")
         return Verdict("unclear", ordered, "; ".join(notes))
     status = statuses[standing[0].rank]
-    # Kernels run behind the host's back: where it stands says little, unless it stands in an announced wait.
-    is_certain = not rest and not circle and (not status.on_device or bool(status.waits))
+    # Kernels run behind the host's back: where it stands says little, unless it waits for something that is no rank.
+    wait = status.waits[0] if status.waits else None
+    is_clear = not status.on_device or (wait is not None and not wait.group and not wait.peers)
+    is_certain = is_clear and not rest and not circle
     return Verdict("one" if is_certain and status.blocked.kind not in ("device", "handle") else "likely", ordered,
                    "; ".join(notes))
 
@@ -132,7 +134,7 @@ def _edges(statuses: Mapping[int, RankStatus], roles: Mapping[int, tuple[object,
     places = {rank: _place(status) for rank, status in statuses.items()}
     for rank in roles:
         status = statuses.get(rank)
-        edges[rank, "main"] = set() if status is None else _main_edges(status, places, roles)
+        edges[rank, "main"] = set() if status is None else _main_edges(status, statuses, places, roles)
         if status is not None and status.loader is not None:
             if status.loader.busy:
                 edges[rank, "loader"] = {_loader_of(peer, statuses) for peer in status.loader.peers if peer != rank}
@@ -146,7 +148,8 @@ def _loader_of(rank: int, statuses: Mapping[int, RankStatus]) -> Node:
     return (rank, "main") if status is None or status.loader is None else (rank, "loader")
 
 
-def _main_edges(status: RankStatus, places: Mapping[int, Place], roles: Iterable[int]) -> set[Node]:
+def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: Mapping[int, Place],
+                roles: Iterable[int]) -> set[Node]:
     wait = status.waits[0] if status.waits else None
     if wait is not None and wait.on_loader:
         if status.loader is None or not status.loader.busy:
@@ -164,9 +167,23 @@ def _main_edges(status: RankStatus, places: Mapping[int, Place], roles: Iterable
             ranks = [blocked.source] if blocked.source != status.rank else ranks
     elif wait is not None and wait.group and blocked.kind:
         ranks = _missing(status, wait.group, places)
-    elif blocked.kind == "handle" and (wait is None or not wait.group):
+    elif blocked.kind in ("handle", "device") and (wait is None or not wait.group):
         ranks = _missing(status, roles, places)
+    if blocked.kind in ("handle", "device"):
+        ranks = _late(status, statuses) or ranks
     return {(rank, "main") for rank in ranks if rank != status.rank}
+
+
+def _late(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
+    """Ranks that have not joined a collective which has not ended here, by the record of the process groups."""
+    late = set()
+    for group in status.groups:
+        for rank in group.ranks if group.pending else ():
+            theirs = statuses[rank].groups if rank in statuses else ()
+            if rank != status.rank and not any(each.name == group.name and each.enqueued >= group.pending
+                                               for each in theirs):
+                late.add(rank)
+    return late
 
 
 def _missing(status: RankStatus, group: Iterable[int], places: Mapping[int, Place]) -> list[int]:
@@ -277,7 +294,8 @@ def _blocked_words(status: RankStatus, before: str = "") -> str:
     words = {"collective": f"in {blocked.operation} of ranks {format_ranks(blocked.ranks)}",
              "transfer": f"in {blocked.operation} with rank {format_ranks(blocked.ranks)}",
              "handle": "at the end of an asynchronous operation",
-             "device": "in a synchronisation with its accelerator"}
+             "device": "in a synchronisation with its accelerator",
+             "host": "on a lock, queue or socket of its host"}
     return before + words[blocked.kind] if blocked.kind in words else ""
 
 

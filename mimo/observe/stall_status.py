@@ -123,6 +123,25 @@ class LoaderStatus:
 
 
 @dataclass(frozen=True)
+class GroupStatus:
+    """A process group as the flight recorder saw it; only collectives count.
+
+    Attributes:
+        name: torch's, the same on all its ranks.
+        ranks: its members.
+        enqueued: number of the last collective that this rank has joined.
+        pending: number of the first that has not ended on its device; 0 for none.
+        operation: of that one, for example `nccl:all_reduce`.
+    """
+
+    name: str
+    ranks: Ranks
+    enqueued: int
+    pending: int = 0
+    operation: str = ""
+
+
+@dataclass(frozen=True)
 class RankStatus:
     """Where one rank is.
 
@@ -136,6 +155,7 @@ class RankStatus:
         stack: innermost frames of the main thread, the innermost first: `mimo/training/step.py:176 run_schedule: ...`.
         schedule: of forward and backward passes; None before the first.
         loader: of its data; None where there is none.
+        groups: its process groups, where torch's flight recorder is on.
         on_device: kernels of an accelerator run behind the main thread's back.
         left: it has finished with the run, and told so when it did.
         stopped_pids: processes beside its own, under the same launcher, that a signal has stopped.
@@ -151,6 +171,7 @@ class RankStatus:
     stack: tuple[str, ...] = ()
     schedule: Schedule | None = None
     loader: LoaderStatus | None = None
+    groups: tuple[GroupStatus, ...] = ()
     on_device: bool = False
     left: bool = False
     stopped_pids: tuple[int, ...] = ()
@@ -167,7 +188,7 @@ class RankStatus:
     def to_json(self) -> str:
         """One line of JSON, groups of ranks as `format_ranks` has them: there may be hundreds."""
         data = asdict(self)
-        for part in (*data["waits"], data["blocked"], data["loader"] or {}):
+        for part in (*data["waits"], data["blocked"], data["loader"] or {}, *data["groups"]):
             part |= {name: format_ranks(part[name]) for name in RANKS if name in part}
         return json.dumps(data)
 
@@ -184,13 +205,14 @@ def format_schedule(schedule: Schedule) -> str:
 def status_from_json(line: str | bytes) -> RankStatus:
     """The inverse of `RankStatus.to_json`."""
     data = json.loads(line)
-    for part in (*data["waits"], data["blocked"], data["loader"] or {}):
+    for part in (*data["waits"], data["blocked"], data["loader"] or {}, *data["groups"]):
         part |= {name: parse_ranks(part[name]) for name in RANKS if name in part}
     return RankStatus(**data | {
         "waits": tuple(Wait(**wait) for wait in data["waits"]),
         "blocked": Blocked(**data["blocked"]),
         "schedule": Schedule(**data["schedule"]) if data["schedule"] else None,
         "loader": LoaderStatus(**data["loader"]) if data["loader"] else None,
+        "groups": tuple(GroupStatus(**group) for group in data["groups"]),
         "stack": tuple(data["stack"]),
         "stopped_pids": tuple(data["stopped_pids"]),
     })

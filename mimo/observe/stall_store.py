@@ -23,7 +23,8 @@ from mimo.observe.stall_status import RankProcess, RankStatus, status_from_json
 POLL_S, GATHER_POLL_S = 1.0, 0.05
 # Seconds that the writer waits for answers; after which another rank writes; and of the whole conversation.
 ANSWERS_S, WRITER_S, TALK_S = 3.0, 8.0, 20.0
-STORE_TIMEOUT_S = 5.0
+# Seconds without an answer of the store after which it is not waited for any longer.
+STORE_TIMEOUT_S, SILENT_S = 5.0, 4.0
 NUM_WRITERS = 2
 CLOSE_S = 2.0
 
@@ -56,15 +57,19 @@ class StallStore:
         process: of this rank.
         world_size: number of ranks.
         write: writes the summary; called on the one rank that is elected for it.
+        holder: who holds the store, in words.
         attempt: tells this run from earlier ones on the same store.
     """
 
-    def __init__(self, store: Store, process: RankProcess, world_size: int, write: Write, attempt: str = "0") -> None:
+    def __init__(self, store: Store, process: RankProcess, world_size: int, write: Write, *, holder: str = "",
+                 attempt: str = "0") -> None:
+        self.holder = holder
         self._store, self._process, self._world_size, self._write = store, process, world_size, write
         self._prefix = f"mimo/stall/{attempt}/"
         self._status: RankStatus | None = None
         self._asked, self._told, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._silent: tuple[RankProcess, ...] | None = None
+        self._heard, self._writing = time.monotonic(), False
         self._on_stall: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._talk, name="stall store", daemon=True)
 
@@ -81,7 +86,11 @@ class StallStore:
         """
         self._status = status
         self._asked.set()
-        self._told.wait(TALK_S)
+        begin = time.monotonic()
+        while not self._told.wait(GATHER_POLL_S):
+            now = time.monotonic()
+            if now - begin > TALK_S or (not self._writing and now - max(self._heard, begin) > SILENT_S):
+                break
         return self._silent
 
     def close(self) -> None:
@@ -97,7 +106,7 @@ class StallStore:
             self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
             self._store.append(self._key("processes"), json.dumps(asdict(self._process)) + "\n")
             while not self._closed.is_set():
-                if self._asked.wait(POLL_S) or self._store.check([self._key("stalled")]):
+                if self._asked.wait(POLL_S) or self._has("stalled"):
                     break
             if self._closed.is_set():
                 self._answer(RankStatus(self._process.rank, fired=False, left=True))
@@ -115,6 +124,13 @@ class StallStore:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
+    def _has(self, name: str) -> bool:
+        return self._heard_of(self._store.check([self._key(name)]))
+
+    def _heard_of[T](self, answer: T) -> T:
+        self._heard = time.monotonic()
+        return answer
+
     def _answer(self, status: RankStatus) -> None:
         self._store.append(self._key("answers"), status.to_json() + "\n")
         self._store.add(self._key("count"), 1)
@@ -127,21 +143,23 @@ class StallStore:
                 silent = self._gather_and_write()
                 self._store.set(self._key("done"), json.dumps([asdict(process) for process in silent]))
                 return silent
-            if self._wait_until(lambda: self._store.check([self._key("done")]), WRITER_S):
+            if self._wait_until(lambda: self._has("done"), WRITER_S):
                 return tuple(RankProcess(**data) for data in json.loads(self._store.get(self._key("done"))))
         return None
 
     def _gather_and_write(self) -> tuple[RankProcess, ...]:
-        self._wait_until(lambda: self._store.add(self._key("count"), 0) >= self._world_size, ANSWERS_S)
+        self._wait_until(lambda: self._heard_of(self._store.add(self._key("count"), 0)) >= self._world_size, ANSWERS_S)
         answers = [status_from_json(line) for line in self._lines("answers")]
         processes = {process.rank: process for process in (RankProcess(**json.loads(line))
                                                            for line in self._lines("processes"))}
         statuses = {status.rank: status for status in answers}
+        self._writing = True
         self._write(statuses, processes)
+        self._writing = False
         return tuple(process for rank, process in processes.items() if rank not in statuses)
 
     def _lines(self, name: str) -> list[bytes]:
-        return self._store.get(self._key(name)).splitlines() if self._store.check([self._key(name)]) else []
+        return self._store.get(self._key(name)).splitlines() if self._has(name) else []
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds

@@ -25,6 +25,8 @@ STALL_EXIT_CODE = 17
 POLL_S = 1.0
 # Seconds from a stall until the process is gone, whatever its threads are stuck in.
 LEAVE_S = 60.0
+# Seconds for the state of the process groups.
+GROUPS_S = 1.0
 OWN_THREADS = ("watchdog", "stall store")
 
 RankSource = Sequence[int] | Callable[[], Sequence[int]] | None
@@ -32,7 +34,13 @@ RankSource = Sequence[int] | Callable[[], Sequence[int]] | None
 
 
 class Conclusion(Protocol):
-    """Makes one summary of the statuses of all ranks; `mimo.observe.stall` has them."""
+    """Makes one summary of the statuses of all ranks; `mimo.observe.stall` has them.
+
+    Attributes:
+        holder: who holds what the statuses go through, in words for when there is no answer.
+    """
+
+    holder: str
 
     def start(self, on_stall: Callable[[], None]) -> None:
         """Begin to look for stalls of other ranks; `on_stall` is called, on any thread, when there is one."""
@@ -121,6 +129,7 @@ class Watchdog:
         at_stall: called after the summary of a stall, each for a few seconds at most.
         schedule: gives the state of forward and backward passes, where a trainer has one.
         loader: gives that of the data loader.
+        groups: gives those of the process groups, where torch records them.
         on_device: whether kernels of an accelerator run behind the main thread's back.
     """
 
@@ -144,6 +153,7 @@ class Watchdog:
         self.at_stall: list[Callable[[], None]] = []
         self.schedule: Callable[[], stall_status.Schedule | None] | None = None
         self.loader: Callable[[], stall_status.LoaderStatus] | None = None
+        self.groups: Callable[[], tuple[stall_status.GroupStatus, ...]] | None = None
         self.on_device = False
         self._rank = rank
         self._timeout_s = timeout_s if timeout_s > 0 else math.inf
@@ -247,8 +257,16 @@ class Watchdog:
             blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
             stack=stack_lines(frame) if frame is not None else (),
             schedule=self.schedule() if self.schedule is not None else None,
-            loader=self.loader() if self.loader is not None else None, on_device=self.on_device,
-            stopped_pids=stopped_siblings())
+            loader=self.loader() if self.loader is not None else None, groups=self._group_statuses(),
+            on_device=self.on_device, stopped_pids=stopped_siblings())
+
+    def _group_statuses(self) -> tuple[stall_status.GroupStatus, ...]:
+        found: list[tuple[stall_status.GroupStatus, ...]] = [()]
+        groups = self.groups
+        if groups is not None:
+            # The record's own lock may be held by what hangs.
+            within_limit(lambda: found.append(groups()), GROUPS_S)
+        return found[-1]
 
     def report(self, headline: str) -> None:
         """Write `headline`, where the main thread is and all stacks to standard error and `report_path`."""
@@ -270,7 +288,11 @@ class Watchdog:
         self._look.set()
 
     def _watch(self) -> None:
+        seen: stall_status.Schedule | None = None
         while not self._closed.is_set():
+            if self.schedule is not None and (now := self.schedule()) != seen:
+                # A pass has come to its end, which nobody tells: they may be many between two waits.
+                seen, self.last_change = now, time.monotonic()
             left_s = self.time_left(self._timeout_s)
             if left_s <= 0 or self._stalled_elsewhere.is_set():
                 self._leave(fired=left_s <= 0)
@@ -286,20 +308,19 @@ class Watchdog:
         # What follows may block, with the interpreter's lock even: files, the store, actions of others.
         faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=STDERR_FD)
         conclusion, status = self._conclusion, self.status(fired=fired)
-        silent: tuple[RankProcess, ...] | None = ()
-        if conclusion is not None:
+        if conclusion is None:
+            self.report("stall")
+        else:
             # The answer goes out first: others wait for it.
             talk = threading.Thread(target=self.report, args=("stall" if fired else "stall elsewhere; where it is",),
                                     daemon=True)
             talk.start()
             silent = conclusion.conclude(status)
             talk.join(WRITE_LIMIT_S)
-        else:
-            self.report("stall")
-        if silent is None:
-            write_report(f"no summary of the stall reached {self.who}: the store of the process groups did not answer "
-                         "(it lives in the launcher under torchrun, otherwise in rank 0's process)\n")
-        end_processes(silent or ())
+            if silent is None:
+                write_report(f"{self.who} knows of no summary of the stall: there is no answer from "
+                             f"{conclusion.holder}\n")
+            end_processes(silent or ())
         for action in self.at_stall:
             within_limit(action)
         exit_now(STALL_EXIT_CODE)

@@ -93,7 +93,6 @@ class TrainingLoop:
                                        device_name=self.platform.device_name)
             STARTUP.enter(Phase.DATA)
             loader = self._open("train", prefetch=True)
-            self.watchdog.loader = loader.status
             logger = self._start(loader)
             stopped = self._train(loader, logger, stop, began)
             self._save(loader)
@@ -183,6 +182,7 @@ class TrainingLoop:
         while progress.iteration < self.total_iterations:
             observer.begin_step()
             begin = time.perf_counter()
+            self.watchdog.loader = loader.status  # an evaluation has had its own
             with self.watchdog.waiting(
                 "data", iteration=progress.iteration + 1, state=loader.describe, on_loader=True
             ), self.parts.spans.span(Kind.DATA_WAIT, "data"):
@@ -333,6 +333,13 @@ class TrainingLoop:
             per_layer=self.config.observe.moe_per_layer_logging,
         )
 
+    def _next_step(self, loader: StepLoader) -> list[Microbatch]:
+        """Data of an evaluation."""
+        self.watchdog.loader = loader.status
+        with self.watchdog.waiting("data of an evaluation", state=loader.describe, on_loader=True):
+            microbatches = loader.next_step()
+        return microbatches
+
     def _evaluate(self, logger: RunLogger) -> None:
         train = self.config.train
         if not train.eval_iters:
@@ -342,7 +349,7 @@ class TrainingLoop:
             found = self.dataset.num_samples(self.config.dataset, "valid") if self.grids.rank == 0 else None
             self.num_valid_samples = (from_first_rank(self.grids, found),)
         (num_samples,) = self.num_valid_samples
-        steps = (loader.next_step() for _ in range(train.eval_iters))
+        steps = (self._next_step(loader) for _ in range(train.eval_iters))
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
         loader.close()
         figures = {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
@@ -356,7 +363,7 @@ class TrainingLoop:
             return
         loader = self._open("valid", prefetch=False)
         per_step = num_microbatches(self.config) * self.config.train.micro_batch_size
-        steps = [loader.next_step() for _ in range(-(-wanted // per_step))]
+        steps = [self._next_step(loader) for _ in range(-(-wanted // per_step))]
         loader.close()
         decoded = [sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)]
         for key, expected, answer in decoded[:wanted]:

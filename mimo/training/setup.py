@@ -48,6 +48,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     schedule_spans = ScheduleSpans(spans)
     built = build_model(config, provider, grids, platform, watchdog, spans)
     STARTUP.enter(Phase.GROUPS)
+    watchdog.groups = partial(flight_recorder.group_statuses, platform.backend)
     watchdog.schedule, watchdog.on_device = schedule_spans.status, platform.name == "cuda"
     communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
     STARTUP.enter(Phase.OPTIMIZERS)

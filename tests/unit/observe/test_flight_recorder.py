@@ -6,12 +6,14 @@ import pickle
 import pytest
 
 from mimo.observe import flight_recorder
+from mimo.observe.stall_status import GroupStatus
 
 STALL = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
 from mimo.observe import flight_recorder
+from mimo.observe.stall_status import GroupStatus
 flight_recorder.turn_on()
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", rank=0, world_size=1)
@@ -52,3 +54,22 @@ def test_it_is_on_otherwise(monkeypatch):
     del os.environ["TORCH_FR_BUFFER_SIZE"]
     flight_recorder.turn_on()
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+
+
+def entry(group: str, number: int, **more: object) -> dict[str, object]:
+    return {"process_group": (group, "undefined"), "collective_seq_id": number, "is_p2p": False, "retired": True,
+            "state": "completed", "profiling_name": f"nccl:all_reduce {number}"} | more
+
+
+def test_the_record_shows_the_first_collective_of_a_group_that_has_not_ended():
+    running = {"retired": False, "state": "started"}
+    record = {"entries": [entry("0", 1), entry("3", 1), entry("0", 2, **running), entry("0", 3, **running),
+                          entry("1", 9, **running), entry("0", 8, is_p2p=True, **running)]}
+    ranks = {"0": (0, 1, 2), "1": (4,), "3": (0, 4)}
+    assert flight_recorder.find_groups(record, ranks) == (
+        GroupStatus("0", (0, 1, 2), 3, 2, "nccl:all_reduce 2"), GroupStatus("3", (0, 4), 1))
+    assert flight_recorder.find_groups({}, ranks) == ()
+
+
+def test_no_group_is_shown_where_nothing_is_recorded():
+    assert flight_recorder.group_statuses("gloo") == ()

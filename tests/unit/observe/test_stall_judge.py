@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mimo.observe.stall_judge import Verdict, judge
-from mimo.observe.stall_status import Blocked, LoaderStatus, RankProcess, RankStatus, Schedule, Wait
+from mimo.observe.stall_status import Blocked, GroupStatus, LoaderStatus, RankProcess, RankStatus, Schedule, Wait
 
 ROLES = {0: ("vision", 0), 1: ("language", 0), 2: ("language", 0)}
 PROCESSES = {rank: RankProcess(rank, "host-a", 100 + rank, 1) for rank in ROLES}
@@ -183,3 +183,35 @@ def test_a_rank_that_has_finished_is_blamed_only_by_those_that_wait_for_it():
 
 def test_one_rank_alone():
     assert the_one(judge({0: rank(0)}, PROCESSES, {0: ("language", 0)}))[0] == 0
+
+
+def on_device(number: int, kind: str, *groups: GroupStatus) -> RankStatus:
+    return rank(number, blocked=Blocked(kind, "item" if kind else ""), on_device=True, groups=groups)
+
+
+def test_a_synchronisation_with_the_accelerator_waits_for_those_that_are_not_in_one():
+    verdict = found(on_device(0, "device"), on_device(1, "device"), on_device(2, ""))
+    assert verdict.kind == "likely" and verdict.suspects[0].rank == 2
+    engine = rank(2, Wait("completions of the rollout engine"), on_device=True)
+    assert the_one(found(on_device(0, "device"), on_device(1, "device"), engine))[0] == 2
+
+
+def test_the_record_of_the_process_groups_shows_who_has_not_joined_a_collective():
+    """All hosts wait for their devices; rank 2 has not joined the fourth collective of group 1, and its own have ended.
+
+    Its device may hang, or rank 1 may not have sent it something: so nobody is blamed for certain.
+    """
+    waits = GroupStatus("1", (0, 1, 2), 4, 4, "nccl:all_reduce")
+    pair = GroupStatus("2", (1, 2), 7, 7, "nccl:all_gather")
+    verdict = found(on_device(0, "device", waits), on_device(1, "device", waits, pair),
+                    on_device(2, "", GroupStatus("1", (0, 1, 2), 3), GroupStatus("2", (1, 2), 7)))
+    assert verdict.kind == "likely" and verdict.suspects[0].rank == 2
+
+
+def test_the_record_tells_ranks_in_the_same_synchronisation_apart():
+    """Rank 0 waits for rank 1 in one group, that for rank 2 in another, which computes."""
+    first, second = GroupStatus("1", (0, 1), 4, 4, "nccl:all_reduce"), GroupStatus("2", (1, 2), 9, 9, "nccl:all_reduce")
+    behind = GroupStatus("1", (0, 1), 3)
+    verdict = found(on_device(0, "device", first), on_device(1, "device", behind, second), on_device(2, ""))
+    assert verdict.kind == "likely" and [suspect.rank for suspect in verdict.suspects] == [2]
+    assert verdict.suspects[0].waiters == 2

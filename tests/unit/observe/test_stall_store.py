@@ -53,6 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_store, "POLL_S", 0.05)
     monkeypatch.setattr(stall_store, "ANSWERS_S", 0.5)
     monkeypatch.setattr(stall_store, "WRITER_S", 1.0)
+    monkeypatch.setattr(stall_store, "SILENT_S", 1.0)
     monkeypatch.setattr(stall_store, "TALK_S", 5.0)
 
 
