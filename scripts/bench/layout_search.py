@@ -1,0 +1,160 @@
+"""All layouts of a model on so many ranks, sorted by what arithmetic expects of them: plain data, no process."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from mimo.config.cli import parse
+from mimo.config.layout import LayoutConfig
+from mimo.config.run import RunConfig
+from mimo.config.validate import validate
+from scripts.bench.bounds import split_efficiency
+from scripts.training_runs import num_ranks
+
+HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
+KINDS = (HOMOGENEOUS, COLOCATED, DISJOINT)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout to be tried.
+
+    Attributes:
+        kind: one of `KINDS`. Homogeneous: encoder and language model on the same ranks with the same grid; colocated:
+            on the same ranks with different ones; disjoint: on different ranks.
+        flags: what the layout adds to the flags of the run.
+        config: the run on it.
+    """
+
+    kind: str
+    flags: str
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """For messages and as the key of its figures."""
+        return f"{self.kind}: {self.flags}"
+
+
+def divisors(number: int) -> list[int]:
+    """In rising order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def grids(size: int) -> Iterator[tuple[int, int, int]]:
+    """All (tp, dp, pp) whose product is `size`; the least split ones first."""
+    found = [(tp, size // tp // pp, pp) for tp in divisors(size) for pp in divisors(size // tp)]
+    yield from sorted(found, key=lambda grid: (grid[0] * grid[2], grid[2]))
+
+
+def layout_of(kind: str, encoder: tuple[int, int, int], language: tuple[int, int, int]) -> LayoutConfig:
+    """The layout of two grids, each (tp, dp, pp); with sequence parallelism where the language model has tp."""
+    return LayoutConfig(
+        layout="disjoint" if kind == DISJOINT else "colocated", encoder_tp=encoder[0], encoder_dp=encoder[1],
+        encoder_pp=encoder[2], llm_tp=language[0], llm_dp=language[1], llm_pp=language[2],
+        sequence_parallel=language[0] > 1)
+
+
+def all_layouts(kind: str, size: int) -> Iterator[LayoutConfig]:
+    """Every layout of a kind on `size` ranks, whether the trainer can run it or not."""
+    if kind == HOMOGENEOUS:
+        yield from (layout_of(kind, grid, grid) for grid in grids(size))
+    elif kind == COLOCATED:
+        # Without stages: the trainer has none there, and homogeneous layouts say so already.
+        flat = [grid for grid in grids(size) if grid[2] == 1]
+        yield from (layout_of(kind, encoder, language) for encoder in flat for language in flat if encoder != language)
+    else:
+        for ranks in range(1, size):
+            yield from (layout_of(kind, encoder, language) for encoder in grids(ranks)
+                        for language in grids(size - ranks))
+
+
+def flags_of(config: RunConfig, micro_batch_size: int) -> str:
+    """The flags that a run's layout differs in from the default one, and its microbatches from that size."""
+    words = []
+    for field in fields(LayoutConfig):
+        value = vars(config.layout)[field.name]
+        if value != field.default:
+            words += ["--" + field.name.replace("_", "-")] + ([] if value is True else [str(value)])
+    if not words:
+        words = ["--encoder-dp", "1", "--llm-dp", "1"]
+    if config.train.micro_batch_size != micro_batch_size:
+        words += ["--micro-batch-size", str(config.train.micro_batch_size)]
+    return shlex.join(words)
+
+
+def search(base: RunConfig, kind: str, size: int) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    """Layouts of a kind that the trainer takes, and flags and reason of each that it refuses.
+
+    Some come with larger microbatches, too: a tensor-parallel language model has room for more samples of its lane, and
+    encoder ranks that share a lane need a sample each.
+
+    Args:
+        base: the run; its own layout counts for nothing.
+        kind: one of `KINDS`.
+        size: ranks.
+    """
+    found, refused, samples = [], [], base.train.micro_batch_size
+    for layout in all_layouts(kind, size):
+        sharing = max(layout.encoder_dp // layout.llm_dp, 1)
+        for micro_batch_size in dict.fromkeys((samples, samples * layout.llm_tp, samples * sharing)):
+            config = replace(base, layout=layout, train=replace(base.train, micro_batch_size=micro_batch_size))
+            flags = flags_of(config, samples)
+            try:
+                validate(config, size)
+            except ValueError as error:
+                refused.append((flags, str(error)))
+                continue
+            found.append(Candidate(kind, flags, config))
+    return found, refused
+
+
+def given(flags: Sequence[str], kind: str, layouts: Sequence[str], size: int) -> list[Candidate]:
+    """Layouts that the user names.
+
+    Args:
+        flags: of the run.
+        kind: one of `KINDS`.
+        layouts: flags of each layout.
+        size: ranks.
+
+    Raises:
+        ValueError: one that does not work, or on another number of ranks.
+    """
+    found = []
+    for words in layouts:
+        config = parse([*flags, *shlex.split(words)])
+        needed = num_ranks(config)
+        if needed != size:
+            raise ValueError(f"--{kind} {words!r} has {needed} ranks, --gpus is {size}")
+        validate(config, size)
+        found.append(Candidate(kind, words, config))
+    return found
+
+
+def eta_split(config: RunConfig, encoder: str, work: Mapping[str, float]) -> float | None:
+    """`split_efficiency` of a disjoint layout; None on others, or where the work is not known.
+
+    Args:
+        config: the run.
+        encoder: name of its encoder.
+        work: of each module.
+    """
+    layout = config.layout
+    if layout.layout != "disjoint" or not work:
+        return None
+    ranks = {encoder: layout.encoder_tp * layout.encoder_dp * layout.encoder_pp,
+             "language": layout.llm_tp * layout.llm_dp * layout.llm_pp}
+    return split_efficiency(ranks, work)
+
+
+def by_split(candidates: Sequence[Candidate], encoder: str, work: Mapping[str, float]) -> list[Candidate]:
+    """Disjoint layouts, the best split first, and of those with one split the least parallel inside a module."""
+    def order(candidate: Candidate) -> tuple[float, int, int]:
+        layout = candidate.config.layout
+        efficiency = eta_split(candidate.config, encoder, work) or 0.0
+        return -round(efficiency, 6), layout.llm_tp * layout.llm_pp, layout.encoder_tp * layout.encoder_pp
+
+    return sorted(candidates, key=order)

@@ -1,0 +1,100 @@
+"""One rank of scripts/bench/layouts.py: several runs of the trainer, one after the other, each on a layout of its own.
+
+Its argument is a file with the runs as JSON. What a run leaves in its folder says how it went: `done`, or of a rank
+that ran out of memory `out-of-memory-rank<N>`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mimo import registry
+from mimo.config.cli import parse
+from mimo.config.run import RunConfig
+from mimo.config.validate import validate
+from mimo.platform.base import Platform
+from mimo.training.run import launch
+from scripts.bench.rl_sweep_rank import is_out_of_memory, limit_memory
+
+DONE, OUT_OF_MEMORY = "done", "out-of-memory-rank"
+
+
+def train(config: RunConfig, platform: Platform, rank: int, world_size: int) -> None:
+    """One run, to its end."""
+    from mimo.grid.groups import Grids
+    from mimo.training.loop import TrainingLoop
+    from scripts.bench.same_weights import set_weights
+
+    class SameStart(TrainingLoop):
+        """Starts from weights that depend on nothing but the seed, unless the flags name others."""
+
+        def _start(self, loader: Any) -> Any:
+            logger = super()._start(loader)
+            flags = self.config.checkpoint
+            if flags.load is None and not flags.has_pretrained:
+                set_weights(self.parts.built.model, self.config.train.seed)
+                self.parts.optimizer.reload_model_params()
+            return logger
+
+    folder = Path(config.observe.run_dir)
+    platform.reset_peak_memory()
+    with Grids(validate(config, world_size, rank), platform.backend) as grids:
+        loop = SameStart(config, grids, platform, registry.model_provider(config.model.model_provider),
+                         config.find_dataset(config.data.dataset_provider))
+        loop.run()
+        platform.synchronize()
+    if rank == 0:
+        (folder / DONE).touch()
+
+
+def free(platform: Platform) -> None:
+    """Give back what the last run held on the device."""
+    gc.collect()
+    if platform.name == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def run_all(runs: list[dict[str, Any]], platform: Platform, memory_limit_gib: float | None) -> None:
+    """Every run in turn. A rank that runs out of memory says so and ends; torchrun then ends the others."""
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    limit_memory(memory_limit_gib, platform)
+    for run in runs:
+        config = parse(["--config", run["flags"]])
+        try:
+            train(config, platform, rank, world_size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = " ".join(str(error).split()) or type(error).__name__
+            (Path(run["folder"]) / f"{OUT_OF_MEMORY}{rank}").write_text(text, encoding="utf-8")
+            os._exit(1)
+        free(platform)
+
+
+def main() -> int:
+    """Under torchrun; gives the exit code."""
+    sys.path.append(os.getcwd())
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    runs = settings["runs"]
+    config = parse(["--config", runs[0]["flags"]])
+    layout = validate(config, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+
+    def body(_config: RunConfig, _grids: Any, platform: Platform) -> None:
+        run_all(runs, platform, settings["memory_limit_gib"])
+
+    return launch(config, layout, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""The benchmark of layouts: what is searched, what made-up runs come to, what is an error."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.config.cli import parse
+from mimo.config.run import RunConfig
+from mimo.config.validate import validate
+from scripts.bench import layouts, layouts_runs
+from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, all_layouts, by_split, grids, search
+from scripts.bench.layouts_runs import OUT_OF_MEMORY, Outcome, outcome_of
+
+BASE = """--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16
+--train-iters 1""".split()
+FLAGS = ["--device", "cpu", "--gpus", "4", "--global-batch-size", "24"]
+
+
+def test_grids_are_all_of_a_size_the_least_split_first():
+    found = list(grids(8))
+    assert len(set(found)) == len(found) == 10 and all(tp * dp * pp == 8 for tp, dp, pp in found)
+    assert found[0] == (1, 8, 1) and [tp * pp for tp, _, pp in found] == sorted(tp * pp for tp, _, pp in found)
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_kinds_differ_in_where_the_grids_are(size):
+    same = [((layout.encoder_tp, layout.encoder_dp, layout.encoder_pp), (layout.llm_tp, layout.llm_dp, layout.llm_pp))
+            for layout in all_layouts(HOMOGENEOUS, size)]
+    assert all(encoder == language for encoder, language in same) and ((1, size, 1),) * 2 in same
+    assert all(layout.llm_tp != layout.encoder_tp and layout.llm_pp == 1 for layout in all_layouts(COLOCATED, size))
+    sizes = [(layout.encoder_tp * layout.encoder_dp * layout.encoder_pp, layout.llm_tp * layout.llm_dp * layout.llm_pp)
+             for layout in all_layouts(DISJOINT, size)]
+    assert {sum(each) for each in sizes} == {size} and {each[0] for each in sizes} == set(range(1, size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_found_works_and_its_flags_say_it(kind):
+    found, refused = search(parse(BASE), kind, 4)
+    assert len(found) + len(refused) >= 3
+    for candidate in found[::4]:
+        config = parse([*BASE, *shlex.split(candidate.flags)])
+        assert config == candidate.config
+        validate(config, 4)
+    for flags, reason in refused[::4]:
+        with pytest.raises(ValueError) as error:
+            validate(parse([*BASE, *shlex.split(flags)]), 4)
+        assert str(error.value) == reason
+    names = [candidate.name for candidate in found]
+    assert len(set(names)) == len(names)
+
+
+def test_encoder_ranks_that_share_a_lane_get_larger_microbatches():
+    found, _ = search(parse(BASE), COLOCATED, 2)
+    assert "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2" in [
+        candidate.flags for candidate in found]
+    assert {candidate.config.train.global_batch_size for candidate in found} == {24}
+
+
+def test_the_best_split_comes_first():
+    found, _ = search(parse(BASE), DISJOINT, 4)
+    heavy = by_split(found, "vision", {"vision": 3.0, "language": 1.0})[0].config.layout
+    light = by_split(found, "vision", {"vision": 1.0, "language": 3.0})[0].config.layout
+    assert (heavy.encoder_dp, heavy.encoder_tp, heavy.llm_dp) == (3, 1, 1)
+    assert (light.encoder_dp, light.llm_dp, light.llm_tp, light.llm_pp) == (1, 3, 1, 1)
+
+
+def record(seconds: float, loss: float) -> dict[str, Any]:
+    return {"iteration-time": seconds, "lm loss": loss, "image-tokens": 300, "text-tokens": 100, "flops/vision": 1e12,
+            "flops/language": 3e12, "timeline/vision/forward-s": 0.1, "timeline/vision/backward-s": 0.2,
+            "timeline/language/forward-s": 0.3, "timeline/language/backward-s": 0.6,
+            "peak-memory-bytes/vision": 2**30, "peak-memory-bytes/language": 3 * 2**30}
+
+
+def test_figures_of_a_run_are_those_of_its_timed_iterations():
+    config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "3"])
+    found = outcome_of(config, [record(9.0, 5.0), record(1.0, 4.0), record(3.0, 3.0)], 1, 4)
+    assert (found.tokens_per_s, found.step_ms, found.peak_gib) == (800 / 4 / 4, 2000, 3)
+    assert found.tflops == pytest.approx(8 / 4 / 4) and found.losses == [5, 4, 3]
+    assert found.busy_s == {"vision": pytest.approx(0.3), "language": pytest.approx(2.7)} and not found.error
+
+
+class Runs:
+    """Made-up runs in place of real ones: tokens/s by kind and number of lanes.
+
+    Attributes:
+        made: configuration and name of each.
+        changes: what to change of the outcome of a run whose name has a word.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[tuple[RunConfig, str]] = []
+        self.changes: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, configs: Any, names: Any, folder: Path, ranks: int, warmup: int, limit: Any) -> list[Outcome]:
+        assert ranks == 4
+        self.made += zip(configs, names, strict=True)
+        return [self.outcome(config, name) for config, name in zip(configs, names, strict=True)]
+
+    def outcome(self, config: RunConfig, name: str) -> Outcome:
+        speed = 100.0 * config.layout.llm_dp + (10.0 if "disjoint" in name else 0.0)
+        found = Outcome("", speed, 1.0, 5.0, 2.0, [3.0, 2.0, 1.0, 1.0, 1.0], {"vision": 1.0, "language": 3.0},
+                        {"vision": 1.0, "language": 1.0})
+        for word, changes in self.changes.items():
+            if word in name:
+                found = Outcome(**vars(found) | changes)
+        return found
+
+
+@pytest.fixture
+def runs(monkeypatch) -> Runs:
+    made = Runs()
+    monkeypatch.setattr(layouts, "run_all", made)
+    return made
+
+
+def result(capsys) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found, {f"{row['kind']}: {row['layout']}": row for row in found["layouts"]}
+
+
+def test_the_best_of_each_kind_take_turns(runs, capsys):
+    assert layouts.main([*FLAGS, "--candidates", "2", "--rounds", "3"]) == 0
+    turns = [name for _, name in runs.made if name.startswith("round")]
+    assert [name.split(":")[0] for name in turns] == [f"round {number}" for number in (1, 2, 3) for _ in range(3)]
+    assert [name.split(":")[1].strip() for name in turns] == [HOMOGENEOUS, COLOCATED, DISJOINT] * 3
+    found, rows = result(capsys)
+    best = rows["homogeneous: --layout colocated --encoder-dp 4 --llm-dp 4"]
+    assert (best["tokens_per_s"], best["over_homogeneous"], best["rounds"]) == (400, 1, 3)
+    disjoint = rows["disjoint: --llm-dp 3"]
+    assert disjoint["over_homogeneous"] == pytest.approx(310 / 400) and disjoint["eta_split"] == 1
+    assert disjoint["eta_split_by_time"] == pytest.approx(0.5)
+    assert len(rows) == 6 and found["flops_share"] == {"vision": 0.25, "language": 0.75}
+    assert found["pruned"]["disjoint"] > 0 and found["loss_difference"] == 0
+
+
+def test_runs_differ_in_layout_and_microbatches_alone(runs):
+    assert layouts.main([*FLAGS, "--candidates", "9", "--rounds", "1"]) == 0
+    configs = [config for config, name in runs.made if name.startswith("search")]
+    assert len({(config.layout, config.train.micro_batch_size) for config in configs}) == len(configs) > 8
+    for config in configs:
+        same = {name: value for name, value in vars(config.train).items() if name != "micro_batch_size"}
+        assert same == {name: vars(configs[0].train)[name] for name in same} and config.model == configs[0].model
+
+
+def test_out_of_memory_is_a_row_and_not_the_end(runs, capsys):
+    runs.changes["--encoder-dp 4 --llm-dp 4"] = {"error": OUT_OF_MEMORY}
+    assert layouts.main([*FLAGS, "--rounds", "1"]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "| out of memory |" in line]
+    assert "--encoder-dp 4 --llm-dp 4" in line
+    rows = {row["layout"]: row for row in json.loads(out.splitlines()[-1])["layouts"]}
+    assert rows["--layout colocated --encoder-dp 4 --llm-dp 4"]["tokens_per_s"] is None
+    # The best that is left is what others are compared with.
+    assert rows["--llm-dp 3"]["over_homogeneous"] == pytest.approx(310 / 200)
+
+
+def test_a_run_that_fails_and_losses_that_differ_are_errors(runs, capsys):
+    runs.changes["disjoint"] = {"error": "the run failed"}
+    assert layouts.main([*FLAGS, "--rounds", "1"]) == 1
+    runs.changes = {"disjoint": {"losses": [3.0, 2.0, 1.001, 9.0]}}
+    capsys.readouterr()
+    assert layouts.main([*FLAGS, "--rounds", "1"]) == 1
+    assert "losses differ by 0.001 (as a share; --loss-tolerance 0.0001) on disjoint" in capsys.readouterr().err
+    assert layouts.main([*FLAGS, "--rounds", "1", "--loss-tolerance", "0.01"]) == 0
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--gpus", "1"], "--gpus 1 is below 2"),
+    (["--disjoint", "--llm-dp 2"], "--disjoint '--llm-dp 2' has 3 ranks, --gpus is 4"),
+    (["--loss-steps", "9"], "--loss-steps 9: the shortest runs have --warmup-steps 3 + --search-steps 2"),
+    (["--llm-only", "--mock-images-max", "0"], "has 1 encoders here"),
+    (["--num-attention-heads", "7"], "no layout of 4 ranks works; --layout colocated --encoder-dp 4 --llm-dp 4: "),
+])
+def test_what_cannot_work_is_refused_before_any_run(runs, capsys, flags, message):
+    try:
+        code = layouts.main([*FLAGS, *flags])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2 and message in capsys.readouterr().err and not runs.made
+
+
+def test_layouts_that_are_named_take_the_place_of_a_search(runs, capsys):
+    named = ["--disjoint", "--encoder-dp 2 --llm-dp 2", "--homogeneous", "--layout colocated --encoder-dp 4 --llm-dp 4"]
+    assert layouts.main([*FLAGS, *named, "--rounds", "1"]) == 0
+    _, rows = result(capsys)
+    assert [name for name in rows if not name.startswith(COLOCATED)] == [
+        f"homogeneous: {named[3]}", f"disjoint: {named[1]}"]
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[list[str]]:
+    """Folders of the runs of each launch; a run called bad ends it out of memory."""
+    launches: list[list[str]] = []
+
+    def launch(runs: Any, folder: Path, ranks: int, limit: Any) -> Path:
+        launches.append([Path(run["folder"]).name for run in runs])
+        for run in runs:
+            place = Path(run["folder"])
+            if place.name == "bad":
+                (place / "out-of-memory-rank1").write_text("no room")
+                break
+            (place / "done").touch()
+            (place / "metrics.jsonl").write_text("".join(json.dumps(record(1.0, 2.0)) + "\n" for _ in range(2)))
+        (folder / "output.txt").write_text("what it said")
+        return folder / "output.txt"
+
+    monkeypatch.setattr(layouts_runs, "launch", launch)
+    return launches
+
+
+def test_runs_share_their_processes_up_to_one_that_fails(started, tmp_path, capsys):
+    config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
+    names = ["one", "bad", "two", "three"]
+    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, None)
+    assert started == [names, ["two", "three"]]
+    assert [outcome.error for outcome in found] == ["", OUT_OF_MEMORY, "", ""] and found[3].tokens_per_s == 200
+    assert "bad: out-of-memory-rank1: no room" in capsys.readouterr().err
+
+
+def test_folders_of_an_earlier_invocation_count_for_nothing(started, tmp_path):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "done").touch()
+    config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
+    assert [outcome.error for outcome in layouts_runs.run_all([config], ["bad"], tmp_path, 2, 1, None)] == [
+        OUT_OF_MEMORY]
