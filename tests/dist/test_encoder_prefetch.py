@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -200,3 +202,40 @@ def assert_one_run(one: list[tuple[list[float], dict[str, np.ndarray]]],
         assert losses[begin:] == its_losses and len(its_losses) == 5 - begin
         assert state.keys() == its_state.keys()
         assert [name for name, value in state.items() if not np.array_equal(value, its_state[name])] == []
+
+
+# Where its time counts
+
+DELAY_S = 0.3
+SLOW = "--freeze vision --global-batch-size 1 --train-iters 4 --mock-text-only-fraction 0.0"
+
+
+def run_slowly(rank: int, flags: tuple[str, ...], run_dir: str) -> list[dict[str, float]]:
+    """Figures of each iteration, with a delay in each module's forward pass."""
+    from megatron.core.utils import unwrap_model
+
+    from tests.support.steps import run_loop
+
+    def delay(parts: Any) -> None:
+        model = parts.built.model
+        encoders = [unwrap_model(part).encoder for part in model.modality_submodules.values()]
+        for slow in (model.language_model, *encoders):
+            if slow is not None:
+                slow.register_forward_pre_hook(lambda *_: time.sleep(DELAY_S))
+
+    return [record.to_dict() for record in run_loop(rank, (*SLOW.split(), *flags), 2, run_dir, delay)]
+
+
+def test_what_runs_inside_a_wait_is_a_forward_pass(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = ("--encoder-prefetch-depth", "1", "--timeline-interval", "1")
+    found = pool.run(run_slowly, flags, str(tmp_path), world_size=2)[0]
+    # The first iteration runs its own images and the second's, the last one none.
+    passes = [figures["timeline/vision/forward-s"] for figures in found]
+    assert passes[0] > 2 * DELAY_S and passes[1] > DELAY_S and passes[2] > DELAY_S and passes[3] < DELAY_S
+    ahead = "encoder prefetch of a coming iteration"
+    for iteration in range(1, 5):
+        gantt = json.loads((tmp_path / "timeline" / f"step-{iteration}.json").read_text())
+        intervals = [each for each in gantt["ranks"][0]["intervals"] if each["name"] == ahead]
+        assert [(each["kind"], each["module"], each["microbatch"]) for each in intervals] == (
+            [("forward", "vision", 0)] if iteration < 4 else [])
+        assert all(each["end_s"] - each["begin_s"] > DELAY_S for each in intervals)
