@@ -7,8 +7,8 @@
 Each --run is a name and flags of train_hetero.py; all other flags are the same for all, and with no --run there is one
 run with these alone. Runs take turns, in one order and then in the other, --repeats times after --warmup-runs times
 that are left out (they bring files into the host's memory): each time new processes under torchrun, one for each rank.
-Beside them, with as many processes, `floor` imports torch and what of Megatron any trainer on it imports, and nothing
-else.
+Beside them, with as many processes, `baseline` imports torch and what of Megatron any trainer on it imports, plainly
+and nothing else: the imports phase over it says what this trainer's own imports add, or what it saves.
 
 Phases are the trainer's own (startup.json of its run folder): each ends when the last rank ends it. Before them comes
 `launcher`, from typing the command to the first process of a rank. They sum to the whole; shown are those of the
@@ -42,7 +42,8 @@ from scripts.training_runs import ROOT, num_ranks, quiet, train
 LAUNCHER = "launcher"
 PARTS = (LAUNCHER, *(phase.value for phase in Phase))
 # What a process of a trainer on Megatron cannot do without; prints its age.
-FLOOR = """import warnings; warnings.simplefilter("ignore")
+BASELINE = """import logging, warnings; warnings.simplefilter("ignore")
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
@@ -54,8 +55,8 @@ print(process_age_s())"""
 DEFINITIONS = {
     "whole_s": "typing the command to the end of the first optimizer step, slowest rank: parts_s summed",
     "first_over_steady": "time of the first iteration over the median of later ones; medians over repetitions",
-    "imports_over_floor": "imports phase over floor_s; medians over repetitions",
-    "floor_s": "age of the slowest of as many processes when they have imported torch and Megatron, nothing else",
+    "imports_over_baseline": "imports phase over baseline_s; medians over repetitions",
+    "baseline_s": "age of the slowest of as many processes when they have plainly imported torch and Megatron",
 }
 
 
@@ -118,11 +119,11 @@ def parts(began_unix_s: float, found: dict[str, Any]) -> dict[str, Any]:
     return {"whole_s": whole_s, "parts_s": {LAUNCHER: whole_s - found["seconds"], **found["phases"]}}
 
 
-def floor(ranks: int) -> float:
+def baseline(ranks: int) -> float:
     """Seconds after which the last of as many processes has imported what it must. Raises RuntimeError."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT),
                                                                              os.environ.get("PYTHONPATH")]))}
-    processes = [subprocess.Popen([sys.executable, "-c", FLOOR], stdout=subprocess.PIPE, text=True, env=environment)
+    processes = [subprocess.Popen([sys.executable, "-c", BASELINE], stdout=subprocess.PIPE, text=True, env=environment)
                  for _ in range(ranks)]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
@@ -130,7 +131,7 @@ def floor(ranks: int) -> float:
     return max(float(output.split()[-1]) for output in outputs)
 
 
-def summary(starts: list[dict[str, Any]], floors: list[float]) -> dict[str, Any]:
+def summary(starts: list[dict[str, Any]], baselines: list[float]) -> dict[str, Any]:
     """Figures of all starts of a run."""
     middle = sorted(starts, key=lambda one: one["whole_s"])[(len(starts) - 1) // 2]
     imports = statistics.median(one["parts_s"][Phase.IMPORTS] for one in starts)
@@ -138,7 +139,7 @@ def summary(starts: list[dict[str, Any]], floors: list[float]) -> dict[str, Any]
             "first_iteration_s": statistics.median(one["first_s"] for one in starts),
             "steady_iteration_s": statistics.median(one["steady_s"] for one in starts),
             "first_over_steady": statistics.median(one["first_s"] / one["steady_s"] for one in starts),
-            "floor_s": statistics.median(floors), "imports_over_floor": imports / statistics.median(floors),
+            "baseline_s": statistics.median(baselines), "imports_over_baseline": imports / statistics.median(baselines),
             "process_groups": middle["process_groups"],
             "process_groups_of_a_rank": middle["process_groups_of_a_rank"],
             "all_whole_s": [one["whole_s"] for one in starts]}
@@ -146,12 +147,12 @@ def summary(starts: list[dict[str, Any]], floors: list[float]) -> dict[str, Any]
 
 def markdown(results: list[dict[str, Any]]) -> str:
     """The runs that came to their end as a table."""
-    header = ["run", "ranks", "whole", *PARTS, "floor of imports", "first iteration", "steady", "first/steady",
+    header = ["run", "ranks", "whole", *PARTS, "baseline of imports", "first iteration", "steady", "first/steady",
               "process groups", "of a rank"]
     rows = [header, ["---"] * len(header)]
     for result in results:
         if "error" not in result:
-            seconds = [result["whole_s"], *(result["parts_s"].get(part, 0.0) for part in PARTS), result["floor_s"]]
+            seconds = [result["whole_s"], *(result["parts_s"].get(part, 0.0) for part in PARTS), result["baseline_s"]]
             rows.append([result["name"], str(result["ranks"]), *(f"{value:.2f}" for value in seconds),
                          f"{result['first_iteration_s']:.3f}", f"{result['steady_iteration_s']:.3f}",
                          f"{result['first_over_steady']:.1f}", str(result["process_groups"]),
@@ -163,14 +164,14 @@ def measure(chosen: argparse.Namespace, runs: dict[str, tuple[list[str], RunConf
             folder: Path) -> list[dict[str, Any]]:
     """All starts of all runs, in turns; a run that fails once is not started again."""
     starts: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
-    floors: dict[str, list[float]] = {name: [] for name in runs}
+    baselines: dict[str, list[float]] = {name: [] for name in runs}
     errors: dict[str, str] = {}
     for repeat in range(chosen.warmup_runs + chosen.repeats):
         for name in list(runs)[:: 1 if repeat % 2 == 0 else -1]:
             if name in errors:
                 continue
             try:
-                bare = floor(num_ranks(runs[name][1]))
+                bare = baseline(num_ranks(runs[name][1]))
                 found = start(runs[name][1], folder / f"{name}-{repeat}", chosen.warmup_steps)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
@@ -178,11 +179,11 @@ def measure(chosen: argparse.Namespace, runs: dict[str, tuple[list[str], RunConf
                 continue
             if repeat >= chosen.warmup_runs:
                 starts[name].append(found)
-                floors[name].append(bare)
+                baselines[name].append(bare)
     results = []
     for name, (flags, config) in runs.items():
         command = ["torchrun", "--nproc-per-node", str(num_ranks(config)), "train_hetero.py", *flags]
-        figures = {"error": errors[name]} if name in errors else summary(starts[name], floors[name])
+        figures = {"error": errors[name]} if name in errors else summary(starts[name], baselines[name])
         results.append({"name": name, "ranks": num_ranks(config), **figures, "command": shlex.join(command)})
     return results
 

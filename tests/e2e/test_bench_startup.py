@@ -26,5 +26,5 @@ def test_a_start_is_taken_apart():
     assert set(run["parts_s"]) == {"launcher", *(phase.value for phase in Phase)}
     assert sum(run["parts_s"].values()) == pytest.approx(run["whole_s"])
     assert min(run["parts_s"].values()) >= 0 and run["parts_s"]["imports"] > 0
-    assert min(run["first_over_steady"], run["floor_s"], run["imports_over_floor"]) > 0
+    assert min(run["first_over_steady"], run["baseline_s"], run["imports_over_baseline"]) > 0
     assert run["process_groups"] > run["process_groups_of_a_rank"] > 10

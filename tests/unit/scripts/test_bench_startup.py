@@ -27,7 +27,7 @@ def test_the_middle_repetition_is_shown():
     found = summary([started(30.0, 4.0), started(10.0, 1.0), started(20.0, 2.0)], [4.0, 5.0, 6.0])
     assert (found["whole_s"], found["parts_s"]["imports"], found["all_whole_s"]) == (20.0, 17.0, [30.0, 10.0, 20.0])
     assert (found["first_over_steady"], found["first_iteration_s"]) == (4.0, 2.0)
-    assert found["imports_over_floor"] == 17.0 / 5.0
+    assert found["imports_over_baseline"] == 17.0 / 5.0
     lines = markdown([{"name": "one", "ranks": 2, **found}, {"name": "two", "ranks": 2, "error": "ended"}]).splitlines()
     cells = lines[2].split(" | ")
     assert len(lines) == 3 and cells[2:5] == ["20.00", "2.00", "17.00"] and cells[-1] == "5 |"
