@@ -25,11 +25,19 @@ class DeviceTimer:
             end.record()
             self._pairs.append((begin, end))
 
-    def drain_s(self) -> float:
-        """Seconds since the last call. Call after the device has finished the step (its results were read)."""
-        seconds = 0.0
+    def drain_s(self, *, wait: bool = True) -> float:
+        """Seconds since the last call. Call after the device has finished the step (its results were read).
+
+        Args:
+            wait: for what is not finished all the same; else that counts in a later call.
+        """
+        seconds, left = 0.0, []
         for begin, end in self._pairs:
-            end.synchronize()
-            seconds += begin.elapsed_time(end) / 1000
-        self._pairs = []
+            if wait:
+                end.synchronize()
+            if end.query():
+                seconds += begin.elapsed_time(end) / 1000
+            else:
+                left.append((begin, end))
+        self._pairs = left
         return seconds

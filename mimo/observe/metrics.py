@@ -67,6 +67,8 @@ class StepRecord:
             is even. None without images.
         encoder_imbalance_unbalanced: the same without balanced packing; None where rows are not balanced.
         data_wait_s, bridge_wait_s: longest wait of any rank, seconds.
+        encoder_prefetch_s: device time of encoder passes ahead of their microbatch, of the rank that has most, seconds;
+            None without encoder prefetch.
         checkpoint_s: for which training stood still for a checkpoint since the iteration before, seconds.
         forward_backward_s: device time of the forward and backward passes, bridge waits and gradient reduction
             included, on the slowest rank of each module, seconds.
@@ -105,6 +107,7 @@ class StepRecord:
     encoder_imbalance_unbalanced: float | None = None
     data_wait_s: float = 0.0
     bridge_wait_s: float = 0.0
+    encoder_prefetch_s: float | None = None
     checkpoint_s: float = 0.0
     forward_backward_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: dict[str, float] = field(default_factory=dict)
@@ -141,6 +144,7 @@ class StepRecord:
             "packing-utilisation": self.packing_utilisation,
             "bad-samples": self.bad_samples,
             **{key: value for key, value in (("tflops", self.tflops), ("mfu", self.mfu),
+                                             ("encoder-prefetch-s", self.encoder_prefetch_s),
                                              ("encoder-imbalance", self.encoder_imbalance),
                                              ("encoder-imbalance-unbalanced", self.encoder_imbalance_unbalanced))
                if value is not None},

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from mimo.batch import EncoderBatch, Microbatch
+from mimo.observe.device_timing import DeviceTimer
 from mimo.observe.spans import Kind, Spans
 from mimo.observe.watchdog import Watchdog
 
@@ -89,6 +90,7 @@ class EncoderPrefetch:
         self._upcoming: deque[Upcoming] = deque()
         # Features that the compute stream copies, and when it is through: their memory is the encoder's stream's.
         self._copied: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._timer = DeviceTimer()
         self.active = False
 
     def begin_step(self, microbatches: Sequence[Microbatch],
@@ -131,6 +133,10 @@ class EncoderPrefetch:
         while self._has_more:
             self._run_next(prefetched=True)
 
+    def drain_s(self) -> float:
+        """Seconds of the device since the last call in `launch` and `fill`; what it has not finished counts later."""
+        return self._timer.drain_s(wait=False)
+
     @property
     def num_held(self) -> int:
         """Microbatches whose features are in the queue; one without images has none."""
@@ -167,7 +173,8 @@ class EncoderPrefetch:
         if upcoming.ahead:
             what += " of a coming iteration"
         with (self._watchdog.waiting(what, module=self._module, microbatch=upcoming.index),
-              self._spans.span(Kind.FORWARD, what, microbatch=upcoming.index), self._on_own_stream()):
+              self._spans.span(Kind.FORWARD, what, microbatch=upcoming.index), self._on_own_stream(),
+              self._timer.measure() if prefetched else nullcontext()):
             # Copied where it is used: its memory then goes back in the order in which the stream uses it.
             features = self._submodule.run_encoder(upcoming.side.to(self._device).inputs)
             ready = None if self._stream is None else self._stream.record_event()

@@ -251,10 +251,8 @@ class TrainingLoop:
         taken, self.checkpoint_s = self.checkpoint_s, 0.0
         return taken
 
-    def _record(
-        self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float,
-        observer: StepObserver,
-    ) -> StepRecord:
+    def _record(self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float,
+                observer: StepObserver) -> StepRecord:
         """Figures of one iteration; the maxima over ranks are agreed here."""
         timers = [bridge.timer for bridge in self.parts.built.model.colocated_comms.values()]
         if self.parts.communicator is not None:
@@ -262,7 +260,8 @@ class TrainingLoop:
         names = list(self.grids.layout.grids)
         own = (float(self.platform.peak_memory_bytes()), self.parts.schedule_timer.drain_s(),
                self.parts.optimizer_timer.drain_s())
-        maxima = [data_wait_s, sum(timer.drain_s() for timer in timers)]
+        prefetch = self.parts.prefetch
+        maxima = [data_wait_s, sum(timer.drain_s() for timer in timers), prefetch.drain_s() if prefetch else 0.0]
         maxima += [value if name in self.grids.modules else 0.0 for value in own for name in names]
         maxima.append(float(self.saver is not None and self.saver.is_writing))
         images, unbalanced = image_tokens(microbatches)
@@ -271,7 +270,7 @@ class TrainingLoop:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
         largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
         largest, largest_row = largest[: -len(row)], largest[-len(row) :]
-        data_wait_s, bridge_wait_s, *by_module, writing = largest[: len(maxima)]
+        data_wait_s, bridge_wait_s, prefetch_s, *by_module, writing = largest[: len(maxima)]
         peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
         most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
         self._go_on_saving(bool(writing))
@@ -300,6 +299,7 @@ class TrainingLoop:
             encoder_imbalance_unbalanced=imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes),
             data_wait_s=data_wait_s,
             bridge_wait_s=bridge_wait_s,
+            encoder_prefetch_s=prefetch_s if self.config.train.encoder_prefetch_depth else None,
             checkpoint_s=self._taken_checkpoint_s(),
             forward_backward_s=schedules,
             optimizer_s=updates,

@@ -232,6 +232,7 @@ def test_what_runs_inside_a_wait_is_a_forward_pass(pool: WorkerPool, tmp_path: P
     # The first iteration runs its own images and the second's, the last one none.
     passes = [figures["timeline/vision/forward-s"] for figures in found]
     assert passes[0] > 2 * DELAY_S and passes[1] > DELAY_S and passes[2] > DELAY_S and passes[3] < DELAY_S
+    assert [figures["encoder-prefetch-s"] > DELAY_S for figures in found] == [True, True, True, False]
     ahead = "encoder prefetch of a coming iteration"
     for iteration in range(1, 5):
         gantt = json.loads((tmp_path / "timeline" / f"step-{iteration}.json").read_text())
