@@ -6,17 +6,20 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mimo.grid.groups import Grids
+from mimo.grid.spec import Layout
 from mimo.observe.errors import write_report
 from mimo.observe.stall_processes import own_process, show_stacks_on_signal
 from mimo.observe.stall_status import RankProcess, RankStatus
 from mimo.observe.stall_store import Processes, StallStore, Statuses
 from mimo.observe.stall_summary import RankPlace, write_summary
 from mimo.observe.watchdog import Conclusion, Watchdog
+
+if TYPE_CHECKING:
+    from mimo.grid.groups import Grids
 
 SUMMARY_FILE = "stall-summary.txt"
 
@@ -29,7 +32,7 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path) -> Watchd
         grids: process groups; all ranks call this.
         run_dir: gets `stall-rankN.txt` of every rank and `stall-summary.txt`.
     """
-    folder, places = Path(run_dir), rank_places(grids)
+    folder, places = Path(run_dir), rank_places(grids.layout)
 
     def write(statuses: Statuses, processes: Processes) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -54,9 +57,9 @@ def _holder(places: dict[int, RankPlace]) -> str:
     return f"the process of {places[0].who}, which is stopped or gone, or cannot be reached"
 
 
-def rank_places(grids: Grids) -> dict[int, RankPlace]:
-    """Every rank of the layout in words, with its module and pipeline stage as its role."""
-    places, layout = {}, grids.layout
+def rank_places(layout: Layout) -> dict[int, RankPlace]:
+    """Every rank of the layout in words, with its modules and their pipeline stages as its role."""
+    places = {}
     for rank in range(layout.world_size):
         modules = layout.modules_of(rank)
         role = tuple((name, layout.grids[name].coordinates(rank)["pp"]) for name in modules)

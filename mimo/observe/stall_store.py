@@ -82,7 +82,8 @@ class StallStore:
         """Answer with this rank's status and wait until the summary is out.
 
         Returns:
-            Processes of the ranks that did not answer; None if the store, or whoever was to write the summary, did not.
+            Processes without an answer that this rank has to end, those of its host if it is the first there that
+            answered; None if the store, or whoever was to write the summary, did not answer.
         """
         self._status = status
         self._asked.set()
@@ -136,18 +137,23 @@ class StallStore:
         self._store.add(self._key("count"), 1)
 
     def _summarise(self) -> tuple[RankProcess, ...] | None:
-        """Write the summary or wait for it; processes of the ranks without an answer, None if nobody wrote."""
+        """Write the summary or wait for it; as `conclude`."""
         self._store.set(self._key("stalled"), "1")
         for writer in range(NUM_WRITERS):
             if self._store.add(self._key(f"writer/{writer}"), 1) == 1:
-                silent = self._gather_and_write()
-                self._store.set(self._key("done"), json.dumps([asdict(process) for process in silent]))
-                return silent
+                tasks = self._gather_and_write()
+                self._store.set(self._key("done"), json.dumps([[rank, asdict(process)] for rank, process in tasks]))
+                return self._own(tasks)
             if self._wait_until(lambda: self._has("done"), WRITER_S):
-                return tuple(RankProcess(**data) for data in json.loads(self._store.get(self._key("done"))))
+                return self._own([(rank, RankProcess(**data))
+                                  for rank, data in json.loads(self._store.get(self._key("done")))])
         return None
 
-    def _gather_and_write(self) -> tuple[RankProcess, ...]:
+    def _own(self, tasks: list[tuple[int, RankProcess]]) -> tuple[RankProcess, ...]:
+        return tuple(process for rank, process in tasks if rank == self._process.rank)
+
+    def _gather_and_write(self) -> list[tuple[int, RankProcess]]:
+        """Returns the processes without an answer, each with the rank that has to end it."""
         self._wait_until(lambda: self._heard_of(self._store.add(self._key("count"), 0)) >= self._world_size, ANSWERS_S)
         answers = [status_from_json(line) for line in self._lines("answers")]
         processes = {process.rank: process for process in (RankProcess(**json.loads(line))
@@ -156,7 +162,11 @@ class StallStore:
         self._writing = True
         self._write(statuses, processes)
         self._writing = False
-        return tuple(process for rank, process in processes.items() if rank not in statuses)
+        first: dict[str, int] = {}
+        for rank in sorted(rank for rank, status in statuses.items() if rank in processes and not status.left):
+            first.setdefault(processes[rank].host, rank)
+        return [(first[process.host], process) for rank, process in processes.items()
+                if rank not in statuses and process.host in first]
 
     def _lines(self, name: str) -> list[bytes]:
         return self._store.get(self._key(name)).splitlines() if self._has(name) else []

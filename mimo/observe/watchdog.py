@@ -47,7 +47,7 @@ class Conclusion(Protocol):
         ...
 
     def conclude(self, status: RankStatus) -> tuple[RankProcess, ...] | None:
-        """Give this rank's status and wait for the summary: processes of ranks without an answer, None without one."""
+        """Give this rank's status and wait for the summary: processes that this rank has to end, None without one."""
         ...
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class Watchdog:
             self.report("stall")
         else:
             # The answer goes out first: others wait for it.
-            talk = threading.Thread(target=self.report, args=("stall" if fired else "stall elsewhere; where it is",),
+            talk = threading.Thread(target=self.report, args=("stall" if fired else "stall elsewhere, seen",),
                                     daemon=True)
             talk.start()
             silent = conclusion.conclude(status)

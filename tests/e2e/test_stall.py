@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import find_worker, finish, losses, start_torchrun
+from tests.support.launch import ROOT, find_worker, finish, losses, start_torchrun
 
 MODEL = ("--device", "cpu", "--model-provider", "mock", "--no-bf16", "--seq-length", "256", "--eval-iters", "0",
          "--watchdog-timeout-s", "8")
@@ -82,15 +84,19 @@ def test_a_lane_without_data(tmp_path: Path) -> None:
     assert "StallingStream" in output or "stalling_data.py" in output, "where it waited, as a Python stack"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_a_signal_has_stopped(tmp_path: Path, rank: int) -> None:
-    """Also the one that would hold the store without a launcher. The process ends, stopped as it is."""
-    process = start(tmp_path, 2, *MOCK)
-    metrics = tmp_path / "metrics.jsonl"
+def wait_for_steps(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() or not metrics.read_text():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_a_signal_has_stopped(tmp_path: Path, rank: int) -> None:
+    """Also the one that would hold the store without a launcher. The process ends, stopped as it is."""
+    process = start(tmp_path, 2, *MOCK)
+    wait_for_steps(tmp_path, process)
     pid = find_worker(process.pid, rank)
     os.kill(pid, signal.SIGSTOP)
     summary, _ = summary_of(process, tmp_path)
@@ -108,3 +114,26 @@ def test_a_rank_whose_interpreter_is_locked(tmp_path: Path) -> None:
     assert "everybody waits for rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
     assert "a call into C keeps the interpreter's lock" in reason
     assert "in train_step_in_c" in output
+
+
+def test_without_a_launcher_a_stopped_first_rank_takes_the_summary_away_but_not_the_exit(tmp_path: Path) -> None:
+    """The store of the process groups is in its process, so nobody can gather."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "train_hetero.py", *MODEL, *MOCK, "--run-dir", str(tmp_path)]
+    settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port)}
+    first, second = (subprocess.Popen(command, cwd=ROOT, env=os.environ | settings | {"RANK": rank, "LOCAL_RANK": rank},
+                                      text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in "01")
+    try:
+        wait_for_steps(tmp_path, second)
+        first.send_signal(signal.SIGSTOP)
+        done = finish(second, 120)
+    finally:
+        first.kill()
+        first.communicate()
+    assert done.returncode == 17
+    assert "stall on rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0)" in done.stdout, done.stdout[-4000:]
+    assert ("there is no answer from the process of rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0), which is stopped or gone"
+            in done.stdout)

@@ -73,11 +73,10 @@ def test_one_rank_that_stalls_makes_all_answer_and_one_of_them_write() -> None:
     assert {process.pid for process in processes.values()} == {100, 101, 102, 103}
 
 
-def test_ranks_without_an_answer_are_told_to_all_with_their_processes() -> None:
+def test_one_rank_of_its_host_is_told_to_end_a_process_without_an_answer() -> None:
     ranks = Ranks(WORLD)
     ranks.ends[3]._thread.join(0.2)
-    silent = (RankProcess(3, HOST, 103, 1),)
-    assert ranks.conclude([0, 1, 2]) == {0: silent, 1: silent, 2: silent}
+    assert ranks.conclude([0, 1, 2]) == {0: (RankProcess(3, HOST, 103, 1),), 1: (), 2: ()}
     (_, statuses, _), = ranks.written
     assert sorted(statuses) == [0, 1, 2]
 

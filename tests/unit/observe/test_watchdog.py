@@ -103,7 +103,7 @@ with watchdog.limit(float("inf")), watchdog.waiting("checkpoint"):
     out, error = process.communicate(timeout=60)
     assert process.returncode == 17
     assert out.startswith("3 False ['checkpoint'] ()\n")
-    assert error.startswith("stall elsewhere; where it is on rank 3: no progress for ")
+    assert error.startswith("stall elsewhere, seen on rank 3: no progress for ")
     assert "rank 3 knows of no summary of the stall: there is no answer from the launcher" in error, "it said None"
 
 
