@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mimo.observe.report.kinds import OTHER_MODULES, WORDS
+from mimo.observe.report.kinds import OTHER_MODULES, WAITS, WORDS
 from mimo.observe.report.rl import rl_parts
 from mimo.observe.report.run import Run
 from mimo.observe.report.summary import (
@@ -23,6 +23,7 @@ from mimo.observe.spans import Kind
 
 # Waits below this share of a step are none to speak of; other waits than those at the bridge are told from that one on.
 LEAST_WAIT, TOLD_WAIT = 0.05, 0.1
+FURTHER_WAITS = (Kind.PIPELINE_WAIT, Kind.DATA_WAIT, Kind.IDLE)
 # Held-out figures that are no results, but say what was evaluated.
 NO_RESULTS = ("samples",)
 
@@ -77,7 +78,7 @@ def how_fast(run: Run) -> Answer:
     found = speed(run)
     if found is None:
         return Answer("Not known", "No iteration has a time.")
-    unit = "process" if run.flags.get("train", {}).get("device") == "cpu" else "GPU"
+    unit = {"cpu": "process", "cuda": "GPU"}.get(run.flags.get("train", {}).get("device", ""), "rank")
     parts = []
     if found.tokens_per_s is not None:
         rate = found.tokens_per_s
@@ -91,16 +92,13 @@ def how_fast(run: Run) -> Answer:
                   f"{text}medians over the last {found.num_iterations:,} of {len(run.steps):,} iterations.")
 
 
-def _waits(name: str, each: ModuleTime) -> str:
-    others = [f"{percent(each.share(kind))} {WORDS[kind]}" for kind in (Kind.PIPELINE_WAIT, Kind.DATA_WAIT, Kind.IDLE)
-              if each.share(kind) >= TOLD_WAIT]
+def _waits(name: str, each: ModuleTime, least: float = TOLD_WAIT, kinds: Sequence[Kind] = FURTHER_WAITS) -> str:
+    others = [f"{percent(each.share(kind))} {WORDS[kind]}" for kind in kinds if each.share(kind) >= least]
     return f" {name} spent {joined(others)}." if others else ""
 
 
 def _against_ideal(times: Mapping[str, ModuleTime]) -> str:
     longest, best = max(each.step_s for each in times.values()), ideal_s(times)
-    if any(OTHER_MODULES in each.parts for each in times.values()):
-        return f" The passes of all modules are {percent(best / longest)} of the step."
     slowest = escape(max(times, key=lambda name: times[name].passes_s))
     which = "slower" if len(times) == 2 else "slowest"
     return (f" The {which} grid is {slowest}: its passes alone take {seconds(best)}, {percent(best / longest)} of a "
@@ -109,7 +107,7 @@ def _against_ideal(times: Mapping[str, ModuleTime]) -> str:
 
 def _on_shared_ranks(times: Mapping[str, ModuleTime]) -> Answer:
     own = [f"{percent(each.passes_s / each.step_s)} passes of {escape(name)}" for name, each in times.items()]
-    waits = _waits("Its ranks", next(iter(times.values())))
+    waits = _waits("The ranks", next(iter(times.values())), LEAST_WAIT, WAITS)
     return Answer("None: they share their ranks", f"Of a step, {joined(own)}.{waits}")
 
 

@@ -93,9 +93,9 @@ def chart(title: str, runs: Sequence[Run], keys: Mapping[str, str], *, scale: fl
     return line_chart(title, lines_of(runs, keys, scale=scale), log=log, zero=zero, note=note)
 
 
-def any_above(runs: Sequence[Run], key: str) -> bool:
-    """Whether a figure is above 0 anywhere."""
-    return any(run.steps.has(key) and float(np.nanmax(run.steps.get(key))) > 0 for run in runs)
+def any_above(runs: Sequence[Run], key: str, bound: float = 0.0) -> bool:
+    """Whether a figure is above a bound anywhere."""
+    return any(bool((run.steps.get(key) > bound).any()) for run in runs)
 
 
 def varies(runs: Sequence[Run], key: str) -> bool:

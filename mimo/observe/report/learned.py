@@ -64,7 +64,8 @@ def lanes(runs: Sequence[Run]) -> str:
     imbalance = chart("Encoder imbalance", runs, {"encoder-imbalance": "as trained",
                                                   "encoder-imbalance-unbalanced": "without balanced packing"},
                       note="Image tokens of the fullest lane over the mean of all lanes. 1 is even.")
-    charts = [imbalance if varies(runs, "encoder-imbalance") or varies(runs, "encoder-imbalance-unbalanced") else ""]
+    uneven = ("encoder-imbalance", "encoder-imbalance-unbalanced")
+    charts = [imbalance if any(any_above(runs, key, 1.0) for key in uneven) else ""]
     for kind in ("image", "text"):
         least, most = (f"timeline/{kind}-tokens-per-lane/{end}" for end in ("min", "max"))
         differs = any(run.steps.has(most) and bool((run.steps.get(least) < run.steps.get(most)).any()) for run in runs)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from html import escape
 
+import numpy as np
+
 from mimo.observe.report.answers import Answer, compared, did_it_learn, how_fast, who_waited
 from mimo.observe.report.compare import compare_section
 from mimo.observe.report.html import LETTERS
@@ -13,7 +15,7 @@ from mimo.observe.report.learned import lanes, learned, memory
 from mimo.observe.report.rl_section import rl_section
 from mimo.observe.report.run import Run
 from mimo.observe.report.style import CSS, SCRIPT, hatches, part_css
-from mimo.observe.report.summary import module_times
+from mimo.observe.report.summary import finite, module_times
 from mimo.observe.report.text import joined, seconds
 from mimo.observe.report.time_sections import gantt_section, speed_section, stops_section, where_time_went
 
@@ -51,9 +53,9 @@ def _description(run: Run) -> str:
     if len(run.steps):
         planned = run.planned_iterations
         parts.append(f"{int(run.steps.iterations[-1]):,}" + (f" of {planned:,}" if planned else "") + " iterations")
-        walls = run.steps.get("wall_time")
-        if run.steps.has("wall_time"):
-            began = float(walls[0]) - float(run.steps.get("iteration-time")[0])
+        walls = finite(run.steps.get("wall_time"))
+        if len(walls):
+            began = float(walls[0]) - float(np.nan_to_num(run.steps.get("iteration-time")[0]))
             parts.append(f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(began))} UTC, "
                          f"{seconds(float(walls[-1]) - began)} long")
     return " &middot; ".join(filter(None, parts))
@@ -138,5 +140,5 @@ def page(runs: Sequence[Run]) -> str:
     title = " against ".join(escape(run.name) for run in runs)
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{title}</title><style>{CSS}{part_css()}</style>'
-            f'</head><body><main>{"".join(body)}</main><div id="tip" role="status"></div><script>{SCRIPT}</script>'
+            f'</head><body><main>{"".join(body)}</main><div id="tip" aria-hidden="true"></div><script>{SCRIPT}</script>'
             "</body></html>\n")

@@ -42,7 +42,7 @@ def seconds(value: float) -> str:
 
 def time_ticks(ticks: list[float]) -> list[str]:
     """Times on an axis, all in the unit of the last: `0`, `50 ms`, `100 ms`."""
-    unit, length_s = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if ticks[-1] >= 2 * pair[1]), ("us", 1e-6))
+    unit, length_s = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if ticks[-1] >= pair[1]), ("us", 1e-6))
     return [f"{tick / length_s:.6g} {unit}" if tick else "0" for tick in ticks]
 
 

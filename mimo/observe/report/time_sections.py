@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -10,8 +11,9 @@ import numpy as np
 from mimo.observe.report.bars import Bar, stacked_bars
 from mimo.observe.report.gantt_chart import gantt_chart, num_shapes
 from mimo.observe.report.html import any_above, by_module, chart, prefixed, run_name, section, table
-from mimo.observe.report.kinds import CSS_OF_PART, ORDER, WORDS
+from mimo.observe.report.kinds import CSS_OF_PART, ORDER, OTHER_MODULES, WORDS
 from mimo.observe.report.lines import Line, line_chart
+from mimo.observe.report.rl import ENGINE_PARTS, OWN_PARTS
 from mimo.observe.report.run import MAX_STEPS, Run, evenly
 from mimo.observe.report.summary import (
     ModuleTime,
@@ -33,6 +35,7 @@ NUM_SLOWEST = 5
 TYPICAL = "without the first ones, the fastest and the slowest tenth"
 # Slower than this multiple of the median is a slow iteration.
 SLOW = 1.5
+PART_KEY = re.compile(r"timeline/(?P<module>.+)/(?P<part>[^/]+)-max-s")
 
 
 def speed_section(runs: Sequence[Run]) -> str:
@@ -89,14 +92,20 @@ def where_time_went(runs: Sequence[Run]) -> str:
         title = "Mean step of a rank of each grid" + (f", run {'AB'[index]}" if len(runs) > 1 else "")
         blocks.append(stacked_bars(title, _bars(times, runs, index), CSS_OF_PART,
                                    marker=(best, f"ideal {seconds(best)}: {percent(best / longest)} of the step"),
-                                   note="The ideal is a step in which the grid with the longest passes does nothing "
-                                        f"else. Means over the ranks of a grid and the typical iterations: {TYPICAL}."))
+                                   note=f"The ideal is a step in which {_ideal_words(times)}. Means over the ranks of "
+                                        f"a grid and the typical iterations: {TYPICAL}."))
         blocks.append(_parts_table(run, times))
     waits = chart("Longest wait of any rank at the bridge (s)", runs, {"bridge-wait-s": "bridge"}, zero=True)
     shares = _shares(runs)
     return section("Where each grid's time went", [*blocks, shares or waits],
                    "Parts sum to the step. Waiting at the bridge is waiting for the other grid, and the transfer "
                    "itself.")
+
+
+def _ideal_words(times: Mapping[str, ModuleTime]) -> str:
+    if any(OTHER_MODULES in each.parts for each in times.values()):
+        return "the ranks do the passes of all modules and nothing else"
+    return "the grid with the longest passes does nothing else"
 
 
 def _parts_table(run: Run, times: Mapping[str, ModuleTime]) -> str:
@@ -181,14 +190,17 @@ def _slowest(runs: Sequence[Run], index: int) -> str:
 
 
 def _grown(run: Run, row: int) -> str:
-    """Which part of which module took most more than usual in a record."""
+    """Which part took most more than usual in a record, of a module or of an iteration of reinforcement learning."""
+    names = dict(ENGINE_PARTS | OWN_PARTS)
+    for key in run.steps.columns:
+        match = PART_KEY.fullmatch(key)
+        if match is not None and match["part"] in WORDS:
+            names[key] = f"{match['module']}: {WORDS[match['part']]}"
     most, words = 0.0, ""
-    for key, column in run.steps.columns.items():
-        if not (key.startswith("timeline/") and key.endswith("-max-s")) or key.endswith("/step-max-s"):
-            continue
+    for key, name in names.items():
+        column = run.steps.get(key)
         usual = median(column)
         if usual is not None and np.isfinite(column[row]) and column[row] - usual > most:
-            _, module, part = key.removesuffix("-max-s").split("/", 2)
             most = float(column[row]) - usual
-            words = f"{escape(module)}: {WORDS.get(part, part)}, {seconds(most)} more"
+            words = f"{escape(name)}, {seconds(most)} more"
     return words

@@ -212,4 +212,4 @@ def test_numbers_for_people() -> None:
     assert [size(value) for value in (512, 1.5 * 2**30)] == ["512 B", "1.5 GiB"]
     assert [rounded(value) for value in (2.8149, 0.15591, float("nan"))] == ["2.81", "0.156", "not finite"]
     assert time_ticks([0.0, 0.05, 0.1]) == ["0", "50 ms", "100 ms"]
-    assert time_ticks([0.0, 0.5, 2.0]) == ["0", "0.5 s", "2 s"]
+    assert time_ticks([0.0, 0.5, 1.0]) == ["0", "0.5 s", "1 s"]

@@ -153,7 +153,9 @@ def test_grids_that_share_ranks_wait_for_none(tmp_path: Path) -> None:
     run = run_of(tmp_path, [shared(step) for step in range(1, 20)], layout="colocated")
     assert who_waited(run).words == "None: they share their ranks"
     assert "25 % passes of vision and 80 % passes of language" in who_waited(run).sentences
+    assert "60 % waiting at the bridge" in who_waited(run).sentences
     assert ideal_s(module_times(run)) == pytest.approx(1.05), "one after the other"
+    assert "the passes of all modules and nothing else" in page([run])
 
 
 def test_without_a_timeline_its_sections_are_left_out(tmp_path: Path) -> None:
@@ -266,6 +268,38 @@ def test_time_between_iterations(tmp_path: Path) -> None:
     html = page([read_run(tmp_path)])
     assert re.search(r"<td>evaluations</td><td class=\"num\">0.5 s</td>", html)
     assert re.search(r"<td>checkpoints</td><td class=\"num\">0.4 s</td>", html)
+
+
+def test_uneven_lanes(tmp_path: Path) -> None:
+    def record(iteration: int, least: float, imbalance: float) -> dict[str, Any]:
+        lanes = {"timeline/image-tokens-per-lane/min": least, "timeline/image-tokens-per-lane/max": 100.0}
+        return step_record(iteration, 1.0, **lanes, **{"encoder-imbalance": imbalance})
+
+    even = page([run_of(tmp_path / "even", [record(step, 100.0, 1.0) for step in (1, 2, 3)])])
+    assert "Lanes" not in headings(even)
+    uneven = page([run_of(tmp_path / "uneven", [record(step, 60.0, 1.25) for step in (1, 2, 3)])])
+    assert "Lanes" in headings(uneven)
+    assert "Encoder imbalance" in uneven and "fullest lane" in uneven and "Text tokens of a lane" not in uneven
+
+
+def test_a_slow_iteration_of_reinforcement_learning_names_its_part(tmp_path: Path) -> None:
+    records = [policy_record(step, 0.5) for step in range(1, 31)]
+    records[20] |= {"iteration-time": 9.0, "rollout-s": 7.6}
+    html = page([run_of(tmp_path, records)])
+    assert re.search(r"<td>21</td>.*?<td class=\"num\">rollout, 7 s more</td>", html)
+
+
+def test_times_of_an_unknown_device_are_per_rank(tmp_path: Path) -> None:
+    for device, unit in (("auto", "rank"), ("cpu", "process"), ("cuda", "GPU")):
+        run = run_of(tmp_path, usual_records(), device=device)
+        assert f"2,000 tokens/s per {unit}," in how_fast(run).sentences
+
+
+def test_records_without_clocks(tmp_path: Path) -> None:
+    records = [step_record(step, 1.0) | {"wall_time": None, "iteration-time": None} for step in (1, 2, 3)]
+    html = page([run_of(tmp_path, records)])
+    assert "No iteration has a time." in html
+    headings(html)
 
 
 def test_steps_to_choose_from(tmp_path: Path) -> None:
