@@ -44,7 +44,6 @@ from mimo import registry
 from mimo.config.cli import parse
 from scripts.bench import presets
 from scripts.bench.layout_search import (
-    COLOCATED,
     DISJOINT,
     HOMOGENEOUS,
     KINDS,
@@ -68,6 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--gpus", type=int, required=True, help="ranks of every layout; processes on the CPU")
     parser.add_argument("--preset", choices=presets.PRESETS,
                         help="model, data and batch; left out: h200 on cuda, tiny on cpu")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="kinds that are compared; left out: all three")
     for kind in KINDS:
         parser.add_argument(f"--{kind}", action="append", default=[], metavar="FLAGS",
                             help=f"a {kind} layout in place of the search; may be given several times")
@@ -90,6 +90,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         parser.error(f"--loss-steps {chosen.loss_steps}: the shortest runs have --warmup-steps {chosen.warmup_steps} + "
                      f"--search-steps {chosen.search_steps} iterations")
     chosen.preset = chosen.preset or presets.DEFAULT[chosen.device]
+    chosen.kind = [kind for kind in KINDS if kind in (chosen.kind or KINDS)]
     return chosen, further
 
 
@@ -103,7 +104,8 @@ class Bench:
     """
 
     def __init__(self, chosen: argparse.Namespace, flags: list[str], folder: Path) -> None:
-        self.chosen, self.flags, self.folder = chosen, flags, folder
+        self.chosen, self.folder = chosen, folder
+        presets.check_gpus(chosen.device, chosen.gpus)
         self.base = quiet(parse(flags))
         encoders = registry.model_provider(self.base.model.model_provider).encoders(self.base.model_family)
         if len(encoders) != 1 or self.base.layout.llm_only:
@@ -112,16 +114,16 @@ class Bench:
         (self.encoder,) = encoders
         self.refused: dict[str, list[tuple[str, str]]] = {}
         self.found: dict[str, list[Candidate]] = {}
-        for kind in KINDS:
+        for kind in chosen.kind:
             named = vars(chosen)[kind]
             self.found[kind], self.refused[kind] = (
                 (given(flags, kind, named, chosen.gpus), []) if named else search(self.base, kind, chosen.gpus))
         if not any(self.found.values()):
-            words, reason = self.refused[HOMOGENEOUS][0]
+            words, reason = self.refused[chosen.kind[0]][0]
             raise ValueError(f"no layout of {chosen.gpus} ranks works; {words}: {reason}")
         self.searched: dict[str, Outcome] = {}
         self.rounds: list[dict[str, Outcome]] = []
-        self.pruned = dict.fromkeys(KINDS, 0)
+        self.pruned = dict.fromkeys(chosen.kind, 0)
 
     @property
     def work(self) -> dict[str, float]:
@@ -130,11 +132,12 @@ class Bench:
 
     def run(self) -> None:
         """Search, then let the best of each kind take turns."""
-        self._search([*self._kept(HOMOGENEOUS), *self._kept(COLOCATED)])
-        if not self.chosen.disjoint:
-            self.found[DISJOINT] = by_split(self.found[DISJOINT], self.encoder, self.work)
-        self._search(self._kept(DISJOINT))
-        best = [candidate for kind in KINDS if (candidate := self.best(kind)) is not None]
+        self._search([candidate for kind in self.chosen.kind if kind != DISJOINT for candidate in self._kept(kind)])
+        if DISJOINT in self.chosen.kind:
+            if not self.chosen.disjoint:
+                self.found[DISJOINT] = by_split(self.found[DISJOINT], self.encoder, self.work)
+            self._search(self._kept(DISJOINT))
+        best = [candidate for kind in self.chosen.kind if (candidate := self.best(kind)) is not None]
         turns = [(candidate, f"round {number + 1}") for number in range(self.chosen.rounds) for candidate in best]
         outcomes = self._run(turns, self.chosen.steps)
         names = [candidate.name for candidate in best]
@@ -163,9 +166,9 @@ class Bench:
 
     def best(self, kind: str) -> Candidate | None:
         """The fastest candidate of a kind in the search; None where none came to its end."""
-        ended = [(self.searched[candidate.name].tokens_per_s, index) for index, candidate in enumerate(self.found[kind])
+        ended = [(self.searched[candidate.name].tokens_per_s, candidate) for candidate in self.found.get(kind, ())
                  if candidate.name in self.searched and not self.searched[candidate.name].error]
-        return self.found[kind][max(ended, key=lambda each: (each[0], -each[1]))[1]] if ended else None
+        return max(ended, key=lambda each: each[0])[1] if ended else None
 
     def row(self, candidate: Candidate) -> dict[str, Any]:
         """Figures of a candidate: of its turns where it had any, else of the search."""
@@ -229,7 +232,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 def report(bench: Bench) -> int:
     """Print everything; gives the exit code: 1 where a run failed for another reason than memory, or losses differ."""
     chosen = bench.chosen
-    tried = [candidate for kind in KINDS for candidate in bench.found[kind] if candidate.name in bench.searched]
+    tried = [candidate for found in bench.found.values() for candidate in found if candidate.name in bench.searched]
     rows = [bench.row(candidate) for candidate in tried]
     tolerance = chosen.loss_tolerance or TOLERANCE["bf16" if bench.base.model.bf16 else "fp32"]
     worst, whose = bench.worst_loss()

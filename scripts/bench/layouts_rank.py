@@ -27,7 +27,7 @@ DONE, OUT_OF_MEMORY = "done", "out-of-memory-rank"
 
 
 def train(config: RunConfig, platform: Platform, rank: int, world_size: int) -> None:
-    """One run, to its end."""
+    """One run, to its end. Where there is not enough memory the rank says so and ends; torchrun ends the others."""
     from mimo.grid.groups import Grids
     from mimo.training.loop import TrainingLoop
     from scripts.bench.same_weights import set_weights
@@ -48,7 +48,15 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int) -> 
     with Grids(validate(config, world_size, rank), platform.backend) as grids:
         loop = SameStart(config, grids, platform, registry.model_provider(config.model.model_provider),
                          config.find_dataset(config.data.dataset_provider))
-        loop.run()
+        try:
+            loop.run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = " ".join(str(error).split()) or type(error).__name__
+            (folder / f"{OUT_OF_MEMORY}{rank}").write_text(text, encoding="utf-8")
+            # Before groups are destroyed: the others wait in a collective.
+            os._exit(1)
         platform.synchronize()
     if rank == 0:
         (folder / DONE).touch()
@@ -64,21 +72,12 @@ def free(platform: Platform) -> None:
 
 
 def run_all(runs: list[dict[str, Any]], platform: Platform, memory_limit_gib: float | None) -> None:
-    """Every run in turn. A rank that runs out of memory says so and ends; torchrun then ends the others."""
+    """Every run in turn."""
     import torch.distributed as dist
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     limit_memory(memory_limit_gib, platform)
     for run in runs:
-        config = parse(["--config", run["flags"]])
-        try:
-            train(config, platform, rank, world_size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            text = " ".join(str(error).split()) or type(error).__name__
-            (Path(run["folder"]) / f"{OUT_OF_MEMORY}{rank}").write_text(text, encoding="utf-8")
-            os._exit(1)
+        train(parse(["--config", run["flags"]]), platform, dist.get_rank(), dist.get_world_size())
         free(platform)
 
 

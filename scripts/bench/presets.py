@@ -16,7 +16,7 @@ SMALLEST = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-quer
 # billion. A vision transformer's patches become language tokens in squares.
 _GPU = """--model-provider llava --num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 24
 --num-query-groups 8 --max-position-embeddings 4096 --vision-hidden-size 1536 --vision-num-layers 20
---vision-num-unused-layers 0 --vision-num-attention-heads 24 --vision-ffn-hidden-size 6144 --vision-hidden-act gelu
+--vision-num-unused-layers 0 --vision-num-attention-heads 24 --vision-ffn-hidden-size 6144
 --dataset-provider mock --mock-text-only-fraction 0 --seq-length 4096 --micro-batch-size 1 --global-batch-size 12
 --lr 1e-5 --lr-decay-style constant""".split()
 
@@ -44,3 +44,14 @@ def flags(device: str, preset: str) -> list[str]:
         preset: a name of `PRESETS`.
     """
     return [*PRESETS[preset], *ON_DEVICE[device], "--device", device]
+
+
+def check_gpus(device: str, ranks: int) -> None:
+    """Raise ValueError where this host has fewer GPUs than ranks are to run on."""
+    if device == "cpu":
+        return
+    import torch  # for this alone
+
+    there = torch.cuda.device_count()
+    if ranks > there:
+        raise ValueError(f"--device cuda: the grids have {ranks} ranks, this host has {there} GPUs")

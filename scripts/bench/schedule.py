@@ -103,6 +103,7 @@ def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
                          "between grids on disjoint ones only")
     if not config.observe.timeline:
         raise ValueError("--no-timeline leaves nothing to measure with")
+    presets.check_gpus(chosen.device, layout.world_size)
     return config
 
 
@@ -155,7 +156,9 @@ def report(chosen: argparse.Namespace, config: RunConfig, layout: Any, blocks: l
     print(json.dumps({
         "device": chosen.device, "device_name": device_name, "ranks": layout.world_size,
         "seed": config.train.seed, "model": config.model.model_provider, "preset": chosen.preset, "grids_of": parallel,
-        "microbatches": num_microbatches(config), "synthetic": chosen.synthetic, "blocks": chosen.blocks,
+        "microbatches": num_microbatches(config), "global_batch_size": config.train.global_batch_size,
+        "seq_length": config.train.seq_length, "freeze": config.model.freeze,
+        "prefetch_depth": config.train.encoder_prefetch_depth, "synthetic": chosen.synthetic, "blocks": chosen.blocks,
         "warmup_blocks": chosen.warmup_blocks, "steps": chosen.steps, **found}), flush=True)
     return 0
 

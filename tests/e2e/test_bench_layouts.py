@@ -41,10 +41,12 @@ def test_every_kind_trains_alike(tmp_path: Path) -> None:
     assert (tmp_path / "round-1--disjoint----encoder-dp-1---llm-dp-1" / "metrics.jsonl").exists()
 
 
-def test_a_layout_without_room_is_a_row() -> None:
-    found, err = run("--memory-limit-gib", "0.05", "--hidden-size", "512", "--vocab-size", "20000", "--image-token-id",
-                     "19999", "--disjoint", "--encoder-dp 1 --llm-dp 1", "--homogeneous",
-                     "--layout colocated --encoder-dp 2 --llm-dp 2", "--colocated",
-                     "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2")
-    assert [row["error"] for row in found["layouts"]] == ["out of memory"] * 3 and "allocate" in err
-    assert found["loss_difference"] is None
+def test_a_layout_without_room_is_a_row_and_the_next_one_runs() -> None:
+    small = "--encoder-dp 1 --llm-dp 1"
+    large = f"{small} --hidden-size 512 --vocab-size 400000 --image-token-id 399999"
+    found, err = run("--kind", "disjoint", "--disjoint", large, "--disjoint", small, "--memory-limit-gib", "0.5")
+    full, trained = found["layouts"]
+    assert (full["layout"], full["error"], full["tokens_per_s"]) == (large, "out of memory", None)
+    assert "out-of-memory-rank1: " in err and "allocate" in err
+    assert (trained["layout"], trained["error"], trained["rounds"]) == (small, "", 1) and trained["tokens_per_s"] > 0
+    assert found["loss_difference"] < 1e-6 and trained["over_homogeneous"] is None

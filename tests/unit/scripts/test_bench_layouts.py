@@ -192,6 +192,14 @@ def test_layouts_that_are_named_take_the_place_of_a_search(runs, capsys):
         f"homogeneous: {named[3]}", f"disjoint: {named[1]}"]
 
 
+def test_kinds_that_are_not_asked_for_do_not_run(runs, capsys):
+    assert layouts.main([*FLAGS, "--kind", "disjoint", "--candidates", "1", "--rounds", "1"]) == 0
+    found, rows = result(capsys)
+    assert [name.partition(":")[0] for name in rows] == [DISJOINT] and len(runs.made) == 2
+    # Nothing ran before that says what the modules compute.
+    assert found["layouts"][0]["over_homogeneous"] is None
+
+
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
     """Folders of the runs of each launch; a run called bad ends it out of memory."""

@@ -214,6 +214,14 @@ def test_sleeps_need_the_cpu(capsys):
     assert "--synthetic 1.0,2.0 needs --device cpu" in capsys.readouterr().err
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert schedule.main(["--device", "cuda", "--encoder-dp", "1", "--llm-dp", "2"]) == 2
+    assert "--device cuda: the grids have 3 ranks, this host has 2 GPUs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("preset", ["h200", "h200-even"])
 def test_presets_for_gpus_are_runs_that_fit_each_other(preset):
     from mimo.config.cli import parse
