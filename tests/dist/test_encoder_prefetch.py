@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,10 @@ import numpy as np
 import pytest
 
 from tests.support import launch
-from tests.support.global_state import Piece, read_gradients
+from tests.support.prefetching import assert_same_bits, check_where_it_ran, train_with_each
 from tests.support.resuming import exact_state
 from tests.support.spawn import WorkerPool
 
-NUM_STEPS = 4
 FROZEN = "--freeze vision"
 ALL_FROZEN = "--freeze vision,projector"
 # name -> (ranks, flags, depths)
@@ -39,100 +35,6 @@ CASES = {
 }
 
 
-@dataclass
-class Trained:
-    """What a rank did and holds; where its encoder ran.
-
-    Attributes:
-        losses, grad_norms: of each step.
-        gradients: of the first step.
-        state: every parameter and optimizer tensor at the end.
-        ran_in: for each microbatch that the encoder ran on, in order, what had it run.
-        queued: images in the queue at the end of each step.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float | None] = field(default_factory=list)
-    gradients: list[Piece] = field(default_factory=list)
-    state: dict[str, np.ndarray] = field(default_factory=dict)
-    ran_in: list[str] = field(default_factory=list)
-    queued: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def watched(parts: Any, trained: Trained) -> Iterator[None]:
-    """Inside, what has the encoder of this rank run is written down."""
-    from mimo.model.submodule import VisionSubmodule
-    from mimo.training.encoder_prefetch import EncoderPrefetch
-
-    place = ["forward"]
-
-    def inside(name: str, call: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            place.append(name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                place.pop()
-
-        return wrapper
-
-    run_encoder = VisionSubmodule.run_encoder
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        output = run_encoder(*args, **kwargs)
-        if output is not None:
-            trained.ran_in.append(place[-1])
-        return output
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VisionSubmodule, "run_encoder", noting)
-        for name in ("launch", "fill", "take"):
-            patch.setattr(EncoderPrefetch, name, inside(name, getattr(EncoderPrefetch, name)))
-        for bridge in parts.communicator.bridges:
-            if parts.prefetch is not None and bridge.while_waiting is not None:
-                bridge.while_waiting = parts.prefetch.launch
-        yield
-
-
-def train(rank: int, flags: tuple[str, ...], world_size: int, depth: int) -> Trained:
-    from mimo.config.validate import num_microbatches
-    from mimo.config.validate_prefetch import steps_ahead
-    from mimo.training.step import train_step
-    from tests.support.steps import trainer_of
-
-    trained = Trained()
-    flags = (*flags, "--encoder-prefetch-depth", str(depth))
-    with trainer_of(rank, flags, world_size) as (parts, loader), watched(parts, trained):
-        assert (parts.prefetch is not None) == (depth > 0 and "vision" in parts.grids.modules)
-        ahead = steps_ahead(depth, num_microbatches(parts.config))
-        for step in range(NUM_STEPS):
-            microbatches = loader.next_step()
-            coming = loader.peek(min(ahead, NUM_STEPS - step - 1))
-            result = train_step(parts, microbatches, coming=coming, force_all_reduce=step == 0)
-            trained.losses.append(result.loss)
-            trained.grad_norms.append(result.grad_norm)
-            if step == 0:
-                trained.gradients = read_gradients(parts.built.model)
-            if parts.prefetch is not None:
-                trained.queued.append(parts.prefetch.num_held)
-        parts.built.model.disable_forward_pre_hook()
-        trained.state = exact_state(parts)
-    return trained
-
-
-def train_with_each(rank: int, flags: tuple[str, ...], world_size: int, depths: tuple[int, ...]) -> list[Trained]:
-    return [train(rank, flags, world_size, depth) for depth in depths]
-
-
-def assert_same_bits(one: Trained, other: Trained) -> None:
-    assert one.losses == other.losses and one.grad_norms == other.grad_norms
-    for piece, its in zip(one.gradients, other.gradients, strict=True):
-        assert piece.key == its.key and np.array_equal(piece.value, its.value), piece.key
-    assert one.state.keys() == other.state.keys()
-    assert [name for name, value in one.state.items() if not np.array_equal(value, other.state[name])] == []
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_changes(pool: WorkerPool, case: str) -> None:
     world_size, flags, depths = CASES[case]
@@ -142,18 +44,6 @@ def test_no_bit_changes(pool: WorkerPool, case: str) -> None:
         for depth, trained in zip(depths, on, strict=True):
             assert_same_bits(off, trained)
             check_where_it_ran(off, trained, depth, several="--global-batch-size 1" not in flags)
-
-
-def check_where_it_ran(off: Trained, on: Trained, depth: int, *, several: bool) -> None:
-    """Once for each microbatch with images, ahead of it but for the first of the run, and into the next iteration."""
-    assert len(on.ran_in) == len(off.ran_in) and set(off.ran_in) <= {"forward"}
-    if not on.ran_in:
-        return
-    first, *others = on.ran_in
-    assert first == "take" and set(others) <= {"launch", "fill"}
-    assert max(on.queued) <= depth and on.queued[-1] == 0
-    if several:
-        assert all(on.queued[:-1]), "of the next iteration"
 
 
 # The whole loop: evaluations, checkpoints, the end of the run
@@ -194,6 +84,16 @@ def test_runs_with_and_without_it_are_one_run(pool: WorkerPool, tmp_path: Path, 
         assert_one_run(off, ranks(name, *more, "--load", checkpoints[1], "--ckpt-step", "2"), begin=2)
         records = launch.records(tmp_path / name)
         assert [record["consumed_samples"] for record in records if "lm loss" in record] == [6, 8, 10]
+
+
+def test_a_run_that_is_stopped_leaves_nothing_waiting_and_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+    """Features and data of the iterations that do not come are there when it stops, on ranks that read and others."""
+    flags = ("--dataset-provider", DATA["routed"], *DEPTH, "--save", str(tmp_path / "checkpoints"))
+    stopped = pool.run(run, (*flags, "--exit-duration-in-mins", "1e-6"), str(tmp_path / "stopped"), world_size=3)
+    assert {len(losses) for losses, _ in stopped} == {1}
+    resumed = pool.run(run, (*flags, "--load", str(tmp_path / "checkpoints")), str(tmp_path / "resumed"), world_size=3)
+    whole = pool.run(run, flags[:2], str(tmp_path / "whole"), world_size=3)
+    assert_one_run(whole, resumed, begin=1)
 
 
 def assert_one_run(one: list[tuple[list[float], dict[str, np.ndarray]]],
