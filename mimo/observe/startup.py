@@ -30,7 +30,8 @@ class Phase(StrEnum):
         DATA: opening it, and waiting for the first batch.
         LOAD: a checkpoint or pretrained weights; with neither, looking for them.
         RECORDS: metrics, TensorBoard and other trackers.
-        PASSES: forward and backward of the first iteration, gradient reduction included.
+        PASSES: forward and backward of the first iteration, gradient reduction included, with what is made at its first
+            use: NCCL's communicators, compiled kernels.
         UPDATE: its optimizer step, and the iteration's end.
     """
 
@@ -109,8 +110,8 @@ class Startup:
         self._phases, self._ends_s = [Phase.IMPORTS.value], []
 
     def enter(self, phase: Phase) -> None:
-        """End the phase under way and begin another."""
-        if self._phases:
+        """End the phase under way and begin another. The same one again goes on."""
+        if self._phases and self._phases[-1] != phase.value:
             self._ends_s.append(time.monotonic() - self._began_s)
             self._phases.append(phase.value)
 
@@ -150,7 +151,8 @@ def report_of(ranks: Sequence[RankStart | None], ended_unix_s: float) -> StartRe
     starts = [start for start in ranks if start is not None]
     if not starts or len(starts) < len(ranks):
         return None
-    (phases,) = {start.phases for start in starts}
+    phases = starts[0].phases
+    assert all(start.phases == phases for start in starts), {start.phases for start in starts}
     ends_s = [max(moments) for moments in zip(*(start.ends_s for start in starts), strict=True)]
     return StartReport(ends_s[-1], _summed(phases, ends_s), ended_unix_s,
                        len({name for start in starts for name in start.groups}),

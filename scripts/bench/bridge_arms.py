@@ -175,6 +175,15 @@ def run_microbatches(operations: Operations, sent: Sequence[torch.Tensor], num_m
     operations.send_backward(sent[last % NUM_DISTINCT])
 
 
+def checker(where: str, expected: Sequence[torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
+    """What `run_microbatches` may call: raises ValueError for a tensor that is not the expected one of its turn."""
+    def take(microbatch: int, tensor: torch.Tensor) -> None:
+        if not torch.equal(tensor.detach(), expected[microbatch % len(expected)]):
+            raise ValueError(f"{where}, microbatch {microbatch}: what arrived is not what was sent")
+
+    return take
+
+
 @dataclass
 class Counts:
     """What one rank did.

@@ -127,9 +127,11 @@ class Bench:
 
     def _compare(self, steps: dict[str, Step], expected: list[torch.Tensor]) -> dict[str, Any]:
         """Check, count, time in turns and check the arms again; figures of all ranks."""
+        from scripts.bench.bridge_arms import checker
+
         arms: dict[str, Any] = {}
         for name, step in steps.items():
-            step(take=self._check(name, expected))
+            step(take=checker(f"arm {name}, rank {self.grids.rank}", expected))
             arms[name] = self._counts(step)
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         warmup = self.settings["warmup_blocks"]
@@ -139,7 +141,7 @@ class Bench:
                 if block >= warmup:
                     seconds[name].append(found / self.settings["microbatches"])
         for name, step in steps.items():
-            step(take=self._check(name, expected))
+            step(take=checker(f"arm {name}, rank {self.grids.rank}", expected))
             arms[name] |= {"seconds": statistics.median(seconds[name]), "all_seconds": seconds[name]}
         return arms
 
@@ -152,16 +154,6 @@ class Bench:
             self.wheels.destroy_broadcast_pgs()
             self.wheels.destroy_bridge_pgs()
         dist.destroy_process_group(self.all_ranks)
-
-    def _check(self, name: str, expected: list[torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
-        import torch
-
-        def take(microbatch: int, tensor: torch.Tensor) -> None:
-            if not torch.equal(tensor.detach(), expected[microbatch % len(expected)]):
-                raise ValueError(f"arm {name}, microbatch {microbatch}: rank {self.grids.rank} did not receive what "
-                                 "was sent")
-
-        return take
 
     def _counts(self, step: Step) -> dict[str, float]:
         """Of one microbatch: all ranks together, but for the host's waits, which are of the rank that has most."""

@@ -53,7 +53,7 @@ def test_moments_are_kept_between_open_and_close():
     startup.enter(Phase.MODEL)
     assert startup.close([]) is None
     startup.open()
-    for phase in (Phase.GROUPS, Phase.IMPORTS):
+    for phase in (Phase.GROUPS, Phase.GROUPS, Phase.IMPORTS):
         startup.enter(phase)
     start = startup.close(["0"])
     assert start is not None and start.phases == ("imports", "process groups", "imports")

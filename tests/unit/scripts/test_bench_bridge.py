@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from scripts.bench import bridge_arms
 from scripts.bench.bridge import CASES, cases_of, markdown, parse_arguments, parse_case, unsupported, with_ratios
-from scripts.bench.bridge_arms import BACKWARD, FORWARD, Payload, RawP2P, counted, run_microbatches
+from scripts.bench.bridge_arms import BACKWARD, FORWARD, Payload, RawP2P, checker, counted, run_microbatches
 from scripts.bench.bridge_rank import layout_of
 
 CPU = torch.device("cpu")
@@ -116,6 +116,16 @@ def test_both_sides_take_the_same_steps(count):
     assert [call[1] for call in encoder.calls[:-1]] == ["x0", "x1", "x0"][:count]
     assert [call[1] for call in language.calls[1:]] == ["g0", "g1", "g0"][:count]
     assert [microbatch for microbatch, _ in taken] == [*range(count)] * 2
+
+
+def test_a_wrong_value_is_an_error():
+    expected = [torch.zeros(4), torch.ones(4)]
+    take = checker("arm ours, rank 1", expected)
+    take(0, torch.zeros(4))
+    take(3, torch.ones(4, requires_grad=True))
+    for wrong in (torch.zeros(4), torch.ones(3), torch.tensor([1.0, 1.0, 1.0, 1.5])):
+        with pytest.raises(ValueError, match="arm ours, rank 1, microbatch 1"):
+            take(1, wrong)
 
 
 def test_what_is_counted(monkeypatch):
