@@ -214,9 +214,10 @@ def test_two_runs_side_by_side(usual: Run, tmp_path: Path) -> None:
     assert '<td class="num">2.22</td><td class="num">2.32</td><td class="num">0.1</td>' in html
     assert "<code>--lr</code></td><td>0.001</td><td>0.002</td>" in html
     assert "--global-batch-size</code>" not in html, "equal in both"
-    shown = [entry["n"] for text in re.findall(r'<script type="application/json">(.*?)</script>', html)
-             for entry in json.loads(text)["s"]]
-    assert {"A: training", "B: training", "B minus A"} <= set(shown)
+    shown = {entry["n"]: entry["y"] for text in re.findall(r'<script type="application/json">(.*?)</script>', html)
+             for entry in json.loads(text)["s"]}
+    assert {"A: training", "B: training"} <= shown.keys()
+    assert shown["B minus A"] == pytest.approx([0.0] * 5 + [0.1] * 35)
 
 
 def test_equal_runs(usual: Run) -> None:
