@@ -96,8 +96,10 @@ def where_time_went(runs: Sequence[Run]) -> str:
                                         f"a grid and the typical iterations: {TYPICAL}."))
         blocks.append(_parts_table(run, times))
     waits = chart("Longest wait of any rank at the bridge (s)", runs, {"bridge-wait-s": "bridge"}, zero=True)
-    shares = _shares(runs)
-    return section("Where each grid's time went", [*blocks, shares or waits],
+    ahead = chart("Encoder passes ahead of their microbatch, fullest rank (s)", runs,
+                  {"encoder-prefetch-s": "passes ahead"}, zero=True,
+                  note="Encoder prefetch. On a GPU they run beside the waits above.")
+    return section("Where each grid's time went", [*blocks, _shares(runs) or waits, ahead],
                    "Parts sum to the step. Waiting at the bridge is waiting for the other grid, and the transfer "
                    "itself.")
 
