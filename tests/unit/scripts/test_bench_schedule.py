@@ -68,6 +68,11 @@ def test_waits_of_a_pipeline_are_bubble_and_waits_for_the_encoder_before_it_are_
     assert parts_of(steps, "language", 6) == {"ideal": 6, "fill and drain": 2 + 2, "bubble": 1 + 3, "other": 2}
 
 
+def test_a_wait_for_a_stage_is_bubble_though_the_encoder_works_meanwhile():
+    steps = [rank(0, "vision", "FFFFFF.."), rank(1, "language", "xxFFBB.."), rank(2, "language", "ppFppB..")]
+    assert parts_of(steps, "language", 3) == {"ideal": 3, "fill and drain": 2, "bubble": 1, "other": 2}
+
+
 def test_a_longer_lane_is_imbalance_and_what_follows_it_gradient_sync():
     steps = [rank(0, "vision", "F..........", 0),
              rank(1, "language", "xFFFFBBBBgg", 0), rank(2, "language", "xFFBBgggggg", 1)]
