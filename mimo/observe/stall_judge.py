@@ -169,7 +169,9 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
         ranks = _missing(status, wait.group, places)
     elif blocked.kind in ("handle", "device") and (wait is None or not wait.group):
         ranks = _missing(status, roles, places)
-    if blocked.kind in ("handle", "device"):
+    if status.groups and blocked.kind == "device":
+        ranks = _late(status, statuses)  # if there is none, it is its own device that does not come to an end
+    elif blocked.kind == "handle":
         ranks = _late(status, statuses) or ranks
     return {(rank, "main") for rank in ranks if rank != status.rank}
 

@@ -223,7 +223,7 @@ class RoutedSource:
     def __init__(self, local: ReaderSource | None, layout: Layout, rank: int, micro_batch_size: int,
                  channel: HostChannel) -> None:
         self.reads = local is not None
-        self._local, self._channel = local, channel
+        self._local, self._layout, self._channel = local, layout, channel
         needs = needs_of(layout, rank, micro_batch_size)
         self._own = needs_from(layout, rank, rank, micro_batch_size)
         self._from: dict[int, list[Need]] = {}
@@ -253,7 +253,8 @@ class RoutedSource:
             shares, error = self._channel.receive(reader)
             self._waiting_for = None
             if error is not None:
-                raise ReportedElsewhereError(f"rank {reader}, which reads {_lanes(needs)}, has stopped: {error}")
+                raise ReportedElsewhereError(
+                    f"{self._layout.describe(reader)}, which reads {_lanes(needs)}, has stopped: {error}")
             samples |= {(need.module, need.share.lane): share for need, share in zip(needs, shares, strict=True)}
         return samples
 

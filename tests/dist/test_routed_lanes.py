@@ -122,7 +122,8 @@ def test_an_error_of_a_reader_reaches_every_rank(pool: WorkerPool) -> None:
     assert kind == "ValueError" and "shard-7.tar" in message
     for lane, (kind, message) in enumerate(others):
         assert kind == "ReportedElsewhereError", (kind, message)
-        assert f"rank 0, which reads lane {lane}, has stopped: ValueError: shard-7.tar" in message
+        assert message.startswith("rank 0 (vision grid, ")
+        assert f"), which reads lane {lane}, has stopped: ValueError: shard-7.tar" in message
 
 
 def test_packed_rows_reach_every_rank(pool: WorkerPool) -> None:

@@ -64,8 +64,9 @@ def test_a_worker_that_is_killed_is_named_with_its_shard(shards: Path, tmp_path:
     os.kill(workers[2], signal.SIGKILL)
     done = finish(process, 60)
     assert done.returncode != 0
-    assert f"a data worker was killed by signal 9: worker 2 (lane 1, pid {workers[2]})" in done.stdout
-    assert "error on rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0)" in done.stdout
+    words = f"a data worker was killed by signal 9: worker 2 (lane 1, pid {workers[2]})"
+    said = next(line for line in done.stdout.splitlines() if words in line)
+    assert "rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0)" in said, "by itself, or by a rank that waits for its samples"
     assert_gone(workers)
 
 

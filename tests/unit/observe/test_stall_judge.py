@@ -197,14 +197,14 @@ def test_a_synchronisation_with_the_accelerator_waits_for_those_that_are_not_in_
 
 
 def test_the_record_of_the_process_groups_shows_who_has_not_joined_a_collective():
-    """All hosts wait for their devices; rank 2 has not joined the fourth collective of group 1, and its own have ended.
+    """All hosts wait for their devices. Rank 2 has not joined the fourth collective of group 1, and its own have ended.
 
-    Its device may hang, or rank 1 may not have sent it something: so nobody is blamed for certain.
+    Its device may hang, or somebody may not have sent it something. So nobody is blamed for certain.
     """
     waits = GroupStatus("1", (0, 1, 2), 4, 4, "nccl:all_reduce")
     pair = GroupStatus("2", (1, 2), 7, 7, "nccl:all_gather")
     verdict = found(on_device(0, "device", waits), on_device(1, "device", waits, pair),
-                    on_device(2, "", GroupStatus("1", (0, 1, 2), 3), GroupStatus("2", (1, 2), 7)))
+                    on_device(2, "device", GroupStatus("1", (0, 1, 2), 3), GroupStatus("2", (1, 2), 7)))
     assert verdict.kind == "likely" and verdict.suspects[0].rank == 2
 
 
@@ -215,3 +215,23 @@ def test_the_record_tells_ranks_in_the_same_synchronisation_apart():
     verdict = found(on_device(0, "device", first), on_device(1, "device", behind, second), on_device(2, ""))
     assert verdict.kind == "likely" and [suspect.rank for suspect in verdict.suspects] == [2]
     assert verdict.suspects[0].waiters == 2
+
+
+def test_a_broadcast_is_waited_for_from_its_source_alone():
+    """Rank 2 took its part and has gone on: it computes, and nobody waits for it."""
+    shared = Blocked("collective", "broadcast", (0, 1, 2), source=0)
+    verdict = found(rank(0, Wait("rewards")), rank(1, blocked=shared), rank(2, bridge(1)))
+    assert the_one(verdict)[0] == 0
+    busy = judge({0: rank(0, Wait("rewards")), 1: rank(1, blocked=shared), 2: replace(rank(2), idle_s=1.0)}, PROCESSES,
+                 ROLES)
+    assert busy.suspects[0].rank == 0 and busy.suspects[0].waiters == 1
+    assert busy.suspects[1].waiters == 0
+
+
+def test_a_rank_that_came_to_a_collective_is_not_waited_for():
+    """Ranks 0 and 1 are there; rank 1 is in no graph's way: only rank 2 is missing."""
+    here = Blocked("collective", "all_reduce", (0, 1, 2))
+    verdict = found(rank(0, WORLD, blocked=here), rank(1, WORLD, blocked=here), rank(2, bridge(7)),
+                    roles=ROLES | {7: ("vision", 0)}, processes=PROCESSES | {7: RankProcess(7, "host-a", 107, 1)})
+    assert the_one(verdict)[0] == 7
+    assert verdict.suspects[0].waiters == 3
