@@ -35,18 +35,19 @@ class Bar:
         return sum(self.parts.values())
 
 
-def stacked_bars(title: str, bars: Sequence[Bar], css: Mapping[str, str], *, marker: tuple[float, str] | None = None,
-                 note: str = "") -> str:
+def stacked_bars(title: str, bars: Sequence[Bar], css: Mapping[str, str], *, axis_s: float = 0.0,
+                 marker: tuple[float, str] | None = None, note: str = "") -> str:
     """Bars on one axis of seconds.
 
     Args:
         title: what is shown.
         bars: rows, with the same parts or some of them.
         css: class of each part; the legend has them in this order.
+        axis_s: length of the axis, seconds, at least: charts to compare have the same.
         marker: seconds and words of a line across all bars.
         note: a sentence under the chart.
     """
-    longest = max([bar.total_s for bar in bars] + ([marker[0]] if marker else []))
+    longest = max([axis_s, *(bar.total_s for bar in bars), marker[0] if marker else 0.0])
     x = Scale(0.0, longest * 1.01, LEFT, WIDTH - RIGHT)
     bottom = TOP + len(bars) * (BAR + GAP)
     parts = []

@@ -76,8 +76,9 @@ def compare_section(runs: Sequence[Run]) -> str:
     if found is not None:
         gap = found.two - found.one
         what = "reward" if found.key == "reward" else "loss"
-        blocks.append(line_chart(f"Difference of the {what}, B minus A", [Line("B minus A", found.iterations, gap)],
-                                 zero=True))
+        if found.first_unequal is not None:
+            blocks.append(line_chart(f"Difference of the {what}, B minus A",
+                                     [Line("B minus A", found.iterations, gap)], zero=True))
         places = np.unique(np.linspace(0, len(gap) - 1, NUM_ROWS).round().astype(np.int64)).tolist()
         rows = [[f"{int(at):,}", number(first), number(second), number(second - first),
                  f"{rounded(100 * (second - first) / first)} %" if first else ""]

@@ -45,7 +45,7 @@ def run_name(runs: Sequence[Run], index: int, name: str) -> str:
 def lines_of(runs: Sequence[Run], keys: Mapping[str, str], *, scale: float = 1.0, first_colour: int = 0) -> list[Line]:
     """A line for each figure and run.
 
-    One figure of two runs has a colour for each run; of several figures each has a colour. The second run is dashed.
+    One figure of two runs has a colour for each run; several have a colour each, and those of the second run are dashed.
 
     Args:
         runs: one or two.
@@ -59,14 +59,14 @@ def lines_of(runs: Sequence[Run], keys: Mapping[str, str], *, scale: float = 1.0
             if key in run.steps.columns:
                 colour = index if len(keys) == 1 else place
                 found.append(Line(run_name(runs, index, name), _x(run.steps), scale * run.steps.get(key),
-                                  (first_colour + colour) % NUM_COLOURS, dashed=index == 1))
+                                  (first_colour + colour) % NUM_COLOURS, dashed=len(keys) > 1 and index == 1))
     return found
 
 
 def evaluated(runs: Sequence[Run], key: str, name: str, colour: int = 1) -> list[Line]:
     """A line of dots for each run's evaluations."""
     return [Line(run_name(runs, index, name), _x(run.evaluations), run.evaluations.get(key),
-                 index if len(runs) > 1 else colour, dashed=index == 1, dots=True)
+                 index if len(runs) > 1 else colour, dots=True)
             for index, run in enumerate(runs) if key in run.evaluations.columns]
 
 

@@ -83,14 +83,15 @@ def _bars(times: Mapping[str, ModuleTime], runs: Sequence[Run], index: int) -> l
 
 def where_time_went(runs: Sequence[Run]) -> str:
     """Parts of each grid's step, against the ideal."""
-    blocks = []
-    for index, run in enumerate(runs):
-        times = module_times(run)
+    blocks, every = [], [module_times(run) for run in runs]
+    axis_s = max((each.step_s for times in every for each in times.values()), default=0.0)
+    for index, (run, times) in enumerate(zip(runs, every, strict=True)):
         if not times:
             continue
         best, longest = ideal_s(times), max(each.step_s for each in times.values())
         title = "Mean step of a rank of each grid" + (f", run {'AB'[index]}" if len(runs) > 1 else "")
         blocks.append(stacked_bars(title, _bars(times, runs, index), CSS_OF_PART,
+                                   axis_s=axis_s,
                                    marker=(best, f"ideal {seconds(best)}: {percent(best / longest)} of the step"),
                                    note=f"The ideal is a step in which {_ideal_words(times)}. Means over the ranks of "
                                         f"a grid and the typical iterations: {TYPICAL}."))
@@ -144,8 +145,7 @@ def stops_section(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         found = stops(run)
         if found is not None and float(found.seconds.max()) > 0:
-            between.append(Line(run_name(runs, index, "between iterations"), found.after, found.seconds, index,
-                                dashed=index == 1))
+            between.append(Line(run_name(runs, index, "between iterations"), found.after, found.seconds, index))
             rows += _totals(runs, index, found)
         slowest.append(_slowest(runs, index))
     blocks.append(line_chart("Time between iterations (s)", between, zero=True,

@@ -217,13 +217,17 @@ def test_two_runs_side_by_side(usual: Run, tmp_path: Path) -> None:
     shown = {entry["n"]: entry["y"] for text in re.findall(r'<script type="application/json">(.*?)</script>', html)
              for entry in json.loads(text)["s"]}
     assert {"A: training", "B: training"} <= shown.keys()
+    bars = re.findall(r"<rect class=\"k-forward\" x=\"[\d.]+\" y=\"[\d.]+\" width=\"([\d.]+)\" height=\"30\">", html)
+    assert [float(width) / float(bars[0]) for width in bars] == pytest.approx([1, 3, 0.5, 1.5], rel=0.01), "one scale"
     assert shown["B minus A"] == pytest.approx([0.0] * 5 + [0.1] * 35)
 
 
 def test_equal_runs(usual: Run) -> None:
     found = difference(usual, usual)
     assert found is not None and found.first_unequal is None
-    assert "Equal to the last digit in all 50 iterations" in page([usual, usual])
+    html = page([usual, usual])
+    assert "Equal to the last digit in all 50 iterations" in html
+    assert "B minus A</h3>" not in html, "nothing to draw"
 
 
 def test_runs_of_different_kinds_have_no_difference(usual: Run, tmp_path: Path) -> None:
