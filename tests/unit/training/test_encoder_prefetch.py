@@ -1,5 +1,8 @@
 """The queue of encoder prefetch by itself: what runs when, how much it holds, what it refuses to mix up."""
 
+import weakref
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -7,6 +10,21 @@ from mimo.batch import EncoderBatch, Microbatch
 from mimo.observe.spans import Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.training.encoder_prefetch import EncoderPrefetch
+
+
+class TimingEvent:
+    """Stands in for an event of a GPU."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
 
 
 class Encoder:
@@ -101,6 +119,69 @@ def test_pixels_are_left_out_of_what_goes_to_the_device_and_kept_for_the_encoder
     assert [batch.encoders["vision"].keys for batch in scheduled] == [("sample 0",), ("sample 1",)]
     assert step[0].encoders["vision"].inputs
     assert taken(prefetch, scheduled) == [0.0, None]
+
+
+class Streams:
+    """Stands in for the streams of a GPU: notes what each is given to do, in the host's order."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.now, self.made = [], "compute", 0
+        compute, encoder = Stream(self, "compute"), Stream(self, "encoder")
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: encoder)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+
+class Stream:
+    def __init__(self, streams, name):
+        self.streams, self.name = streams, name
+
+    def wait_stream(self, other):
+        self.streams.log.append(f"{self.name}: wait for {other.name}")
+
+    def wait_event(self, event):
+        self.streams.log.append(f"{self.name}: wait for {event}")
+
+    def record_event(self):
+        self.streams.made += 1
+        self.streams.log.append(f"{self.name}: event {self.streams.made}")
+        return f"event {self.streams.made}"
+
+
+def test_a_stream_of_its_own_waits_for_the_copy_of_what_it_reuses(monkeypatch):
+    streams = Streams(monkeypatch)
+
+    class OnStream(Encoder):
+        def run_encoder(self, inputs):
+            features = super().run_encoder(inputs)
+            streams.log.append(f"{streams.now}: encoder {self.ran[-1]}")
+            alive.append(weakref.ref(features))
+            return features
+
+    alive = []
+    prefetch = EncoderPrefetch("vision", OnStream(), depth=1, device=torch.device("cpu"), own_stream=True,
+                               watchdog=Watchdog(0, "rank 0"), spans=Spans())
+    step = [microbatch(n) for n in range(3)]
+    prefetch.begin_step(step)
+    for batch in step:
+        prefetch.launch()
+        assert sum(reference() is not None for reference in alive) == 1, "features of the queue's length, no more"
+        assert taken(prefetch, [batch]) == [2.0 * int(batch.encoders["vision"].inputs["pixel_values"])]
+    prefetch.end_step()
+    assert streams.log == [
+        "encoder: wait for compute",
+        "encoder: encoder 0", "encoder: event 1", "compute: wait for event 1", "compute: event 2",
+        "encoder: wait for event 2",
+        "encoder: encoder 1", "encoder: event 3", "compute: wait for event 3", "compute: event 4",
+        "encoder: wait for event 4",
+        "encoder: encoder 2", "encoder: event 5", "compute: wait for event 5", "compute: event 6",
+    ]
 
 
 def test_features_of_other_samples_are_never_taken():
