@@ -57,6 +57,9 @@ def test_a_reward_that_hangs_ends_the_run_by_name(tmp_path: Path) -> None:
                     "--watchdog-timeout-s", "20", script="train_rl.py")
     assert done.returncode != 0
     assert "stall on rank 0" in done.stdout and "waiting for rewards" in done.stdout, done.stdout[-3000:]
+    first, reason, *_ = (tmp_path / "stall-summary.txt").read_text().splitlines()
+    assert "everybody waits for rank 0 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0) on host " in first
+    assert "it waits for rewards" in reason
     assert "in hanging" in (tmp_path / "stall-rank0.txt").read_text(), "where it was, as a Python stack"
 
 

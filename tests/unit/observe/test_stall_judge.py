@@ -169,6 +169,13 @@ def test_two_ranks_that_wait_for_nobody_are_candidates_unless_one_has_only_just_
     assert verdict.kind == "likely" and verdict.suspects[0].rank == 2
 
 
+def test_an_end_beside_a_circle_is_only_likely():
+    """Ranks 0 and 1 wait for each other whatever rank 2 does."""
+    verdict = found(rank(0, bridge(1)), rank(1, bridge(0)), rank(2))
+    assert verdict.kind == "likely" and verdict.suspects[0].rank == 2
+    assert verdict.explanation == "ranks 0-1 wait for each other in a circle"
+
+
 def test_on_an_accelerator_the_stack_of_a_rank_that_computes_is_no_proof():
     verdict = found(rank(0, bridge(1, 2)), rank(1, bridge(0)), rank(2, on_device=True))
     assert verdict.kind == "likely" and verdict.suspects[0].rank == 2
