@@ -45,7 +45,7 @@ def run_name(runs: Sequence[Run], index: int, name: str) -> str:
 def lines_of(runs: Sequence[Run], keys: Mapping[str, str], *, scale: float = 1.0, first_colour: int = 0) -> list[Line]:
     """A line for each figure and run.
 
-    One figure of two runs has a colour for each run; several have a colour each, and those of the second run are dashed.
+    One figure of two runs has a colour for each run; several have a colour each, and the second run's are dashed.
 
     Args:
         runs: one or two.
