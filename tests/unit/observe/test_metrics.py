@@ -44,6 +44,7 @@ def test_record_is_flat_under_megatron_keys():
 
 def test_figures_that_a_run_has_not_are_left_out():
     assert RECORD.to_dict().keys() ^ replace(RECORD, tflops=None, mfu=0.25).to_dict().keys() == {"tflops", "mfu"}
+    assert replace(RECORD, checkpoint_s=0.5).to_dict().items() - RECORD.to_dict().items() == {("checkpoint-s", 0.5)}
 
 
 def test_console_line():
