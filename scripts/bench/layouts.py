@@ -80,6 +80,8 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--loss-tolerance", type=float, help="largest difference, as a share; left out: "
                         f"{TOLERANCE['bf16']} in bf16, {TOLERANCE['fp32']} in fp32")
     parser.add_argument("--memory-limit-gib", type=float, help="what a rank may use, GiB; left out: all there is")
+    parser.add_argument("--fresh-processes", action="store_true",
+                        help="start processes for every run; else those of a phase share them")
     parser.add_argument("--out", type=Path, help="folder of the runs; left out: a temporary one, deleted at the end")
     chosen, further = parser.parse_known_args(arguments)
     for name, least in (("gpus", 2), ("candidates", 1), ("search_steps", 1), ("rounds", 1), ("steps", 1),
@@ -162,7 +164,7 @@ class Bench:
             configs.append(replace(config, train=replace(config.train, train_iters=iterations)))
         names = [f"{label}: {candidate.name}" for candidate, label in turns]
         return run_all(configs, names, self.folder, self.chosen.gpus, self.chosen.warmup_steps,
-                       self.chosen.memory_limit_gib)
+                       self.chosen.memory_limit_gib, fresh=self.chosen.fresh_processes)
 
     def best(self, kind: str) -> Candidate | None:
         """The fastest candidate of a kind in the search; None where none came to its end."""

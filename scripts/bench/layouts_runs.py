@@ -76,7 +76,7 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
 
 
 def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ranks: int, warmup: int,
-            memory_limit_gib: float | None) -> list[Outcome]:
+            memory_limit_gib: float | None, *, fresh: bool = False) -> list[Outcome]:
     """Run all, in order.
 
     One launch runs them one after the other in the same processes, up to one that fails: the next launch goes on behind
@@ -89,6 +89,7 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         ranks: processes.
         warmup: iterations of each run that are not in its figures.
         memory_limit_gib: what a rank may use; None for all there is.
+        fresh: a launch for every run.
     """
     folders, runs = [], []
     for config, name in zip(configs, names, strict=True):
@@ -103,11 +104,11 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         runs.append({"flags": str(flags), "folder": str(place)})
     outcomes: list[Outcome] = []
     while len(outcomes) < len(runs):
-        first = len(outcomes)
-        print(f"{names[first]}" + (f" and {len(runs) - first - 1} more" if len(runs) - first > 1 else ""),
-              file=sys.stderr, flush=True)
-        output = launch(runs[first:], folders[first], ranks, memory_limit_gib)
-        for index in range(first, len(runs)):
+        first, last = len(outcomes), len(outcomes) + 1 if fresh else len(runs)
+        more = f" and {last - first - 1} more" if last - first > 1 else ""
+        print(f"{names[first]}{more}", file=sys.stderr, flush=True)
+        output = launch(runs[first:last], folders[first], ranks, memory_limit_gib)
+        for index in range(first, last):
             if not (folders[index] / DONE).exists():
                 outcomes.append(Outcome(error=failure(folders[index], names[index], output)))
                 break

@@ -96,7 +96,8 @@ class Runs:
         self.made: list[tuple[RunConfig, str]] = []
         self.changes: dict[str, dict[str, Any]] = {}
 
-    def __call__(self, configs: Any, names: Any, folder: Path, ranks: int, warmup: int, limit: Any) -> list[Outcome]:
+    def __call__(self, configs: Any, names: Any, folder: Path, ranks: int, warmup: int, limit: Any,
+                 fresh: bool) -> list[Outcome]:
         assert ranks == 4
         self.made += zip(configs, names, strict=True)
         return [self.outcome(config, name) for config, name in zip(configs, names, strict=True)]
@@ -228,6 +229,9 @@ def test_runs_share_their_processes_up_to_one_that_fails(started, tmp_path, caps
     assert started == [names, ["two", "three"]]
     assert [outcome.error for outcome in found] == ["", OUT_OF_MEMORY, "", ""] and found[3].tokens_per_s == 200
     assert "bad: out-of-memory-rank1: no room" in capsys.readouterr().err
+    started.clear()
+    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, None, fresh=True)
+    assert started == [[name] for name in names] and [bool(outcome.error) for outcome in found] == [0, 1, 0, 0]
 
 
 def test_folders_of_an_earlier_invocation_count_for_nothing(started, tmp_path):
