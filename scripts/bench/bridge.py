@@ -174,7 +174,7 @@ def with_ratios(size: dict[str, Any]) -> dict[str, Any]:
 
 def markdown(results: list[dict[str, Any]]) -> str:
     """All arms of all cases as a table."""
-    header = ["case", "GPUs", "MB", "arm", "ms", "GB/s", "raw/ours", "upstream/ours", "messages", "MB sent",
+    header = ["case", "ranks", "MB", "arm", "ms", "GB/s", "raw/ours", "upstream/ours", "messages", "MB sent",
               "broadcasts", "MB broadcast", "syncs"]
     rows = [header, ["---"] * len(header)]
     for result in results:
