@@ -171,7 +171,7 @@ class PolicyTrainer:
             del metrics["reference_kl"]
         if parts.config.train.check_for_nan_in_loss and not math.isfinite(metrics["loss"]):
             _refuse_loss(microbatches, totals if parts.counts_losses else [], metrics["loss"])
-        with parts.watchdog.waiting("optimizer step"):
+        with parts.watchdog.waiting("optimizer step", group=parts.world):
             success, grad_norm, num_zeros = parts.optimizer.step()
         if success:
             parts.scheduler.step(parts.config.train.global_batch_size)

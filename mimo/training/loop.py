@@ -209,7 +209,9 @@ class TrainingLoop:
                 logger.message(observer.lines.pop(0))
             if result.stop_requested:
                 own = stop.name or ("--exit-duration-in-mins" if over_time else None)
-                return next(reason for reason in gather(self.grids, own) if reason is not None)
+                with self.watchdog.waiting("reasons to stop of all ranks"):
+                    reasons = gather(self.grids, own)
+                return next(reason for reason in reasons if reason is not None)
             if checkpoint.save_interval and progress.iteration % checkpoint.save_interval == 0:
                 self._save(loader)
             if train.eval_interval and not progress.iteration % train.eval_interval and not self._is_done:
@@ -221,7 +223,9 @@ class TrainingLoop:
         self.platform.synchronize()
         ended_unix_s = time.time()
         names = list(dist.distributed_c10d._world.pg_names.values())
-        report = report_of(gather(self.grids, STARTUP.close(names)), ended_unix_s)
+        with self.watchdog.waiting("times of the start of all ranks"):
+            phases = gather(self.grids, STARTUP.close(names))
+        report = report_of(phases, ended_unix_s)
         if report is not None and self.is_logging_rank:
             logger.message(report.line())
             report.write(Path(self.config.observe.run_dir) / "startup.json")
@@ -267,7 +271,8 @@ class TrainingLoop:
         images, unbalanced = image_tokens(microbatches)
         row = observer.row(microbatches)
         agreed = torch.tensor([*maxima, *images, *unbalanced, *row], dtype=torch.float64)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
+        with self.watchdog.waiting("maxima of the step's figures over the world"):
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
         largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
         largest, largest_row = largest[: -len(row)], largest[-len(row) :]
         data_wait_s, bridge_wait_s, prefetch_s, *by_module, writing = largest[: len(maxima)]

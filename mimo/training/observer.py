@@ -77,7 +77,8 @@ class StepObserver:
             return {}
         requested, *largest = largest
         summed = torch.tensor(row[1:], dtype=torch.float64)
-        dist.all_reduce(summed, group=self._grids.host)
+        with self._watchdog.waiting("sums of the timeline over the world"):
+            dist.all_reduce(summed, group=self._grids.host)
         if requested or self._gantt.is_due(self._iteration):
             with self._watchdog.waiting("timeline of all ranks"):
                 lanes = self._timeline.lanes(summed.tolist())
