@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support import hf_families
-from tests.support.launch import ROOT, losses, torchrun
+from tests.support.launch import ROOT, losses, records, torchrun
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
 
@@ -57,6 +57,12 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "--save-interval", "1", "--save", str(folder / "save"), "--run-dir", str(folder / "metrics"))
     assert done.returncode == 0, done.stdout[-3000:]
     return folder / "save"
+
+
+def test_the_run_tells_how_long_it_stood_still_for_checkpoints(save: Path) -> None:
+    first, second = records(save.parent / "metrics")
+    assert "checkpoint-s" not in first, "the first one was saved after it"
+    assert 0 < second["checkpoint-s"] < second["wall_time"] - first["wall_time"]
 
 
 @pytest.fixture(scope="module")
