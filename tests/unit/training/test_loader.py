@@ -338,3 +338,40 @@ def test_close_ends_the_thread_and_may_be_repeated():
         assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         closing.next_step()
+
+
+class Held(Recording):
+    """Its stream gives samples only once it is let go."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.let_go = threading.Event()
+
+    def stream(self, config, tokens, lane):
+        stream = super().stream(config, tokens, lane)
+        build = stream._build
+
+        def build_when_let_go(index):
+            self.let_go.wait(60)
+            return build(index)
+
+        return IndexedStream(lane, build_when_let_go)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_whoever_asks_why_nothing_comes_sees_a_busy_loader(prefetch):
+    provider = Held()
+    reading = loader(layout(), 1, provider, prefetch=prefetch)
+    assert not reading.status().busy
+    steps = []
+    waiting = threading.Thread(target=lambda: steps.append(reading.next_step()))
+    waiting.start()
+    while waiting.is_alive() and not reading.status().busy:
+        waiting.join(0.01)
+    status = reading.status()
+    assert (status.busy, status.state, status.peers) == (True, "streams language/0 of this rank", ())
+    provider.let_go.set()
+    waiting.join()
+    assert len(steps) == 1
+    reading.close()
+    assert not reading.status().busy
