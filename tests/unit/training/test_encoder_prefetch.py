@@ -13,13 +13,21 @@ from mimo.training.encoder_prefetch import EncoderPrefetch
 
 
 class TimingEvent:
-    """Stands in for an event of a GPU."""
+    """Stands in for an event of a GPU that needs two seconds for everything."""
+
+    done = True
 
     def __init__(self, enable_timing):
         assert enable_timing
 
     def record(self):
         pass
+
+    def query(self):
+        return self.done
+
+    def elapsed_time(self, end):
+        return 2000.0
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +128,18 @@ def test_pixels_are_left_out_of_what_goes_to_the_device_and_kept_for_the_encoder
     assert [batch.encoders["vision"].keys for batch in scheduled] == [("sample 0",), ("sample 1",)]
     assert step[0].encoders["vision"].inputs
     assert taken(prefetch, scheduled) == [0.0, None]
+
+
+def test_its_time_is_that_of_what_ran_ahead_and_nothing_waits_for_the_rest(monkeypatch):
+    _, prefetch = queue_of(2)
+    step = [microbatch(n) for n in range(3)]
+    prefetch.begin_step(step)
+    assert taken(prefetch, step[:1]) == [0.0]
+    prefetch.fill()
+    monkeypatch.setattr(TimingEvent, "done", False)
+    assert prefetch.drain_s() == 0.0
+    monkeypatch.setattr(TimingEvent, "done", True)
+    assert [prefetch.drain_s() for _ in range(2)] == [4.0, 0.0]
 
 
 class Streams:
