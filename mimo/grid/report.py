@@ -112,7 +112,22 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
         lines.append(f"{whose}: {format_bytes(lane)} per lane and microbatch, "
                      f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
         lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
+        lines += _prefetch_lines(config, layout, provider, encoder, tokens * dtype_bytes)
     return lines
+
+
+def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, encoder: GridSpec,
+                    column_bytes: int) -> list[str]:
+    """What a queue of features takes, for a family that lists a projector. `column_bytes`: of an image's features."""
+    depth, size = config.train.encoder_prefetch_depth, config.train.micro_batch_size
+    widths = [shape.shape[1] for shape in provider.parameter_shapes(config.model_family, encoder.name)
+              if shape.name == "projector.linear_fc1.weight"]
+    if not depth or not widths:
+        return []
+    samples = max(sum(share.stop - share.start for share in lane_shares(encoder.dp, layout.num_lanes, size, dp))
+                  for dp in range(encoder.dp))
+    return [f"encoder prefetch: up to {counted(depth, 'microbatch', 'es')} of features on each rank of {encoder.name}, "
+            f"{format_bytes(depth * samples * column_bytes * widths[0])} ({widths[0]} columns)"]
 
 
 def _element(config: RunConfig, provider: ModelProvider) -> tuple[int, str, int]:

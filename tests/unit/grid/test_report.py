@@ -52,6 +52,20 @@ def test_colocated_ranks_show_both_places_and_frozen_parts_are_marked():
     assert "vision (frozen)" in text and "language (frozen)" not in text
 
 
+def test_the_memory_of_prefetched_features():
+    flags = "--dry-run --model-provider llava --freeze vision --encoder-dp 2 --llm-dp 4 --global-batch-size 8"
+
+    def planned(more: str) -> str:
+        config = parse([*flags.split(), *more.split()])
+        layout = validate(config, run_world_size(config, {}))
+        return dry_run_report(config, layout, registry.model_provider("llava"))
+
+    # 3 microbatches of 2 lanes with an image of 576 tokens each, 1024 columns, bf16
+    text = planned("--encoder-prefetch-depth 3")
+    assert f"up to 3 microbatches of features on each rank of vision, {3 * 2 * 576 * 1024 * 2:,} B" in text
+    assert "prefetch" not in planned("")
+
+
 def test_without_encoder_there_is_no_bridge():
     text = report("--llm-only --llm-dp 2")
     assert "bridge" not in text and "vision" not in text
