@@ -16,8 +16,8 @@ from mimo.observe.stall_status import RankProcess
 
 # faulthandler prints all stacks on it, also while a call into C keeps the interpreter's lock. Nobody else uses it.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-# Seconds between that and the end of the process.
-STACKS_S = 0.5
+# Seconds between that and the end of the process; it has to be scheduled, on a host that may be overloaded.
+STACKS_S = 2.0
 STOPPED = ("T", "t")
 
 
