@@ -18,7 +18,10 @@ LOCKED = SHOWS + """
 import ctypes
 def keeps_the_lock():
     print('up', flush=True)
-    ctypes.PyDLL(None).sleep(600)
+    # PyDLL, unlike CDLL, keeps the lock during the call. A mutex, unlike sleep, is not left on a signal.
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 keeps_the_lock()
 """
 
