@@ -2,7 +2,7 @@
 # Set up .venv with the development set, then: ruff, mypy, import-linter, and the CPU tests. The first failure ends it;
 # the closing line is pytest's.
 #
-# The tests run in two processes, a file at a time (-n 0: in one); those of several ranks have more of their own.
+# The tests run in two processes (-n 0: in one); those of several ranks have more of their own.
 #
 #   scripts/test.sh [--slow] [pytest arguments ...]
 set -euo pipefail
@@ -26,4 +26,4 @@ say "mypy"
 "$VENV/bin/python" -m mypy --no-error-summary
 say "lint-imports"
 "$VENV/bin/lint-imports" >/dev/null || { "$VENV/bin/lint-imports"; exit 1; }
-exec "$VENV/bin/python" -m pytest -m "$marks" -n 2 --dist loadfile --session-timeout "$limit_s" --durations=25 "$@"
+exec "$VENV/bin/python" -m pytest -m "$marks" -n 2 --dist worksteal --session-timeout "$limit_s" --durations=25 "$@"
