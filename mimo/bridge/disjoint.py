@@ -123,6 +123,9 @@ class Bridge(BridgeCommunicator):
         self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
     ) -> torch.Tensor | None:
         received = None if receives is None else self._allocate(receives)
+        if sends is not None:
+            # Held here until it has been waited for: it may be a copy.
+            sends = (sends[0].detach().contiguous(), sends[1])
         works = self._post(what, sends, receives, received) if self.is_leader else []
         if self.while_waiting is not None:
             self.while_waiting()
@@ -141,7 +144,7 @@ class Bridge(BridgeCommunicator):
         """Start a leader's messages."""
         operations = []
         if sends is not None:
-            operations += self._messages(dist.isend, sends[0].detach().contiguous(), sends[1])
+            operations += self._messages(dist.isend, *sends)
         if receives is not None and received is not None:
             operations += self._messages(dist.irecv, received, receives)
         if not operations:

@@ -205,6 +205,10 @@ class RunLogger:
         run_dir = Path(observe.run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
+            if self._resume_iteration == 0:
+                # Of an earlier run in this folder; readers would take them for this one's.
+                for old in (*run_dir.glob("timeline/step-*.json"), run_dir / "startup.json"):
+                    old.unlink(missing_ok=True)
             (run_dir / "run_config.toml").write_text(config_toml, encoding="utf-8")
             self._trackers.append(JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,11 @@ SUMMARY_FILE = "stall-summary.txt"
 
 
 def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path) -> Watchdog:
-    """The watchdog of this rank, with the process groups in place.
+    """The watchdog of this rank, with the process groups in place. Collective over the world.
 
     Args:
         timeout_s: seconds without progress that are a stall.
-        grids: process groups; all ranks call this.
+        grids: process groups.
         run_dir: gets `stall-rankN.txt` of every rank and `stall-summary.txt`.
     """
     folder, places = Path(run_dir), rank_places(grids.layout)
@@ -42,10 +43,14 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path) -> Watchd
     show_stacks_on_signal()
     conclusion: Conclusion = Alone(process, write)
     if len(places) > 1:
-        # torch has no public name for the store of `init_process_group`. A launcher's restarts may share it.
+        # Runs share the store: a launcher's restarts, which the launchers of several nodes count apart, and runs one
+        # after the other in the same processes. What an earlier one said must not count here.
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0, group=grids.host)
+        # torch has no public name for the store of `init_process_group`.
         default: Any = dist.distributed_c10d._get_default_store()
         conclusion = StallStore(default.clone(), process, len(places), write, holder=_holder(places),
-                                attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+                                run=name[0])
     return Watchdog(timeout_s, grids.describe(), report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank,
                     conclusion=conclusion)
 

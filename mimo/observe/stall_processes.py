@@ -27,7 +27,7 @@ def own_process(rank: int) -> RankProcess:
 
 
 def show_stacks_on_signal() -> None:
-    """Let `end_process` make this process print its stacks."""
+    """Let `end_processes` make this process print its stacks."""
     faulthandler.register(STACKS_SIGNAL, file=STDERR_FD, all_threads=True)
 
 

@@ -58,14 +58,14 @@ class StallStore:
         world_size: number of ranks.
         write: writes the summary; called on the one rank that is elected for it.
         holder: who holds the store, in words.
-        attempt: tells this run from earlier ones on the same store.
+        run: tells this run from others on the same store; the same on all ranks.
     """
 
     def __init__(self, store: Store, process: RankProcess, world_size: int, write: Write, *, holder: str = "",
-                 attempt: str = "0") -> None:
+                 run: str = "") -> None:
         self.holder = holder
         self._store, self._process, self._world_size, self._write = store, process, world_size, write
-        self._prefix = f"mimo/stall/{attempt}/"
+        self._prefix = f"mimo/stall/{run}/"
         self._status: RankStatus | None = None
         self._asked, self._told, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._silent: tuple[RankProcess, ...] | None = None
@@ -113,7 +113,11 @@ class StallStore:
                 self._answer(RankStatus(self._process.rank, fired=False, left=True))
                 return
             self._on_stall()
-            if self._asked.wait(TALK_S) and self._status is not None:
+            asked = self._asked.wait(TALK_S)
+            if self._closed.is_set() and self._status is None:
+                # It came to its end while another rank's stall was told.
+                self._answer(RankStatus(self._process.rank, fired=False, left=True))
+            elif asked and self._status is not None:
                 self._answer(self._status)
                 self._silent = self._summarise()
         except DistError:
@@ -162,11 +166,13 @@ class StallStore:
         self._writing = True
         self._write(statuses, processes)
         self._writing = False
+        # Whoever answered while it was written ends by itself.
+        answered = {status_from_json(line).rank for line in self._lines("answers")}
         first: dict[str, int] = {}
         for rank in sorted(rank for rank, status in statuses.items() if rank in processes and not status.left):
             first.setdefault(processes[rank].host, rank)
         return [(first[process.host], process) for rank, process in processes.items()
-                if rank not in statuses and process.host in first]
+                if rank not in answered and process.host in first]
 
     def _lines(self, name: str) -> list[bytes]:
         return self._store.get(self._key(name)).splitlines() if self._has(name) else []

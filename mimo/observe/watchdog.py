@@ -307,7 +307,13 @@ class Watchdog:
         """Report, take part in the summary, exit."""
         # What follows may block, with the interpreter's lock even: files, the store, actions of others.
         faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=STDERR_FD)
-        conclusion, status = self._conclusion, self.status(fired=fired)
+        conclusion = self._conclusion
+        try:
+            status = self.status(fired=fired)
+        except Exception as error:  # of what others tell of themselves: the answer has to go out all the same
+            status = RankStatus(self._rank, fired=fired, idle_s=time.monotonic() - self.last_change,
+                                iteration=self.iteration, microbatch=self.microbatch,
+                                stack=(f"its state cannot be told: {error!r}",))
         if conclusion is None:
             self.report("stall")
         else:

@@ -192,11 +192,6 @@ class StepLoader:
         self._mark = self._source.mark()
         self._broken = False
 
-    @property
-    def reads(self) -> bool:
-        """Whether this rank reads data itself, rather than only receive it from others."""
-        return self._source.reads
-
     def describe(self) -> str:
         """What `next_step` waits for."""
         return self._source.describe()

@@ -21,13 +21,7 @@ StepSamples = dict[tuple[str, int], list[list[Sample]]]
 
 
 class Source(Protocol):
-    """The samples of one rank. One thread uses it at a time.
-
-    Attributes:
-        reads: it reads data itself; others only receive.
-    """
-
-    reads: bool
+    """The samples of one rank. One thread uses it at a time."""
 
     def start(self) -> None:
         """Before the first `read`, from the main thread."""
@@ -82,7 +76,6 @@ class StreamSource:
 
     def __init__(self, provider: DataProvider, config: Any, tokens: TokenSpec, needs: Sequence[Need], *, lanes: int,
                  seed: int, split: str, micro_batch_size: int, num_microbatches: int) -> None:
-        self.reads = True
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
         self._streams: dict[str, tuple[Need, SampleStream]] = {}
         for need in needs:
@@ -152,7 +145,6 @@ class ReaderSource:
 
     def __init__(self, reader: LaneReader, lanes: Sequence[int], needs: Sequence[Need], *, micro_batch_size: int,
                  num_microbatches: int) -> None:
-        self.reads = True
         self._reader, self._lanes, self._needs = reader, lanes, needs
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
 
@@ -222,7 +214,6 @@ class RoutedSource:
 
     def __init__(self, local: ReaderSource | None, layout: Layout, rank: int, micro_batch_size: int,
                  channel: HostChannel) -> None:
-        self.reads = local is not None
         self._local, self._layout, self._channel = local, layout, channel
         needs = needs_of(layout, rank, micro_batch_size)
         self._own = needs_from(layout, rank, rank, micro_batch_size)

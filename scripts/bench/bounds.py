@@ -14,15 +14,21 @@ def prefetch_bound(encoder: float, language: float) -> float:
     return (encoder + language) / max(encoder, language)
 
 
-def prefetch_bound_of_step(encoder: float, language: float, num_microbatches: int) -> float:
+def prefetch_bound_of_step(encoder: float, language: float, num_microbatches: int, num_stages: int = 1) -> float:
     """Speedup of a step when a frozen encoder runs a step ahead instead of as the stage before the language model.
 
-    As that stage it works beside the language model already, but for the first microbatch's pass and the language
-    model's last: (t_enc + (M - 1) max(t_enc, t_lm) + t_lm) / (M max(t_enc, t_lm)). `prefetch_bound` with one
+    As that stage it works beside the language model's p stages already, but for the first microbatch's pass and their
+    last ones: (t_enc + (M - 1) max(t_enc, t_lm) + p t_lm) / max(M t_enc, (M - 1 + p) t_lm). `prefetch_bound` with one
     microbatch, 1 with very many.
+
+    Args:
+        encoder: time of a microbatch.
+        language: time of a microbatch on one stage.
+        num_microbatches: M.
+        num_stages: p.
     """
-    longer = max(encoder, language)
-    return (encoder + (num_microbatches - 1) * longer + language) / (num_microbatches * longer)
+    serial = encoder + (num_microbatches - 1) * max(encoder, language) + num_stages * language
+    return serial / max(num_microbatches * encoder, (num_microbatches - 1 + num_stages) * language)
 
 
 def straggler_factor(times: Sequence[Sequence[float]]) -> float:

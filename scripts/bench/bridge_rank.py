@@ -201,7 +201,7 @@ def main(settings: dict[str, Any]) -> int:
 
         platform.set_device(int(os.environ["LOCAL_RANK"]))
         platform.init_process_group(rank, world_size, settings["timeout_s"])
-        with Grids(layout_of(settings["case"]), platform.backend) as grids:
+        with Grids(layout_of(settings["case"]), platform.backend) as grids, fail_fast(grids.describe()):
             watchdog = Watchdog(settings["timeout_s"], grids.describe())
             bench = Bench(settings, grids, platform, watchdog)
             found = [bench.measure(size) for size in settings["sizes_mb"]]

@@ -19,6 +19,7 @@ from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.run import RunConfig
 from mimo.config.validate import validate
+from mimo.observe.errors import fail_fast
 from mimo.platform.base import Platform
 from mimo.training.run import launch
 from scripts.bench.rl_sweep_rank import is_out_of_memory, limit_memory
@@ -45,7 +46,7 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int) -> 
 
     folder = Path(config.observe.run_dir)
     platform.reset_peak_memory()
-    with Grids(validate(config, world_size, rank), platform.backend) as grids:
+    with Grids(validate(config, world_size, rank), platform.backend) as grids, fail_fast(grids.describe()):
         loop = SameStart(config, grids, platform, registry.model_provider(config.model.model_provider),
                          config.find_dataset(config.data.dataset_provider))
         try:

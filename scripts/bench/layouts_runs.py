@@ -34,6 +34,7 @@ class Outcome:
         losses: of all its iterations.
         flops: of a step, by module.
         busy_s: GPU-seconds of the passes of a step, by module.
+        grad_norms: of all its iterations; None for one that was skipped.
     """
 
     error: str = ""
@@ -44,6 +45,7 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     flops: dict[str, float] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
+    grad_norms: list[float | None] = field(default_factory=list)
 
 
 def median(outcomes: Sequence[Outcome], name: str) -> float | None:
@@ -72,7 +74,8 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
         tflops=sum(flops.values()) * len(timed) / seconds / ranks / 1e12 if flops else None,
         step_ms=1000 * statistics.median(record["iteration-time"] for record in timed),
         peak_gib=max(record[name] for record in records for name in record if name.startswith("peak-memory-bytes/"))
-        / 2**30, losses=[record["lm loss"] for record in records])
+        / 2**30, losses=[record["lm loss"] for record in records],
+        grad_norms=[record["grad-norm"] for record in records])
 
 
 def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ranks: int, warmup: int,

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from mimo.rl.rollouts import Completion
 
 # What torch's allocator on the CPU says; its errors have no type of their own.
-CPU_MARKS = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
+# Of the host's memory; of a GPU's, where a library asks for it and not torch's allocator.
+MEMORY_MARKS = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory",
+                "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 'out of memory'")
 GIB = 2**30
 
 
@@ -81,7 +83,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     import torch
 
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, (RuntimeError, OSError)) and any(mark in str(error) for mark in CPU_MARKS))
+        isinstance(error, (RuntimeError, OSError)) and any(mark in str(error) for mark in MEMORY_MARKS))
 
 
 def peaks(platform: Platform) -> dict[str, int]:

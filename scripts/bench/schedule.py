@@ -52,6 +52,7 @@ from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.run import RunConfig
 from mimo.config.validate import num_microbatches, validate
+from mimo.config.validate_prefetch import MAX_STEPS_AHEAD
 from scripts.bench import presets
 from scripts.training_runs import num_ranks, quiet
 
@@ -95,7 +96,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
     """The run's configuration, checked. Raises ValueError for flags that cannot work."""
-    iterations = (chosen.warmup_blocks + chosen.blocks) * (2 * chosen.steps + 3)
+    iterations = (chosen.warmup_blocks + chosen.blocks) * (2 * chosen.steps + 2 + MAX_STEPS_AHEAD)
     config = quiet(parse([*presets.flags(chosen.device, chosen.preset), *further, "--train-iters", str(iterations)]))
     layout = validate(config, num_ranks(config))
     if not layout.encoders or layout.kind != "disjoint":

@@ -103,12 +103,20 @@ def without_data(arm: Arm) -> list[float]:
     return [seconds - wait for seconds, wait in zip(arm.seconds, waits, strict=True)]
 
 
-def prefetch_figures(blocks: Sequence[Block], encoder_s: float, language_s: float,
-                     num_microbatches: int) -> dict[str, float]:
-    """What encoder prefetch gains, and what it could; empty without an arm that has it."""
+def prefetch_figures(blocks: Sequence[Block], encoder_s: float, stage_s: float, num_microbatches: int,
+                     num_stages: int) -> dict[str, float]:
+    """What encoder prefetch gains, where an arm has it, and what it could.
+
+    Args:
+        blocks: all that count.
+        encoder_s: of a microbatch, on the encoder.
+        stage_s: of a microbatch, on one stage of the language model.
+        num_microbatches: of a step.
+        num_stages: of the language model.
+    """
     found = {
-        "bound": bounds.prefetch_bound(encoder_s, language_s),
-        "bound_of_step": bounds.prefetch_bound_of_step(encoder_s, language_s, num_microbatches),
+        "bound": bounds.prefetch_bound(encoder_s, num_stages * stage_s),
+        "bound_of_step": bounds.prefetch_bound_of_step(encoder_s, stage_s, num_microbatches, num_stages),
     }
     if ON not in blocks[0]:
         return found
@@ -149,5 +157,5 @@ def figures(blocks: Sequence[Block], layout: Layout, num_microbatches: int) -> d
         "eta_split": bounds.split_efficiency({name: grid["ranks"] for name, grid in grids.items()},
                                              {name: grid["ranks"] * grid["ideal_ms"] for name, grid in grids.items()}),
         "prefetch": prefetch_figures(blocks, encoder_ms / 1000, grids[LANGUAGE]["microbatch_ms"] / 1000,
-                                     num_microbatches),
+                                     num_microbatches, layout.language.pp),
     }

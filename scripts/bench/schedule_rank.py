@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import torch
@@ -111,11 +111,12 @@ class ScheduleLoop(TrainingLoop):
         depth = self.config.train.encoder_prefetch_depth
         if depth:
             ahead = steps_ahead(depth, len(seen[0]))
-            # One more, so that what counts has a step to prefetch for; what comes behind it is never asked for.
-            again = [*seen, seen[0]]
+            # As many more as the queue looks ahead: every step that counts has passes to prefetch. What comes behind
+            # them is never asked for.
+            again = [*seen, *islice(cycle(seen), ahead)]
             coming = (again[number + 1 : number + 1 + ahead] for number in range(len(again)))
             each = zip(again, coming, strict=True)
-            block[ON] = self._steps(partial(next, each), self.parts, more=1)
+            block[ON] = self._steps(partial(next, each), self.parts, more=ahead)
         return block
 
     def _steps(self, next_step: Callable[[], tuple[list[Microbatch], list[list[Microbatch]]]], parts: TrainerParts,

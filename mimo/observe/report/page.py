@@ -34,7 +34,7 @@ def _grids(run: Run) -> str:
         for module in rank["modules"]:
             sizes[module] = sizes.get(module, 0) + 1
     if sizes:
-        return f"{kind}: " + joined([f"{escape(name)} {count} rank{'s' * (count > 1)}"
+        return f"{escape(kind)}: " + joined([f"{escape(name)} {count} rank{'s' * (count > 1)}"
                                      for name, count in sizes.items()])
     flags = [f"--{part}-{axis} {layout[f'{part}-{axis}']}" for part in ("encoder", "llm") for axis in AXES
              if layout.get(f"{part}-{axis}", 1) != 1]

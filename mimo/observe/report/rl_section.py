@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def _refits(runs: Sequence[Run]) -> str:
         taken, moved = median(table_.get("refit-s")), median(table_.get("refit-bytes"))
         if taken is None or moved is None:
             continue
-        rows.append([run_name(runs, index, run.name), number(len(finite(run.steps.get("refit-s")))), seconds(taken),
-                     seconds(float(np.nanmax(run.steps.get("refit-s")))), size(moved),
+        rows.append([escape(run_name(runs, index, run.name)), number(len(finite(run.steps.get("refit-s")))),
+                     seconds(taken), seconds(float(np.nanmax(run.steps.get("refit-s")))), size(moved),
                      f"{size(moved / taken)}/s" if taken else ""])
     return table(["", "refits", "median", "longest", "bytes", "rate"], rows, "Refits: weights to the engine")

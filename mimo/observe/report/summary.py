@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mimo.observe.report.kinds import ORDER, OTHER_MODULES, PASSES
 from mimo.observe.report.run import EVALUATED, Floats, Run, Table
 from mimo.observe.spans import Kind
 
 # Iterations at either end whose mean is a run's first or last loss: at most so many, or this share of all.
-WINDOW, WINDOW_SHARE = 10, 0.1
+WINDOW, WINDOW_SHARE, LEAST_WINDOW = 10, 0.1, 3
 # Iterations at the start that speeds leave out: caches, loaders and kernels get warm.
 WARM_UP, WARM_UP_SHARE = 10, 0.2
 # Of the steady ones this share at either end is not typical, where there are enough.
@@ -84,7 +83,7 @@ class ModuleTime:
 
 def steady(steps: Table) -> Table:
     """The iterations without the first ones."""
-    return steps.after(min(WARM_UP, int(WARM_UP_SHARE * len(steps))))
+    return steps.after(min(WARM_UP, max(int(WARM_UP_SHARE * len(steps)), int(len(steps) > 1))))
 
 
 def typical(steps: Table) -> Table:
@@ -115,10 +114,11 @@ def learning(run: Run) -> Learning | None:
     values = finite(run.steps.get(key))
     if not len(values):
         return None
-    window = max(1, min(WINDOW, int(WINDOW_SHARE * len(values))))
+    window = max(1, min(LEAST_WINDOW, len(values) // 2), min(WINDOW, int(WINDOW_SHARE * len(values))))
     head, tail = values[:window], values[-window:]
     first, last = float(head.mean()), float(tail.mean())
-    error = math.sqrt(float(head.var() + tail.var()) / window)
+    # Of a single iteration nothing is known of the spread.
+    error = math.sqrt(float(head.var(ddof=1) + tail.var(ddof=1)) / window) if window > 1 else math.inf
     gain = (last - first) * (1 if key == "reward" else -1)
     change = 0
     if len(values) > 1 and abs(gain) > max(LEAST_CHANGE * abs(first), LEAST_ERRORS * error):
@@ -191,13 +191,14 @@ class Stops:
     Attributes:
         after: iteration that each one follows, int64 `[n]`.
         seconds: float64 `[n]`.
-        evaluated: whether there was an evaluation in it, bool `[n]`.
+        evaluation_s: seconds of it from the iteration's end to that of an evaluation, float64 `[n]`; what comes behind,
+            such as the pause before a resumed run, is none.
         checkpoint_s: seconds of it for which training stood still for a checkpoint, float64 `[n]`.
     """
 
     after: Floats
     seconds: Floats
-    evaluated: NDArray[np.bool_]
+    evaluation_s: Floats
     checkpoint_s: Floats
 
 
@@ -209,5 +210,7 @@ def stops(run: Run) -> Stops | None:
     gaps = np.diff(steps.get("wall_time")) - steps.get("iteration-time")[1:]
     after = steps.iterations[:-1]
     checkpoint = np.nan_to_num(steps.get("checkpoint-s")[1:])
+    ended = dict(zip(run.evaluations.iterations.tolist(), run.evaluations.get("wall_time").tolist(), strict=True))
+    evaluated = np.array([ended.get(iteration, math.nan) for iteration in after.tolist()]) - steps.get("wall_time")[:-1]
     return Stops(after.astype(np.float64), np.maximum(np.nan_to_num(gaps), 0.0),
-                 np.isin(after, run.evaluations.iterations), checkpoint)
+                 np.maximum(np.nan_to_num(evaluated), 0.0), checkpoint)

@@ -169,7 +169,7 @@ def _starts(runs: Sequence[Run]) -> list[str]:
 def _totals(runs: Sequence[Run], index: int, found: Stops) -> list[list[str]]:
     steps, gaps, checkpoints = runs[index].steps, found.seconds, found.checkpoint_s
     whole = float(gaps.sum()) + float(finite(steps.get("iteration-time")).sum())
-    with_evaluation = np.where(found.evaluated, np.maximum(gaps - checkpoints, 0.0), 0.0)
+    with_evaluation = np.clip(found.evaluation_s - checkpoints, 0.0, np.maximum(gaps - checkpoints, 0.0))
     kinds = {"loader (slowest rank)": finite(steps.get("data-wait-s")), "checkpoints": checkpoints,
              "evaluations": with_evaluation,
              "other time between iterations": np.maximum(gaps - checkpoints - with_evaluation, 0.0)}

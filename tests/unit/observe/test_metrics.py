@@ -5,6 +5,7 @@ import os
 import pty
 import termios
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -202,3 +203,15 @@ def test_no_bar_without_a_terminal(start, tmp_path):
     assert "[" not in out
     assert error == ""
     assert len(out.splitlines()) == 5
+
+
+def test_a_fresh_run_leaves_nothing_of_an_earlier_one_for_readers(tmp_path: Path) -> None:
+    for name in ("timeline/step-10.json", "startup.json", "timeline/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    flags = ObserveConfig(run_dir=str(tmp_path))
+    RunLogger(flags, active=True, total_iterations=2, config_toml="", resume_iteration=1).close()
+    assert (tmp_path / "timeline" / "step-10.json").exists() and (tmp_path / "startup.json").exists()
+    RunLogger(flags, active=True, total_iterations=2, config_toml="").close()
+    assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "startup.json").exists()

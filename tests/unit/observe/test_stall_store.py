@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -123,3 +124,35 @@ def test_a_store_that_does_not_answer_or_is_gone_leaves_nobody_waiting() -> None
         end.start(lambda: None)
         assert end.conclude(RankStatus(0)) is None
         end.close()
+
+
+def test_a_rank_that_answers_while_the_summary_is_written_is_not_ended() -> None:
+    late: list[threading.Thread] = []
+
+    def write(_rank: int) -> None:
+        late.append(threading.Thread(target=ranks.conclude, args=([3],)))
+        late[0].start()
+        deadline = time.monotonic() + 10
+        while ranks.server.add("mimo/stall//count", 0) < WORLD and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    ranks = Ranks(WORLD, write)
+    told = ranks.conclude([0, 1, 2])
+    late[0].join()
+    ((_, statuses, _),) = ranks.written
+    assert sorted(statuses) == [0, 1, 2] and set(told.values()) == {()}
+
+
+def test_a_rank_that_comes_to_its_end_while_a_stall_is_told_has_left() -> None:
+    ranks = Ranks(WORLD)
+
+    def end() -> None:
+        assert ranks.called[3].wait(10)
+        ranks.ends[3].close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    told = ranks.conclude([0, 1, 2])
+    ending.join()
+    ((_, statuses, _),) = ranks.written
+    assert statuses[3].left and set(told.values()) == {()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ def test_the_best_split_comes_first():
 
 
 def record(seconds: float, loss: float) -> dict[str, Any]:
-    return {"iteration-time": seconds, "lm loss": loss, "image-tokens": 300, "text-tokens": 100, "flops/vision": 1e12,
-            "flops/language": 3e12, "timeline/vision/forward-s": 0.1, "timeline/vision/backward-s": 0.2,
+    return {"iteration-time": seconds, "lm loss": loss, "grad-norm": 1.5, "image-tokens": 300, "text-tokens": 100,
+            "flops/vision": 1e12, "flops/language": 3e12,
+            "timeline/vision/forward-s": 0.1, "timeline/vision/backward-s": 0.2,
             "timeline/language/forward-s": 0.3, "timeline/language/backward-s": 0.6,
             "peak-memory-bytes/vision": 2**30, "peak-memory-bytes/language": 3 * 2**30}
 
@@ -105,7 +107,7 @@ class Runs:
     def outcome(self, config: RunConfig, name: str) -> Outcome:
         speed = 100.0 * config.layout.llm_dp + (10.0 if "disjoint" in name else 0.0)
         found = Outcome("", speed, 1.0, 5.0, 2.0, [3.0, 2.0, 1.0, 1.0, 1.0], {"vision": 1.0, "language": 3.0},
-                        {"vision": 1.0, "language": 1.0})
+                        {"vision": 1.0, "language": 1.0}, [1.5, None, 1.5, 1.5, 1.5])
         for word, changes in self.changes.items():
             if word in name:
                 found = Outcome(**vars(found) | changes)
@@ -166,8 +168,13 @@ def test_a_run_that_fails_and_losses_that_differ_are_errors(runs, capsys):
     runs.changes = {"disjoint": {"losses": [3.0, 2.0, 1.001, 9.0]}}
     capsys.readouterr()
     assert layouts.main([*FLAGS, "--rounds", "1"]) == 1
-    assert "losses differ by 0.001 (as a share; --loss-tolerance 0.0001) on disjoint" in capsys.readouterr().err
+    said = "losses differ by 0.001 (as a share, more than 0.0001; --loss-tolerance 0.0001) on disjoint"
+    assert said in capsys.readouterr().err
     assert layouts.main([*FLAGS, "--rounds", "1", "--loss-tolerance", "0.01"]) == 0
+    runs.changes = {"disjoint": {"grad_norms": [3.0, None, 1.5]}}
+    capsys.readouterr()
+    assert layouts.main([*FLAGS, "--rounds", "1"]) == 1
+    assert "grad norms differ by 1 (as a share, more than 0.002; --loss-tolerance 0.0001)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -240,3 +247,9 @@ def test_folders_of_an_earlier_invocation_count_for_nothing(started, tmp_path):
     config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
     assert [outcome.error for outcome in layouts_runs.run_all([config], ["bad"], tmp_path, 2, 1, None)] == [
         OUT_OF_MEMORY]
+
+
+def test_figures_that_are_none_or_not_finite_differ() -> None:
+    assert layouts.difference(2.0, 2.002) == pytest.approx(1e-3, rel=1e-2)
+    assert layouts.difference(None, None) == 0
+    assert {layouts.difference(*pair) for pair in ((None, 1.0), ("NaN", 1.0), (1.0, math.nan))} == {math.inf}

@@ -144,6 +144,10 @@ def test_bounds():
     assert bounds.prefetch_bound_of_step(1, 3, 1) == bounds.prefetch_bound(1, 3)
     assert bounds.prefetch_bound_of_step(3, 1, 1) == bounds.prefetch_bound(3, 1)
     assert bounds.prefetch_bound_of_step(2, 2, 4) == pytest.approx(5 / 4)
+    # Two stages of 60 behind an encoder of 30, and stages of 30 behind one of 60.
+    assert bounds.prefetch_bound_of_step(30, 60, 1, 2) == bounds.prefetch_bound(30, 120) == pytest.approx(150 / 120)
+    assert bounds.prefetch_bound_of_step(60, 30, 1, 2) == pytest.approx(120 / 60)
+    assert bounds.prefetch_bound_of_step(30, 60, 3, 2) == pytest.approx((30 + 120 + 120) / 240)
     assert bounds.prefetch_bound_of_step(1, 3, 10**6) == pytest.approx(1, rel=1e-5)
     assert bounds.bubble_share(1, 4) == 0 and bounds.bubble_share(4, 4) == pytest.approx(3 / 7)
 

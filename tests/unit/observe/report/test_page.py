@@ -16,7 +16,7 @@ from mimo.observe.report.compare import difference
 from mimo.observe.report.page import page
 from mimo.observe.report.rl import rl_parts
 from mimo.observe.report.run import Run, read_run
-from mimo.observe.report.summary import ideal_s, learning, module_times, speed, stops
+from mimo.observe.report.summary import ideal_s, learning, module_times, speed, steady, stops
 from tests.support.report_runs import evaluation, policy_record, step_record, timeline, usual_records, write_run
 
 # Without an end, and those of SVG that close themselves.
@@ -269,10 +269,31 @@ def test_time_between_iterations(tmp_path: Path) -> None:
     assert found is not None
     assert found.seconds.tolist() == pytest.approx([0.5] * 49)
     assert found.after[found.checkpoint_s > 0].tolist() == [10]
-    assert found.after[found.evaluated].tolist() == [25]
+    assert found.after[found.evaluation_s > 0].tolist() == [25]
     html = page([read_run(tmp_path)])
-    assert re.search(r"<td>evaluations</td><td class=\"num\">0.5 s</td>", html)
+    assert re.search(r"<td>evaluations</td><td class=\"num\">0.3 s</td>", html)
     assert re.search(r"<td>checkpoints</td><td class=\"num\">0.4 s</td>", html)
+
+
+def test_the_pause_before_a_resumed_run_is_no_evaluation(tmp_path: Path) -> None:
+    records = usual_records()
+    for record in records[26:]:
+        record["wall_time"] += 8 * 3600.0
+    found = stops(run_of(tmp_path, records))
+    assert found is not None and found.seconds.max() > 8 * 3600
+    assert found.evaluation_s.max() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("losses", "change"), [
+    ([3.2], 0), ([3.2, 2.0], 0), ([3.2, 3.5, 3.1, 3.4, 3.3, 3.2], 0), ([3.0, 2.9, 2.8, 1.2, 1.1, 1.0], 1)])
+def test_few_iterations_say_little(tmp_path: Path, losses: list[float], change: int) -> None:
+    found = learning(run_of(tmp_path, [step_record(number, loss) for number, loss in enumerate(losses, 1)]))
+    assert found is not None and found.change == change
+
+
+def test_the_first_iteration_of_few_counts_in_no_speed(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [step_record(number, 3.0) for number in (1, 2, 3)])
+    assert steady(run.steps).iterations.tolist() == [2, 3]
 
 
 def test_uneven_lanes(tmp_path: Path) -> None:
