@@ -185,10 +185,7 @@ class LaneReader(Protocol):
         ...
 
     def state_dict(self, mark: Any) -> dict[int, dict[str, Any]]:
-        """State of each of its lanes at one of the last 6 marks, of plain objects.
-
-        That many lie between what was trained on and what is read ahead: see `mimo.config.validate_prefetch`.
-        """
+        """State of each of its lanes, of plain objects, at one of the last 6 marks: so far ahead may it be read."""
         ...
 
     def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
