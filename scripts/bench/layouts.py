@@ -55,6 +55,7 @@ from scripts.bench.layout_search import (
     search,
 )
 from scripts.bench.layouts_runs import OUT_OF_MEMORY, Outcome, median, run_all
+from scripts.bench.tables import device_name, markdown
 from scripts.training_runs import quiet
 
 # Data are random, and so are weights: the losses of two unrelated models differ by about 2e-3.
@@ -227,32 +228,13 @@ COLUMNS = {"layout": "layout", "kind": "kind", "tokens/s per GPU": "tokens_per_s
            "ms a step": "step_ms", "peak memory, GiB": "peak_gib"}
 
 
-def shown(value: Any) -> str:
-    """A figure as a cell of the table."""
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}" if isinstance(
-        value, float) else str(value)
-
-
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """All layouts that were tried; one without figures says why."""
-    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    for row in rows:
-        cells = [shown(row[key]) for key in COLUMNS.values()]
-        if row["error"]:
-            cells[2] = row["error"]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def report(bench: Bench) -> int:
     """Print everything; gives the exit code: 1 where a run failed for another reason than memory, or losses differ."""
     chosen = bench.chosen
     tried = [candidate for found in bench.found.values() for candidate in found if candidate.name in bench.searched]
     rows = [bench.row(candidate) for candidate in tried]
     tolerance = chosen.loss_tolerance or TOLERANCE["bf16" if bench.base.model.bf16 else "fp32"]
-    print(markdown(rows), flush=True)
+    print(markdown(COLUMNS, rows, error_cell=2), flush=True)
     allowed = {"losses": tolerance, "grad_norms": GRAD_NORM_FACTOR * tolerance}
     worst = {name: bench.worst(name) for name in allowed}
     print(json.dumps({
@@ -273,15 +255,6 @@ def report(bench: Bench) -> int:
 def shares(work: dict[str, float]) -> dict[str, float]:
     """Each module's share of all work."""
     return {name: value / sum(work.values()) for name, value in work.items()}
-
-
-def device_name(device: str) -> str:
-    """The GPU, or the processor."""
-    if device == "cpu":
-        return "cpu"
-    import torch  # for its name alone, after the runs
-
-    return torch.cuda.get_device_name()
 
 
 def main(arguments: list[str] | None = None) -> int:

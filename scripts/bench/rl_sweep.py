@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import signal
 import statistics
@@ -46,6 +45,7 @@ from mimo import registry
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig, validate_rl
 from scripts.bench.models import MODELS
+from scripts.bench.tables import device_name, markdown
 from scripts.training_runs import ROOT, SHOWN, num_ranks
 
 COLUMNS = {"layout": "layout", "tokens": "max_tokens", "ranks": "ranks", "microbatches": "microbatches",
@@ -232,32 +232,6 @@ def figures(arm: Arm) -> dict[str, Any]:
     }
 
 
-def shown(value: Any) -> str:
-    """A figure as a cell of the table."""
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}" if isinstance(
-        value, float) else str(value)
-
-
-def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The arms as a table; one without figures says why behind its sizes."""
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    for result in results:
-        cells = [shown(result[key]) for key in COLUMNS.values()]
-        if result["error"]:
-            cells[3] = result["error"]
-        rows.append(cells)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def device_name(device: str) -> str:
-    """The GPU, or the processor."""
-    import torch  # for its name alone, after the runs
-
-    return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run all, print, and give the exit code: 1 where an arm failed for another reason than memory, 2 for flags."""
     chosen, further = parse_arguments(arguments)
@@ -276,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
                     print(f"round {turn + 1} of {chosen.rounds}: {arm.name}", file=sys.stderr, flush=True)
                     run(arm, chosen, Path(temporary) / f"{turn}-{number}")
     results = [figures(arm) for arm in arms]
-    print(markdown(results))
+    print(markdown(COLUMNS, results, error_cell=3))
     print(json.dumps({"device": chosen.device, "device_name": device_name(chosen.device), "model": chosen.model,
                       "prompt_length": chosen.prompt_length, "completion_length": chosen.completion_length,
                       "repeats": chosen.repeats, "rounds": chosen.rounds, "memory_limit_gib": chosen.memory_limit_gib,
