@@ -88,5 +88,5 @@ class Alone:
         self._write({status.rank: status}, {status.rank: self._process})
         return ()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """There is nothing to stop."""

@@ -66,9 +66,9 @@ def judge(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProces
     edges = _edges(statuses, roles)
     ends = [node for node, targets in edges.items() if not targets]
     leads = {end: _leading_to(end, edges) for end in ends}
-    # A rank that has finished is the cause only where others still wait for it.
+    # A rank that has finished is the cause only where others still wait for it; one that failed, in any case.
     leads = {end: nodes for end, nodes in leads.items()
-             if len(nodes) > 1 or end[0] not in statuses or not statuses[end[0]].left}
+             if len(nodes) > 1 or end[0] not in statuses or statuses[end[0]].ended != "finished"}
     done = {node for node in ends if node not in leads}
     circle = set(edges).difference(done, *leads.values())
     suspects = {}
@@ -169,8 +169,11 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
         ranks = _missing(status, wait.group, places)
     elif blocked.kind in ("handle", "device") and (wait is None or not wait.group):
         ranks = _missing(status, roles, places)
+    elif status.on_device and wait is None and not blocked.kind:
+        ranks = _behind(status, statuses)
     if status.groups and blocked.kind == "device":
-        ranks = _late(status, statuses)  # if there is none, it is its own device that does not come to an end
+        # If there is none, it is its own device that does not come to an end.
+        ranks = _late(status, statuses) or _behind(status, statuses)
     elif blocked.kind == "handle":
         ranks = _late(status, statuses) or ranks
     return {(rank, "main") for rank in ranks if rank != status.rank}
@@ -186,6 +189,25 @@ def _late(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
                                                for each in theirs):
                 late.add(rank)
     return late
+
+
+def _behind(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
+    """Ranks whose hosts have begun less work than this one's in every respect.
+
+    A host runs ahead of its device until the queue of kernels is full, and then stays in whatever call queues the next
+    one. It has queued all that those behind it may wait for, so they do not wait for it.
+    """
+    return {rank for rank, other in statuses.items() if rank != status.rank and _is_behind(other, status)}
+
+
+def _is_behind(one: RankStatus, two: RankStatus) -> bool:
+    first, second = one.schedule, two.schedule
+    if one.ended or first is None or second is None:
+        return False
+    if first.index != second.index:
+        return first.index < second.index
+    passes, others = (first.forward, first.backward), (second.forward, second.backward)
+    return passes != others and passes[0] <= others[0] and passes[1] <= others[1]
 
 
 def _missing(status: RankStatus, group: Iterable[int], places: Mapping[int, Place]) -> list[int]:
@@ -279,8 +301,9 @@ def _reason(end: Node, statuses: Mapping[int, RankStatus], processes: Mapping[in
 
 def _words(status: RankStatus) -> str:
     """What the main thread of a rank does."""
-    if status.left:
-        return "it has finished its part of the run"
+    if status.ended:
+        return ("it has finished its part of the run" if status.ended == "finished" else
+                "its part of the run has ended with an error, which its own output shows")
     top = f"its main thread is at {status.stack[0]}" if status.stack else "its stack is not known"
     if not status.waits:
         return f"it is in no announced wait, {_blocked_words(status) or 'it computes or sleeps'}: {top}"

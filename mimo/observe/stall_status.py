@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 Ranks = tuple[int, ...]
 # Fields that hold them.
@@ -147,7 +148,6 @@ class RankStatus:
 
     Attributes:
         rank: global rank.
-        fired: its own limit was reached; otherwise it answers because another rank's was.
         idle_s: seconds since its main thread last told of progress.
         iteration, microbatch: the last ones told.
         waits: open announced waits, innermost first.
@@ -157,12 +157,11 @@ class RankStatus:
         loader: of its data; None where there is none.
         groups: its process groups, where torch's flight recorder is on.
         on_device: kernels of an accelerator run behind the main thread's back.
-        left: it has finished with the run, and told so when it did.
+        ended: how its part of the run came to its end, told when it did; empty while it has not.
         stopped_pids: processes beside its own, under the same launcher, that a signal has stopped.
     """
 
     rank: int
-    fired: bool = True
     idle_s: float = 0.0
     iteration: int | None = None
     microbatch: int | None = None
@@ -173,7 +172,7 @@ class RankStatus:
     loader: LoaderStatus | None = None
     groups: tuple[GroupStatus, ...] = ()
     on_device: bool = False
-    left: bool = False
+    ended: Literal["", "finished", "failed"] = ""
     stopped_pids: tuple[int, ...] = ()
 
     def where(self) -> str:

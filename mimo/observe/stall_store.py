@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch.distributed import DistError
 
@@ -68,6 +68,7 @@ class StallStore:
         self._prefix = f"mimo/stall/{run}/"
         self._status: RankStatus | None = None
         self._asked, self._told, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._ended: Literal["finished", "failed"] = "finished"
         self._silent: tuple[RankProcess, ...] | None = None
         self._heard, self._writing = time.monotonic(), False
         self._on_stall: Callable[[], None] = lambda: None
@@ -94,8 +95,10 @@ class StallStore:
                 break
         return self._silent
 
-    def close(self) -> None:
-        """Stop looking. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Stop looking, and tell that this rank has ended. A second call does nothing."""
+        if not self._closed.is_set():
+            self._ended = "failed" if failed else "finished"
         self._closed.set()
         self._asked.set()
         if self._thread.is_alive():
@@ -110,13 +113,13 @@ class StallStore:
                 if self._asked.wait(POLL_S) or self._has("stalled"):
                     break
             if self._closed.is_set():
-                self._answer(RankStatus(self._process.rank, fired=False, left=True))
+                self._answer(RankStatus(self._process.rank, ended=self._ended))
                 return
             self._on_stall()
             asked = self._asked.wait(TALK_S)
             if self._closed.is_set() and self._status is None:
                 # It came to its end while another rank's stall was told.
-                self._answer(RankStatus(self._process.rank, fired=False, left=True))
+                self._answer(RankStatus(self._process.rank, ended=self._ended))
             elif asked and self._status is not None:
                 self._answer(self._status)
                 self._silent = self._summarise()
@@ -169,7 +172,7 @@ class StallStore:
         # Whoever answered while it was written ends by itself.
         answered = {status_from_json(line).rank for line in self._lines("answers")}
         first: dict[str, int] = {}
-        for rank in sorted(rank for rank, status in statuses.items() if rank in processes and not status.left):
+        for rank in sorted(rank for rank, status in statuses.items() if rank in processes and not status.ended):
             first.setdefault(processes[rank].host, rank)
         return [(first[process.host], process) for rank, process in processes.items()
                 if rank not in answered and process.host in first]

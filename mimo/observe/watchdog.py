@@ -50,8 +50,8 @@ class Conclusion(Protocol):
         """Give this rank's status and wait for the summary: processes that this rank has to end, None without one."""
         ...
 
-    def close(self) -> None:
-        """Stop looking."""
+    def close(self, *, failed: bool = False) -> None:
+        """Stop looking; `failed` where this rank's part of the run ended with an error."""
         ...
 
 
@@ -243,17 +243,13 @@ class Watchdog:
         waits = "; inside ".join(map(str, self.waits(now)))
         return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; in no announced wait")
 
-    def status(self, *, fired: bool) -> RankStatus:
-        """Where this rank is, as data.
-
-        Args:
-            fired: its own limit was reached.
-        """
+    def status(self) -> RankStatus:
+        """Where this rank is, as data."""
         now = time.monotonic()
         frame = main_frame()
         return RankStatus(
-            self._rank, fired=fired, idle_s=now - self.last_change, iteration=self.iteration,
-            microbatch=self.microbatch, waits=self.waits(now),
+            self._rank, idle_s=now - self.last_change, iteration=self.iteration, microbatch=self.microbatch,
+            waits=self.waits(now),
             blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
             stack=stack_lines(frame) if frame is not None else (),
             schedule=self.schedule() if self.schedule is not None else None,
@@ -273,15 +269,19 @@ class Watchdog:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         write_report(f"{headline} on {self.describe()} [{stamp}]\n{thread_stacks()}", self._report_path)
 
-    def close(self) -> None:
-        """Stop watching. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Stop watching. A second call does nothing.
+
+        Args:
+            failed: this rank's part of the run ended with an error; a summary of the others will say so.
+        """
         self._closed.set()
         self._look.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             if self._conclusion is not None:
-                self._conclusion.close()
+                self._conclusion.close(failed=failed)
 
     def _on_stall_elsewhere(self) -> None:
         self._stalled_elsewhere.set()
@@ -309,11 +309,10 @@ class Watchdog:
         faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=STDERR_FD)
         conclusion = self._conclusion
         try:
-            status = self.status(fired=fired)
+            status = self.status()
         except Exception as error:  # of what others tell of themselves: the answer has to go out all the same
-            status = RankStatus(self._rank, fired=fired, idle_s=time.monotonic() - self.last_change,
-                                iteration=self.iteration, microbatch=self.microbatch,
-                                stack=(f"its state cannot be told: {error!r}",))
+            status = RankStatus(self._rank, idle_s=time.monotonic() - self.last_change, iteration=self.iteration,
+                                microbatch=self.microbatch, stack=(f"its state cannot be told: {error!r}",))
         if conclusion is None:
             self.report("stall")
         else:

@@ -93,7 +93,7 @@ class RlLoop:
                 with self.watchdog.limit(2 * CLOSE_LIMIT_S):
                     logger.close(failed=failed)
             stop.close()
-            self.watchdog.close()
+            self.watchdog.close(failed=failed)
 
     def _set_up(self) -> list[str]:
         """Model and optimizer, at the weights that the run starts from; lines that say which these are."""

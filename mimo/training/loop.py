@@ -115,7 +115,7 @@ class TrainingLoop:
                 with self.watchdog.limit(2 * CLOSE_LIMIT_S):
                     logger.close(failed=failed)
             stop.close()
-            self.watchdog.close()
+            self.watchdog.close(failed=failed)
 
     def _release(self) -> None:
         """Destroy the groups of the bridges, in one order on every rank."""
@@ -308,7 +308,7 @@ class TrainingLoop:
             checkpoint_s=self._taken_checkpoint_s(),
             forward_backward_s=schedules,
             optimizer_s=updates,
-            timeline=observer.figures(row, largest_row),
+            timeline=observer.figures(largest_row),
             peak_memory_bytes={name: int(peak) for name, peak in peaks.items()},
             moe_losses=self._moe_losses(),
             mtp_losses=mtp_losses(self.parts.built.model.mtp, self.grids.collections.get(LANGUAGE)),

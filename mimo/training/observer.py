@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ class StepObserver:
         self._profiler = StepProfiler(flags, parts.spans, grids.rank, cuda=parts.platform.name == "cuda")
         self._signal = TimelineSignal()
         self._intervals: list[Interval] = []
+        self._summed = torch.zeros(0, dtype=torch.float64)
+        self._summing: Any = None
         self.lines: list[str] = []
 
     def begin_step(self) -> None:
@@ -59,31 +62,37 @@ class StepObserver:
                 self._say(line)
 
     def row(self, microbatches: Sequence[Microbatch]) -> list[float]:
-        """This rank's numbers of the step, of which every rank has to give the maximum over all to `figures`."""
+        """This rank's numbers of the step, of which every rank has to give the maximum over all to `figures`.
+
+        Collective over the world.
+        """
         requested = float(self._signal.take())
         if not self.spans.enabled:
             return [requested]
         self._intervals = self.spans.intervals()
-        return [requested, *self._timeline.own(self._intervals, microbatches)]
+        own = self._timeline.own(self._intervals, microbatches)
+        self._summed = torch.tensor(own, dtype=torch.float64)
+        # Under way while the caller agrees on the maxima: these are most of what the timeline costs.
+        self._summing = dist.all_reduce(self._summed, group=self._grids.host, async_op=True)
+        return [requested, *own]
 
-    def figures(self, row: Sequence[float], largest: Sequence[float]) -> dict[str, float]:
+    def figures(self, largest: Sequence[float]) -> dict[str, float]:
         """The timeline's figures, and the Gantt where it is due. Collective over the world.
 
         Args:
-            row: what `row` gave.
-            largest: the maximum of all ranks' rows.
+            largest: the maximum of what `row` gave, over all ranks.
         """
         if not self.spans.enabled:
             return {}
         requested, *largest = largest
-        summed = torch.tensor(row[1:], dtype=torch.float64)
         with self._watchdog.waiting("sums of the timeline over the world"):
-            dist.all_reduce(summed, group=self._grids.host)
+            self._summing.wait()
+        summed = self._summed.tolist()
         if requested or self._gantt.is_due(self._iteration):
             with self._watchdog.waiting("timeline of all ranks"):
-                lanes = self._timeline.lanes(summed.tolist())
+                lanes = self._timeline.lanes(summed)
                 self._say(self._gantt.write(self._iteration, self._intervals, lanes))
-        return self._timeline.figures(largest, summed.tolist())
+        return self._timeline.figures(largest, summed)
 
     def close(self, *, failed: bool) -> None:
         """End a trace under way and restore the signal's former handler.

@@ -7,12 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ROOT, find_worker, finish, losses, start_torchrun
+from tests.support.launch import ROOT, find_worker, finish, losses, start_torchrun, wait_for_steps
 
 MODEL = ("--device", "cpu", "--model-provider", "mock", "--no-bf16", "--seq-length", "256", "--eval-iters", "0",
          "--watchdog-timeout-s", "8")
@@ -82,14 +81,6 @@ def test_a_lane_without_data(tmp_path: Path) -> None:
     assert "everybody waits for rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
     assert "its data loader has no data: streams language/0 of this rank" in reason
     assert "StallingStream" in output or "stalling_data.py" in output, "where it waited, as a Python stack"
-
-
-def wait_for_steps(run_dir: Path, process: subprocess.Popen[str]) -> None:
-    metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not metrics.exists() or not metrics.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

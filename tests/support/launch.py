@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def torchrun(num_processes: int, *flags: str, timeout_s: float = 280, script: st
              **environment: str) -> subprocess.CompletedProcess[str]:
     """Run an entry script under torchrun to its end."""
     return finish(start_torchrun(num_processes, *flags, script=script, **environment), timeout_s)
+
+
+def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 200) -> None:
+    """Wait until a run has recorded an iteration; AssertionError with its output where it does not."""
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + timeout_s
+    while not metrics.exists() or not metrics.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(process.communicate()[0][-3000:])
+        time.sleep(0.1)
 
 
 def find_worker(launcher: int, rank: int) -> int:

@@ -75,6 +75,6 @@ if __name__ == "__main__":
     if fault and os.environ["RANK"] == rank:
         from mimo.platform import get_platform
 
-        get_platform("cpu")
+        get_platform(sys.argv[sys.argv.index("--device") + 1])
         FAULTS[fault]()
     sys.exit(main())

@@ -182,10 +182,18 @@ def test_on_an_accelerator_the_stack_of_a_rank_that_computes_is_no_proof():
 
 
 def test_a_rank_that_has_finished_is_blamed_only_by_those_that_wait_for_it():
-    gone = RankStatus(2, fired=False, left=True)
+    gone = RankStatus(2, ended="finished")
     assert the_one(found(rank(0, bridge(1)), rank(1), gone))[0] == 1
     number, reason = the_one(found(rank(0, bridge(1)), rank(1, bridge(2)), gone))
     assert number == 2 and "finished" in reason
+
+
+def test_a_rank_that_has_failed_is_blamed_whoever_waits_for_it():
+    failed = RankStatus(2, ended="failed")
+    number, reason = the_one(found(rank(0, bridge(1)), rank(1, bridge(2)), failed))
+    assert number == 2 and "ended with an error" in reason
+    verdict = found(rank(0, bridge(1)), rank(1), failed)
+    assert {each.rank for each in verdict.suspects} == {1, 2}
 
 
 def test_one_rank_alone():
@@ -201,6 +209,20 @@ def test_a_synchronisation_with_the_accelerator_waits_for_those_that_are_not_in_
     assert verdict.kind == "likely" and verdict.suspects[0].rank == 2
     engine = rank(2, Wait("completions of the rollout engine"), on_device=True)
     assert the_one(found(on_device(0, "device"), on_device(1, "device"), engine))[0] == 2
+
+
+def test_a_host_whose_queue_is_full_waits_for_the_one_that_has_queued_less():
+    """Kernels that wait for activations fill the queue; nothing in the stack of the host shows that it waits."""
+    full = rank(1, on_device=True, schedule=Schedule(5, 4, 3, 3))
+    sleeps = rank(0, on_device=True, schedule=Schedule(5, 4, 1, 0))
+    verdict = judge({0: sleeps, 1: full}, PROCESSES, {0: ("vision", 0), 1: ("language", 0)})
+    assert verdict.kind == "likely" and [each.rank for each in verdict.suspects] == [0]
+    synchronises = replace(full, blocked=Blocked("device", "item"), groups=(GroupStatus("1", (0, 1), 3),))
+    verdict = judge({0: sleeps, 1: synchronises}, PROCESSES, {0: ("vision", 0), 1: ("language", 0)})
+    assert verdict.kind == "likely" and [each.rank for each in verdict.suspects] == [0]
+    # Each has done something that the other has not: nobody is ahead.
+    other = replace(full, schedule=Schedule(5, 4, 0, 1))
+    assert len(judge({0: sleeps, 1: other}, PROCESSES, {0: ("vision", 0), 1: ("language", 0)}).suspects) == 2
 
 
 def test_the_record_of_the_process_groups_shows_who_has_not_joined_a_collective():

@@ -85,10 +85,10 @@ def test_one_rank_of_its_host_is_told_to_end_a_process_without_an_answer() -> No
 def test_a_rank_that_has_closed_counts_as_one_that_has_left() -> None:
     ranks = Ranks(WORLD)
     ranks.ends[3].close()
-    ranks.ends[3].close()
+    ranks.ends[3].close(failed=True)
     assert ranks.conclude([0, 1, 2]) == {0: (), 1: (), 2: ()}
     (_, statuses, _), = ranks.written
-    assert statuses[3].left and not statuses[0].left
+    assert [statuses[rank].ended for rank in range(WORLD)] == ["", "", "", "finished"]
 
 
 def test_another_rank_writes_where_the_first_writer_does_not_come_to_its_end() -> None:
@@ -148,11 +148,11 @@ def test_a_rank_that_comes_to_its_end_while_a_stall_is_told_has_left() -> None:
 
     def end() -> None:
         assert ranks.called[3].wait(10)
-        ranks.ends[3].close()
+        ranks.ends[3].close(failed=True)
 
     ending = threading.Thread(target=end)
     ending.start()
     told = ranks.conclude([0, 1, 2])
     ending.join()
     ((_, statuses, _),) = ranks.written
-    assert statuses[3].left and set(told.values()) == {()}
+    assert statuses[3].ended == "failed" and set(told.values()) == {()}

@@ -66,11 +66,11 @@ class Conclusion:
     def start(self, on_stall):
         self.on_stall = on_stall
     def conclude(self, status):
-        print(status.rank, status.fired, [wait.what for wait in status.waits], status.waits[0].peers, flush=True)
+        print(status.rank, [wait.what for wait in status.waits], status.waits[0].peers, flush=True)
         print(status.stack[0], flush=True)
         return CONCLUDED
-    def close(self):
-        print("closed", flush=True)
+    def close(self, *, failed):
+        print("closed", failed, flush=True)
 
 conclusion = Conclusion()
 """
@@ -86,7 +86,7 @@ with watchdog.waiting("outer"), watchdog.waiting("bridge recv_forward", peers=la
     out, error = process.communicate()
     assert process.returncode == 17
     status, stack, last = out.splitlines()
-    assert status == "3 True ['bridge recv_forward', 'outer'] (0, 2)"
+    assert status == "3 ['bridge recv_forward', 'outer'] (0, 2)"
     assert "<module>" in stack
     assert last == "at stall", "after the summary"
     assert "; waiting for bridge recv_forward (module vision, peers 0, 2) for " in error
@@ -102,7 +102,7 @@ with watchdog.limit(float("inf")), watchdog.waiting("checkpoint"):
 """)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 17
-    assert out.startswith("3 False ['checkpoint'] ()\n")
+    assert out.startswith("3 ['checkpoint'] ()\n")
     assert error.startswith("stall elsewhere, seen on rank 3: no progress for ")
     assert "rank 3 knows of no summary of the stall: there is no answer from the launcher" in error, "it said None"
 
@@ -110,10 +110,10 @@ with watchdog.limit(float("inf")), watchdog.waiting("checkpoint"):
 def test_closing_ends_the_conversation_with_other_ranks(start):
     process = start(CONCLUDES + """
 watchdog = Watchdog(600, "rank 3", conclusion=conclusion)
-watchdog.close()
+watchdog.close(failed=True)
 watchdog.close()
 """)
-    assert process.communicate()[0] == "closed\n"
+    assert process.communicate()[0] == "closed True\n"
 
 
 def test_an_action_that_keeps_the_interpreters_lock_does_not_keep_the_process(start):
