@@ -102,10 +102,14 @@ class Layout:
         for name in self.modules_of(rank):
             position = self.grids[name].coordinates(rank)
             place = f"{name} grid, " + " ".join(f"{axis} {index}" for axis, index in position.items())
-            if name == LANGUAGE:
-                place += f", lane {position['dp']}"
-            places.append(place)
+            places.append(f"{place}, {self._lanes_in_words(name, position['dp'])}")
         return f"rank {rank} ({'; '.join(places)})"
+
+    def _lanes_in_words(self, name: str, dp_rank: int) -> str:
+        """The lanes whose samples a data-parallel rank of a module works on: `lane 2`, `lanes 0-3`."""
+        size, lanes = self.grids[name].dp, self.num_lanes
+        first, last = dp_rank * lanes // size, ((dp_rank + 1) * lanes - 1) // size
+        return f"lane {first}" if first == last else f"lanes {first}-{last}"
 
 
 @dataclass(frozen=True)

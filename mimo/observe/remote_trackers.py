@@ -13,18 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from mimo.config.observe import ObserveConfig
-from mimo.observe.trackers import NOT_CURVES, Tracker, Value
+from mimo.observe.trackers import Tracker, Value, curves
 
 # Iterations that a slow server may fall behind before figures are left out.
 MAX_BEHIND = 1000
 # Seconds that the end of a run waits for what is still on its way; that of two trackers is less than a signal's grace.
 CLOSE_LIMIT_S = 8.0
 DEFAULT_EXPERIMENT = "mimo-hetero"
-
-
-def curves(record: Mapping[str, Value]) -> dict[str, float]:
-    """The figures of a record that make curves."""
-    return {name: float(value) for name, value in record.items() if value is not None and name not in NOT_CURVES}
 
 
 class WandbTracker:

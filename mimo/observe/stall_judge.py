@@ -8,6 +8,7 @@ named if the others agree. In all other cases the verdict is a list of candidate
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,13 @@ def judge(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProces
 
 
 def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict:
+    failed = [each for each in suspects if each.rank in statuses and statuses[each.rank].ended == "failed"]
+    if failed:
+        # Whatever the others do: they cannot go on without it.
+        others = [each for each in suspects if each not in failed]
+        if len(failed) > 1:
+            return Verdict("unclear", (*failed, *others), f"{len(failed)} ranks have ended with an error")
+        return Verdict("likely" if others or circle else "one", (*failed, *others))
     silent = [each for each in suspects if each.rank not in statuses]
     notes = []
     if silent:
@@ -93,8 +101,9 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
         return Verdict(kind, tuple(suspects), "" if kind == "likely" else f"{len(silent)} ranks do not answer")
     if circle:
         notes.append(f"ranks {format_ranks(circle)} wait for each other in a circle")
-    oldest = max(statuses[each.rank].idle_s for each in suspects)
-    standing = [each for each in suspects if statuses[each.rank].idle_s >= STILL_MOVING * oldest]
+    idle = {each.rank: math.inf if (status := statuses[each.rank]).ended else status.idle_s for each in suspects}
+    oldest = max((seconds for seconds in idle.values() if math.isfinite(seconds)), default=0.0)
+    standing = [each for each in suspects if idle[each.rank] >= STILL_MOVING * oldest]
     rest = [each for each in suspects if each not in standing]
     ordered = tuple(sorted(standing, key=lambda each: -each.waiters)) + tuple(rest)
     if len(standing) > 1:
@@ -103,7 +112,7 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
     status = statuses[standing[0].rank]
     # Kernels run behind the host's back: where it stands says little, unless it waits for something that is no rank.
     wait = status.waits[0] if status.waits else None
-    is_clear = not status.on_device or (wait is not None and not wait.group and not wait.peers)
+    is_clear = not status.on_device or not (wait is None or wait.is_work or wait.group or wait.peers)
     is_certain = is_clear and not rest and not circle
     return Verdict("one" if is_certain and status.blocked.kind not in ("device", "handle") else "likely", ordered,
                    "; ".join(notes))
@@ -169,7 +178,7 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
         ranks = _missing(status, wait.group, places)
     elif blocked.kind in ("handle", "device") and (wait is None or not wait.group):
         ranks = _missing(status, roles, places)
-    elif status.on_device and wait is None and not blocked.kind:
+    elif status.on_device and not blocked.kind and (wait is None or wait.is_work):
         ranks = _behind(status, statuses)
     if status.groups and blocked.kind == "device":
         # If there is none, it is its own device that does not come to an end.
@@ -180,15 +189,23 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
 
 
 def _late(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
-    """Ranks that have not joined a collective which has not ended here, by the record of the process groups."""
-    late = set()
+    """Ranks that have not joined a collective which has not ended here, by the record of the process groups.
+
+    Those without a record may have; they count only where there is nobody else.
+    """
+    late: set[int] = set()
+    unknown: set[int] = set()
     for group in status.groups:
         for rank in group.ranks if group.pending else ():
-            theirs = statuses[rank].groups if rank in statuses else ()
-            if rank != status.rank and not any(each.name == group.name and each.enqueued >= group.pending
-                                               for each in theirs):
+            other = statuses.get(rank)
+            if rank == status.rank:
+                continue
+            if other is not None and not other.groups and not other.ended:
+                unknown.add(rank)
+            elif other is None or not any(each.name == group.name and each.enqueued >= group.pending
+                                          for each in other.groups):
                 late.add(rank)
-    return late
+    return late or unknown
 
 
 def _behind(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
@@ -202,8 +219,10 @@ def _behind(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
 
 def _is_behind(one: RankStatus, two: RankStatus) -> bool:
     first, second = one.schedule, two.schedule
-    if one.ended or first is None or second is None:
-        return False
+    if one.ended:
+        return one.ended == "failed"
+    if first is None or second is None:
+        return first is None and second is not None
     if first.index != second.index:
         return first.index < second.index
     passes, others = (first.forward, first.backward), (second.forward, second.backward)

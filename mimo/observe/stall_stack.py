@@ -15,7 +15,8 @@ NUM_FRAMES = 8
 HOST_FILES = ("threading.py", "queue.py", "selectors.py", "connection.py", "pool.py", "subprocess.py", "popen_fork.py",
               "ssl.py", "socket.py", "_base.py")
 # Calls that wait until the accelerator has done what it was given.
-DEVICE_CALLS = ("item", "tolist", "cpu", "synchronize")
+DEVICE_CALLS = ("item", "tolist", "cpu", "synchronize", "_cuda_synchronize", "to", "nonzero", "equal", "float", "int",
+                "bool")
 # Folders whose `.wait()` is that of an asynchronous operation of torch.distributed.
 HANDLE_FOLDERS = ("torch", "megatron", "mimo")
 PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
@@ -29,12 +30,19 @@ def frames_inward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def stack_lines(frame: FrameType, count: int = NUM_FRAMES) -> tuple[str, ...]:
-    """The innermost frames in words, the innermost first: `training/step.py:176 run_schedule: return schedule(`."""
+def stack_lines(frame: FrameType, count: int = NUM_FRAMES, *, code: bool = True) -> tuple[str, ...]:
+    """The innermost frames in words, the innermost first: `training/step.py:176 run_schedule: return schedule(`.
+
+    Args:
+        frame: the innermost one.
+        count: frames at most.
+        code: with the lines of code, which are read from disk.
+    """
     lines = []
     for each in frames_inward(frame):
         path = Path(each.f_code.co_filename)
-        lines.append(f"{'/'.join(path.parts[-3:])}:{each.f_lineno} {each.f_code.co_name}: {_source(each)}")
+        place = f"{'/'.join(path.parts[-3:])}:{each.f_lineno} {each.f_code.co_name}"
+        lines.append(f"{place}: {_source(each)}" if code else place)
         if len(lines) == count:
             break
     return tuple(lines)

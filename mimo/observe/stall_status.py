@@ -60,6 +60,7 @@ class Wait:
         peers: ranks each of which has to do its part, where it is for ranks one by one.
         group: ranks that have to come to the same wait, where it is a collective's.
         on_loader: it is for this rank's data loader, whose state says more.
+        is_work: it is no wait but work that has a name.
     """
 
     what: str
@@ -68,6 +69,7 @@ class Wait:
     peers: Ranks = ()
     group: Ranks = ()
     on_loader: bool = False
+    is_work: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}{f' ({self.details})' if self.details else ''} for {self.seconds:.1f} s"

@@ -17,6 +17,8 @@ Value = float | None
 NOT_CURVES = ("iteration", "consumed_samples", "success")
 # A skipped iteration consumes no samples: several of them would share one point of a samples axis.
 NOT_BY_SAMPLES = ("skipped-iterations",)
+# Where a step's time went: not a matter of samples, and too many curves to have twice.
+TIMELINE = "timeline/"
 
 
 class Tracker(Protocol):
@@ -36,6 +38,11 @@ def _json_value(value: Value) -> float | str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
+
+
+def curves(record: Mapping[str, Value]) -> dict[str, float]:
+    """The figures of a record that make curves."""
+    return {name: float(value) for name, value in record.items() if value is not None and name not in NOT_CURVES}
 
 
 def _kept_lines(text: str, last_iteration: int) -> list[str]:
@@ -88,7 +95,11 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard scalars under Megatron's keys: each by iteration, and as `"<key> vs samples"` by consumed samples."""
+    """TensorBoard scalars under Megatron's keys: each by iteration, and as `"<key> vs samples"` by consumed samples.
+
+    The figures of a step's timeline are by iteration alone. All figures of an axis are one event: an event for each,
+    as `SummaryWriter.add_scalar` writes it, would take milliseconds of every step.
+    """
 
     # Seconds an event may sit in memory; a rank that is made to exit loses no more than that.
     FLUSH_S = 10
@@ -101,19 +112,22 @@ class TensorBoardTracker:
             OSError: the folder cannot be written.
         """
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import FileWriter
         except ModuleNotFoundError as error:
             raise ValueError(f"--tensorboard-dir {folder}: the package tensorboard is not installed") from error
-        self._writer = SummaryWriter(log_dir=str(folder), flush_secs=self.FLUSH_S)
+        self._writer, self._summary = FileWriter(str(folder), flush_secs=self.FLUSH_S), Summary
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
         """Add a point to each curve that has a figure here."""
-        for name, value in record.items():
-            if value is None or name in NOT_CURVES:
-                continue
-            self._writer.add_scalar(name, float(value), step)
-            if name not in NOT_BY_SAMPLES:
-                self._writer.add_scalar(f"{name} vs samples", float(value), samples)
+        points = curves(record)
+        self._add(points, step)
+        self._add({f"{name} vs samples": value for name, value in points.items()
+                   if name not in NOT_BY_SAMPLES and not name.startswith(TIMELINE)}, samples)
+
+    def _add(self, points: Mapping[str, float], position: int) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in points.items()]
+        self._writer.add_summary(self._summary(value=values), position)
 
     def close(self) -> None:
         """Flush and close the event file. A second call does nothing."""

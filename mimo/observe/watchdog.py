@@ -27,6 +27,8 @@ POLL_S = 1.0
 LEAVE_S = 60.0
 # Seconds for the state of the process groups.
 GROUPS_S = 1.0
+# Seconds for lines of source code, from what may be the file system that hangs.
+FILES_S = 1.0
 OWN_THREADS = ("watchdog", "stall store")
 
 RankSource = Sequence[int] | Callable[[], Sequence[int]] | None
@@ -58,13 +60,13 @@ class Conclusion(Protocol):
 class Wait:
     """One thing the main thread waits for; made by `Watchdog.waiting`."""
 
-    __slots__ = ("what", "details", "peers", "group", "on_loader", "since", "outer", "_watchdog")
+    __slots__ = ("what", "details", "peers", "group", "on_loader", "is_work", "since", "outer", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, what: str, peers: RankSource, group: RankSource, on_loader: bool,
-                 details: dict[str, object]) -> None:
+                 is_work: bool, details: dict[str, object]) -> None:
         self.what = what
         self.details = details
-        self.peers, self.group, self.on_loader = peers, group, on_loader
+        self.peers, self.group, self.on_loader, self.is_work = peers, group, on_loader, is_work
         self.since = 0.0
         self.outer: Wait | None = None
         self._watchdog = watchdog
@@ -87,7 +89,8 @@ class Wait:
             "peers": format_ranks(peers) if peers else None, "group": format_ranks(group) if group else None}
         details = ", ".join(f"{name} {value() if callable(value) else value}" for name, value in named.items()
                             if value is not None)
-        return stall_status.Wait(self.what, details, now - self.since, peers, group, self.on_loader)
+        return stall_status.Wait(self.what, details, now - self.since, peers, group, self.on_loader,
+                                 self.is_work)
 
 
 def _ranks(source: RankSource) -> tuple[int, ...]:
@@ -98,6 +101,13 @@ def main_frame() -> FrameType | None:
     """The innermost Python frame of the main thread."""
     main = threading.main_thread().ident
     return sys._current_frames().get(main) if main is not None else None
+
+
+def _stack_lines(frame: FrameType) -> tuple[str, ...]:
+    """As `stack_lines`; without lines of code where the file system does not give them."""
+    found: list[tuple[str, ...]] = []
+    within_limit(lambda: found.append(stack_lines(frame)), FILES_S)
+    return found[0] if found else stack_lines(frame, code=False)
 
 
 def thread_stacks() -> str:
@@ -179,7 +189,7 @@ class Watchdog:
         self.last_change = time.monotonic()
 
     def waiting(self, what: str, *, peers: RankSource = None, group: RankSource = None, on_loader: bool = False,
-                **details: object) -> Wait:
+                is_work: bool = False, **details: object) -> Wait:
         """Context of a wait for others: `with watchdog.waiting("bridge recv_forward", peers=[0], lane=1):`.
 
         Nestable; the report names every open wait. Details that are None are left out, those that can be called are
@@ -191,9 +201,10 @@ class Watchdog:
             group: global ranks that have to come to the same wait; not needed for a blocking call of torch.distributed,
                 which the stack shows.
             on_loader: it is for this rank's data loader.
+            is_work: it is no wait, but work that a report had better name.
             details: more for the reader.
         """
-        return Wait(self, what, peers, group, on_loader, details)
+        return Wait(self, what, peers, group, on_loader, is_work, details)
 
     @contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
@@ -251,7 +262,7 @@ class Watchdog:
             self._rank, idle_s=now - self.last_change, iteration=self.iteration, microbatch=self.microbatch,
             waits=self.waits(now),
             blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
-            stack=stack_lines(frame) if frame is not None else (),
+            stack=_stack_lines(frame) if frame is not None else (),
             schedule=self.schedule() if self.schedule is not None else None,
             loader=self.loader() if self.loader is not None else None, groups=self._group_statuses(),
             on_device=self.on_device, stopped_pids=stopped_siblings())

@@ -209,7 +209,7 @@ class PolicyTrainer:
 
         model = self.parts.built.model
         set_training(model, False)
-        with torch.no_grad(), self.parts.watchdog.waiting("log-probs before the update"):
+        with torch.no_grad(), self.parts.watchdog.waiting("log-probs before the update", is_work=True):
             self._run(microbatches, collect, forward_only=True)
         set_training(model, True)
         return found

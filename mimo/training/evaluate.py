@@ -120,7 +120,7 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
                 plan.append([num_samples is None or index < num_samples for index in indices])
                 position += layout.num_lanes * len(samples)
             score = partial(forward_logits, consume=partial(_score, model, group, iter(plan)))
-            with parts.watchdog.waiting("evaluation"):
+            with parts.watchdog.waiting("evaluation", is_work=True):
                 reports = run_schedule(parts, microbatches, score, forward_only=True)
             if parts.counts_losses:
                 totals += torch.stack(reports).sum(dim=0)

@@ -86,7 +86,7 @@ class StepLoader:
         self.consumed_samples = 0
         self.last_wait_s = 0.0
         self._mark = source.mark()
-        self._started = self._broken = self._closed = False
+        self._started = self._broken = self._closed = self._closing = False
         self._pool = ThreadPool(1) if prefetch else None
         self._pending: AsyncResult[tuple[list[Microbatch], Any]] | None = None
         # Iterations that were waited for and not handed out yet.
@@ -200,7 +200,7 @@ class StepLoader:
         """What the loader does now; asked from another thread."""
         pending = self._pending
         # While `next_step` waits it holds what is pending itself.
-        busy = not self._closed and (self._broken or (pending is not None and not pending.ready()))
+        busy = self._closing or self._broken or (pending is not None and not pending.ready())
         return LoaderStatus(busy, self.describe(), self._source.waits_for)
 
     def _on_reading_thread(self, action: Callable[[], Any]) -> Any:
@@ -217,10 +217,12 @@ class StepLoader:
             return
         self._closed = True
         if not failed and not self._broken:
+            self._closing = True
             if self._pending is not None:
                 # Other ranks take part in what is under way. It is short: all of them have asked for it.
                 self._pending.wait()
             self._source.close()
+            self._closing = False
         self._pending = None
         if self._pool is not None:
             self._pool.terminate()

@@ -110,7 +110,7 @@ class TrainingLoop:
             if self.observer is not None:
                 self.observer.close(failed=failed)
             if loader is not None:
-                loader.close(failed=failed)
+                self._close(loader, failed=failed)
             if logger is not None:
                 with self.watchdog.limit(2 * CLOSE_LIMIT_S):
                     logger.close(failed=failed)
@@ -345,6 +345,11 @@ class TrainingLoop:
             microbatches = loader.next_step()
         return microbatches
 
+    def _close(self, loader: StepLoader, *, failed: bool = False) -> None:
+        """End the loading of data: what is under way has to come first."""
+        with self.watchdog.waiting("data that is still under way", state=loader.describe, on_loader=True):
+            loader.close(failed=failed)
+
     def _evaluate(self, logger: RunLogger) -> None:
         train = self.config.train
         if not train.eval_iters:
@@ -356,7 +361,7 @@ class TrainingLoop:
         (num_samples,) = self.num_valid_samples
         steps = (self._next_step(loader) for _ in range(train.eval_iters))
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
-        loader.close()
+        self._close(loader)
         figures = {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
         logger.log_eval(self.progress.iteration, figures)
 
@@ -369,7 +374,7 @@ class TrainingLoop:
         loader = self._open("valid", prefetch=False)
         per_step = num_microbatches(self.config) * self.config.train.micro_batch_size
         steps = [self._next_step(loader) for _ in range(-(-wanted // per_step))]
-        loader.close()
+        self._close(loader)
         decoded = [sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)]
         for key, expected, answer in decoded[:wanted]:
             text, truth = (self.dataset.decode(self.config.dataset, tokens) for tokens in (answer, expected))

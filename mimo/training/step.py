@@ -264,14 +264,12 @@ def _sum_over_world(
         totals[:2] += torch.stack(reports).sum(dim=0)
     with (parts.watchdog.waiting("sum of losses and tokens over the world", group=parts.world),
           parts.spans.span(Kind.IDLE, "sum of losses and tokens over the world")):
-        if parts.prefetch is None:
-            dist.all_reduce(totals)
-        else:
-            work = dist.all_reduce(totals, async_op=True)
+        work = dist.all_reduce(totals, async_op=True)
+        if parts.prefetch is not None:
             parts.prefetch.fill()
             parts.prefetch.end_step()
-            assert work is not None, "every rank is a member of the world"
-            work.wait()
+        assert work is not None, "every rank is a member of the world"
+        work.wait()
     return totals
 
 

@@ -53,7 +53,7 @@ def test_a_worker_that_hangs_is_named_with_its_shard(shards: Path, tmp_path: Pat
     assert ".tar" in done.stdout
     summary = (tmp_path / "run" / "stall-summary.txt").read_text()
     first, reason = summary.splitlines()[:2]
-    assert "everybody waits for rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0) on host " in first, summary
+    assert "everybody waits for rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0, lanes 0-1) on host " in first, summary
     assert f"its data loader has no data: waiting for worker 1 (lane 0, pid {workers[1]})" in reason
     assert_gone(workers)
 
@@ -66,7 +66,7 @@ def test_a_worker_that_is_killed_is_named_with_its_shard(shards: Path, tmp_path:
     assert done.returncode != 0
     words = f"a data worker was killed by signal 9: worker 2 (lane 1, pid {workers[2]})"
     said = next(line for line in done.stdout.splitlines() if words in line)
-    assert "rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0)" in said, "by itself, or by a rank that waits for its samples"
+    assert "rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0, lanes 0-1)" in said, "by itself or by one that waits for its data"
     assert_gone(workers)
 
 

@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.launch import ROOT, find_worker, finish, losses, start_torchrun, wait_for_steps
+from tests.support.stalled_run import STALLS_AT
 
+TIMEOUT_S = 8
 MODEL = ("--device", "cpu", "--model-provider", "mock", "--no-bf16", "--seq-length", "256", "--eval-iters", "0",
-         "--watchdog-timeout-s", "8")
+         "--watchdog-timeout-s", str(TIMEOUT_S))
 MOCK = ("--dataset-provider", "mock", "--train-iters", "100000")
 
 
@@ -35,9 +38,16 @@ def processes_of(run_dir: Path) -> list[int]:
     return found
 
 
-def summary_of(process: subprocess.Popen[str], run_dir: Path) -> tuple[str, str]:
-    """The summary of a run that stalls, and all that it printed; by then every process is gone."""
+def summary_of(process: subprocess.Popen[str], run_dir: Path, stalled: float = 0.0) -> tuple[str, str]:
+    """The summary of a run that stalls, and all that it printed; by then every process is gone.
+
+    Args:
+        process: the launcher.
+        run_dir: of the run.
+        stalled: when the stall began, Unix time; 0 where the run says so itself, or nobody does.
+    """
     done = finish(process, 240)
+    ended = time.time()
     assert done.returncode != 0
     assert processes_of(run_dir) == []
     path = run_dir / "stall-summary.txt"
@@ -45,6 +55,11 @@ def summary_of(process: subprocess.Popen[str], run_dir: Path) -> tuple[str, str]
     summary = path.read_text()
     assert done.stdout.count("stall summary [") == 1, "one rank writes it"
     assert summary in done.stdout
+    stalled = next((float(line.removeprefix(STALLS_AT)) for line in done.stdout.splitlines()
+                    if line.startswith(STALLS_AT)), stalled)
+    if stalled:
+        print(f"\ntimeout {TIMEOUT_S} s, summary {path.stat().st_mtime - stalled:.1f} s after the stall, all processes "
+              f"gone after {ended - stalled:.1f} s")
     return summary, done.stdout
 
 
@@ -90,8 +105,8 @@ def test_a_rank_that_a_signal_has_stopped(tmp_path: Path, rank: int) -> None:
     wait_for_steps(tmp_path, process)
     pid = find_worker(process.pid, rank)
     os.kill(pid, signal.SIGSTOP)
-    summary, _ = summary_of(process, tmp_path)
-    grid = ["vision grid, tp 0 cp 0 dp 0 pp 0", "language grid, tp 0 cp 0 dp 0 pp 0, lane 0"][rank]
+    summary, _ = summary_of(process, tmp_path, time.time())
+    grid = ["vision grid, tp 0 cp 0 dp 0 pp 0, lane 0", "language grid, tp 0 cp 0 dp 0 pp 0, lane 0"][rank]
     first, reason = summary.splitlines()[:2]
     assert f"everybody waits for rank {rank} ({grid}) on host " in first and f", pid {pid}" in first, summary
     assert "its process is stopped" in reason
@@ -126,5 +141,5 @@ def test_without_a_launcher_a_stopped_first_rank_takes_the_summary_away_but_not_
         first.communicate()
     assert done.returncode == 17
     assert "stall on rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0)" in done.stdout, done.stdout[-4000:]
-    assert ("there is no answer from the process of rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0), which is stopped or gone"
-            in done.stdout)
+    assert ("there is no answer from the process of rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0, lane 0), which is "
+            "stopped or gone" in done.stdout)

@@ -9,6 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 FOR_EVER_S = 10_000
+STALLS_AT = "stalls at "
+
+
+def say() -> None:
+    """When the fault happens, for the reader of the output."""
+    print(f"{STALLS_AT}{time.time():.2f}", flush=True)
 
 
 def sleep_in_forward() -> None:
@@ -20,6 +26,7 @@ def sleep_in_forward() -> None:
     def forward_that_sleeps(batches: Any, model: Any) -> Any:
         calls.append("forward")
         if calls.count("step") == 2 and calls[-2] == "forward":
+            say()
             time.sleep(FOR_EVER_S)
         return forward_step(batches, model)
 
@@ -39,6 +46,8 @@ def leave_a_microbatch_out() -> None:
 
     def train_step_with_less(parts: Any, microbatches: Any, **options: Any) -> Any:
         calls.append(parts)
+        if len(calls) == 2:
+            say()
         return train_step(parts, microbatches[:-1] if len(calls) == 2 else microbatches, **options)
 
     loop.train_step = train_step_with_less
@@ -57,6 +66,7 @@ def hold_the_interpreter() -> None:
         calls.append(arguments)
         if len(calls) == 2:
             # PyDLL, unlike CDLL, keeps the lock during the call. A mutex, unlike sleep, is not left on a signal.
+            say()
             mutex = ctypes.create_string_buffer(64)
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)

@@ -188,12 +188,26 @@ def test_a_rank_that_has_finished_is_blamed_only_by_those_that_wait_for_it():
     assert number == 2 and "finished" in reason
 
 
-def test_a_rank_that_has_failed_is_blamed_whoever_waits_for_it():
-    failed = RankStatus(2, ended="failed")
-    number, reason = the_one(found(rank(0, bridge(1)), rank(1, bridge(2)), failed))
+FULL = {"on_device": True, "schedule": Schedule(5, 4, 3, 3)}
+FAILED = RankStatus(2, ended="failed")
+
+
+def test_a_rank_that_has_failed_comes_first_whatever_the_others_do():
+    number, reason = the_one(found(rank(0, bridge(1)), rank(1, bridge(2)), FAILED))
     assert number == 2 and "ended with an error" in reason
-    verdict = found(rank(0, bridge(1)), rank(1), failed)
+    verdict = found(rank(0, bridge(1, 2)), rank(1), FAILED)
+    assert verdict.kind == "likely" and [each.rank for each in verdict.suspects] == [2, 1]
+    assert the_one(found(rank(0, **FULL), rank(1, **FULL), FAILED))[0] == 2, "full queues lead to it"
+    pending = rank(1, blocked=Blocked("device", "tolist"), groups=(GroupStatus("1", (1, 2), 4, 4),), **FULL)
+    assert found(rank(0, **FULL), pending, FAILED).suspects[0].rank == 2
+    verdict = found(rank(0, bridge(1)), replace(FAILED, rank=1), FAILED)
+    assert verdict.kind == "unclear" and verdict.explanation == "2 ranks have ended with an error"
+
+
+def test_a_rank_that_has_finished_counts_as_long_as_those_that_wait_for_it():
+    verdict = found(rank(0, bridge(2)), rank(1), RankStatus(2, ended="finished"))
     assert {each.rank for each in verdict.suspects} == {1, 2}
+    assert "2 ranks wait for no other rank" in verdict.explanation
 
 
 def test_one_rank_alone():
@@ -223,6 +237,30 @@ def test_a_host_whose_queue_is_full_waits_for_the_one_that_has_queued_less():
     # Each has done something that the other has not: nobody is ahead.
     other = replace(full, schedule=Schedule(5, 4, 0, 1))
     assert len(judge({0: sleeps, 1: other}, PROCESSES, {0: ("vision", 0), 1: ("language", 0)}).suspects) == 2
+
+
+def test_work_that_has_a_name_is_no_wait():
+    """An encoder whose queue is full stands in its prefetch: that must not look like the end of all waits."""
+    prefetch = Wait("encoder prefetch", is_work=True)
+    verdict = found(rank(0, prefetch, **FULL), rank(1, **FULL), rank(2, on_device=True, schedule=Schedule(5, 4, 2, 2)))
+    assert verdict.kind == "likely" and [each.rank for each in verdict.suspects] == [2]
+    in_tolist = {"blocked": Blocked("device", "tolist"), "groups": (GroupStatus("1", (0, 1, 2), 4, 4),), **FULL}
+    verdict = found(rank(0, prefetch, **FULL), rank(1, **in_tolist),
+                    rank(2, on_device=True, schedule=FULL["schedule"], groups=(GroupStatus("1", (0, 1, 2), 4),)))
+    assert verdict.kind != "one", "where a host stands proves nothing of its device"
+
+
+def test_a_rank_before_its_first_pass_is_behind_those_with_full_queues():
+    verdict = found(rank(0, **FULL), rank(1, **FULL), replace(rank(2, on_device=True), schedule=None))
+    assert verdict.kind == "likely" and [each.rank for each in verdict.suspects] == [2]
+
+
+def test_a_rank_without_a_record_of_its_groups_is_not_late():
+    waits = {"blocked": Blocked("device", "item"), "on_device": True,
+             "groups": (GroupStatus("1", (0, 1, 2), 4, 4, "nccl:all_reduce"),)}
+    late = rank(2, on_device=True, groups=(GroupStatus("1", (0, 1, 2), 3),))
+    verdict = found(rank(0, **waits), rank(1, on_device=True, blocked=Blocked("device", "item")), late)
+    assert [each.rank for each in verdict.suspects][0] == 2
 
 
 def test_the_record_of_the_process_groups_shows_who_has_not_joined_a_collective():

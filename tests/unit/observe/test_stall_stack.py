@@ -32,12 +32,12 @@ class Handle:
     def __init__(self) -> None:
         lock = threading.Lock()
         lock.acquire()
-        self.wait = self.item = lock.acquire
+        self.wait = self.item = self.to = self._cuda_synchronize = lock.acquire
 
 
 def handle_in(folder: Path, source: str) -> Callable[[], None]:
     """A function of a file in that folder, which is gone by the time it runs."""
-    scope: dict[str, Any] = {"handle": Handle(), "handles": {"a": Handle()}}
+    scope: dict[str, Any] = {"handle": Handle(), "handles": {"a": Handle()}, "float": Handle().wait}
     exec(compile(source, str(folder / "module.py"), "exec"), scope)
     return scope["blocked"]
 
@@ -66,6 +66,17 @@ def test_a_synchronisation_waits_where_there_is_an_accelerator(tmp_path: Path) -
     with frame_of(handle_in(tmp_path, "def blocked():\n    handle.item()\n")) as frame:
         assert find_blocked(frame, on_device=True) == Blocked("device", "item")
         assert find_blocked(frame) == Blocked()
+
+
+@pytest.mark.parametrize("call", ["handle._cuda_synchronize()", "handle.to()", "float()"])
+def test_other_calls_that_wait_for_the_accelerator(tmp_path: Path, call: str) -> None:
+    with frame_of(handle_in(tmp_path, f"def blocked():\n    {call}\n")) as frame:
+        assert find_blocked(frame, on_device=True).kind == "device"
+
+
+def test_a_stack_can_do_without_lines_of_code() -> None:
+    with frame_of(lambda: time.sleep(30)) as frame:
+        assert stack_lines(frame, code=False)[0].endswith(" <lambda>")
 
 
 def test_locks_and_sleep() -> None:

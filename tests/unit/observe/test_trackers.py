@@ -61,7 +61,8 @@ def test_tensorboard_has_both_axes(tmp_path):
     for step in (1, 2):
         tracker.log(step, step * 8, {"iteration": step, "consumed_samples": step * 8, "success": True,
                                      "lm loss": 3.0 / step, "grad-norm": None if step == 1 else 1.5,
-                                     "seq_load_balancing_loss": 1.0, "skipped-iterations": 2 - step})
+                                     "seq_load_balancing_loss": 1.0, "skipped-iterations": 2 - step,
+                                     "timeline/vision/forward-s": 0.5})
     tracker.close()
     tracker.close()
     events = EventAccumulator(str(tmp_path))
@@ -75,6 +76,7 @@ def test_tensorboard_has_both_axes(tmp_path):
         "seq_load_balancing_loss": [(1, 1.0), (2, 1.0)],
         "seq_load_balancing_loss vs samples": [(8, 1.0), (16, 1.0)],
         "skipped-iterations": [(1, 1.0), (2, 0.0)],
+        "timeline/vision/forward-s": [(1, 0.5), (2, 0.5)],
     }
 
 

@@ -1,6 +1,7 @@
 """The loader: which rank reads what, saving and restoring, and the background thread."""
 
 import threading
+import time
 from dataclasses import dataclass
 from itertools import chain
 
@@ -374,4 +375,22 @@ def test_whoever_asks_why_nothing_comes_sees_a_busy_loader(prefetch):
     waiting.join()
     assert len(steps) == 1
     reading.close()
+    assert not reading.status().busy
+
+
+def test_a_loader_that_waits_for_its_last_data_to_close_is_busy():
+    provider = Held()
+    provider.let_go.set()
+    reading = loader(layout(), 1, provider, prefetch=True)
+    reading.next_step()
+    while reading.status().busy:
+        time.sleep(0.01)
+    provider.let_go.clear()
+    reading.next_step()  # and begins to read the one after it
+    closing = threading.Thread(target=reading.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and reading.status().busy
+    provider.let_go.set()
+    closing.join()
     assert not reading.status().busy
