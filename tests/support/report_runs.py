@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from mimo.observe.report.run import Run, read_run
 
 FLAGS = """[train]
 train-iters = {iterations}
@@ -91,6 +94,18 @@ def write_run(folder: Path, records: list[dict[str, Any]], *, planned: int | Non
         (folder / "timeline").mkdir(exist_ok=True)
         (folder / "timeline" / f"step-{found['iteration']}.json").write_text(json.dumps(found))
     return folder
+
+
+def run_of(folder: Path, records: list[dict[str, Any]], **further: Any) -> Run:
+    """A run folder as the page reads it; `further` as of `write_run`."""
+    return read_run(write_run(folder, records, **further))
+
+
+def write_stall(folder: Path, name: str, text: str, *, after_s: float) -> None:
+    """A file of a stall, so long after the clock's second 1.79e9: `usual_records` begin 0.5 s after that."""
+    path = folder / name
+    path.write_text(text)
+    os.utime(path, (1.79e9 + after_s, 1.79e9 + after_s))
 
 
 def usual_records(count: int = 50) -> list[dict[str, Any]]:

@@ -10,6 +10,8 @@ from mimo.observe.report.kinds import OTHER_MODULES, WAITS, WORDS
 from mimo.observe.report.rl import rl_parts
 from mimo.observe.report.run import Run
 from mimo.observe.report.summary import (
+    LEAST_CHANGE,
+    LEAST_ERRORS,
     Learning,
     ModuleTime,
     ideal_s,
@@ -69,6 +71,9 @@ def did_it_learn(run: Run) -> Answer:
     verb = {1: better, 0: "stayed about where it was:", -1: worse}[found.change]
     over = (f"means over the first and the last {found.window} of {len(run.steps):,} iterations"
             if found.window > 1 else f"first and last of {len(run.steps):,} iterations")
+    if found.change == 0 and found.window > 1:
+        over += (f"; a change below {100 * LEAST_CHANGE:.0f} % or below {LEAST_ERRORS:.0f} standard errors of the "
+                 "difference is none")
     return Answer(f"{words}: {what} {rounded(found.first)} to {rounded(found.last)}",
                   f"The {what} {verb} from {rounded(found.first)} to {rounded(found.last)} ({over}).{_held_out(found)}")
 
@@ -89,7 +94,8 @@ def how_fast(run: Run) -> Answer:
         parts.append(f"MFU {percent(found.mfu)}")
     text = f"{joined(parts)}: " if parts else ""
     return Answer(f"{seconds(found.iteration_s)} an iteration",
-                  f"{text}medians over the last {found.num_iterations:,} of {len(run.steps):,} iterations.")
+                  f"{text}medians over the last {found.num_iterations:,} of {len(run.steps):,} iterations, "
+                  "without the time between them.")
 
 
 def _waits(name: str, each: ModuleTime, least: float = TOLD_WAIT, kinds: Sequence[Kind] = FURTHER_WAITS) -> str:
@@ -97,12 +103,27 @@ def _waits(name: str, each: ModuleTime, least: float = TOLD_WAIT, kinds: Sequenc
     return f" {name} spent {joined(others)}." if others else ""
 
 
+def _slower(times: Mapping[str, ModuleTime]) -> str:
+    return "slower" if len(times) == 2 else "slowest"
+
+
+def prefetch_beside(times: Mapping[str, ModuleTime]) -> str:
+    """What the timeline lacks of encoder prefetch; nothing where it lacks nothing."""
+    beside_s = max(each.beside_s for each in times.values())
+    if not beside_s:
+        return ""
+    unknown = "" if ideal_s(times) is not None else f": so it cannot be told which grid is the {_slower(times)} one"
+    return (f" Encoder prefetch runs up to {seconds(beside_s)} of passes a step on a stream of its own, which the "
+            f"timeline does not show{unknown}.")
+
+
 def _against_ideal(times: Mapping[str, ModuleTime]) -> str:
     longest, best = max(each.step_s for each in times.values()), ideal_s(times)
+    if best is None:
+        return prefetch_beside(times)
     slowest = escape(max(times, key=lambda name: times[name].passes_s))
-    which = "slower" if len(times) == 2 else "slowest"
-    return (f" The {which} grid is {slowest}: its passes alone take {seconds(best)}, {percent(best / longest)} of a "
-            "step.")
+    return (f" The {_slower(times)} grid is {slowest}: its passes alone take {seconds(best)}, "
+            f"{percent(best / longest)} of a mean step.{prefetch_beside(times)}")
 
 
 def _on_shared_ranks(times: Mapping[str, ModuleTime]) -> Answer:
@@ -133,8 +154,9 @@ def who_waited(run: Run) -> Answer:
     back = joined([f"the {escape(other)} grid {percent(times[other].share(Kind.BRIDGE_WAIT))}" for other in others])
     return Answer(f"{escape(name)} waited for {escape(others[0]) if len(others) == 1 else 'the others'}, "
                   f"{percent(share)} of its step",
-                  f"At the bridge it spent {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of "
-                  f"{seconds(times[name].step_s)}, {back} of its step.{further}{_against_ideal(times)}")
+                  f"At the bridge it spent {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of its mean step of "
+                  f"{seconds(times[name].step_s)}, {back}. A step counts from the grid's own begin to its "
+                  f"last wait, and may be longer than the median iteration.{further}{_against_ideal(times)}")
 
 
 def _trainer_waited(run: Run) -> Answer:

@@ -162,7 +162,9 @@ def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
 
 
 def _note(modules: Mapping[str, Sequence[Row]], shown: Mapping[str, Sequence[Row]], least: float) -> str:
-    note = "Solid is work, hatched is waiting, the rest is between both. Numbers are microbatches."
+    note = ("Solid is work, hatched is waiting, numbers are microbatches. A row that is empty at its left: the rank "
+            "had not begun the step yet; ranks begin it one after the other, the one that writes the run's records "
+            "late. Small gaps are other work of the host.")
     left_out = [f"{len(shown[name])} of the {number(len(rows))} ranks of {escape(name)}"
                 for name, rows in modules.items() if len(shown[name]) < len(rows)]
     if left_out:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from html import escape
-
-import numpy as np
 
 from mimo.observe.report.answers import Answer, compared, did_it_learn, how_fast, who_waited
 from mimo.observe.report.compare import compare_section
 from mimo.observe.report.html import LETTERS
 from mimo.observe.report.learned import lanes, learned, memory
 from mimo.observe.report.rl_section import rl_section
-from mimo.observe.report.run import Run
+from mimo.observe.report.run import Run, began_unix_s
 from mimo.observe.report.style import CSS, SCRIPT, hatches, part_css
 from mimo.observe.report.summary import finite, module_times
 from mimo.observe.report.text import joined, seconds
@@ -53,9 +52,8 @@ def _description(run: Run) -> str:
     if len(run.steps):
         planned = run.planned_iterations
         parts.append(f"{int(run.steps.iterations[-1]):,}" + (f" of {planned:,}" if planned else "") + " iterations")
-        walls = finite(run.steps.get("wall_time"))
-        if len(walls):
-            began = float(walls[0]) - float(np.nan_to_num(run.steps.get("iteration-time")[0]))
+        walls, began = finite(run.steps.get("wall_time")), began_unix_s(run.steps)
+        if math.isfinite(began):
             parts.append(f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(began))} UTC, "
                          f"{seconds(float(walls[-1]) - began)} long")
     return " &middot; ".join(filter(None, parts))

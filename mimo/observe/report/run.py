@@ -21,9 +21,11 @@ EVALUATED = " validation"
 STEP_KEY = "iteration-time"
 # Characters of a report of a stall that the page shows.
 SHOWN_OF_STALL = 4000
+# Reports of one stall are written within so many seconds.
+SAME_STALL_S = 10.0
 
-# Records that become numbers together.
-AT_ONCE = 4096
+# Records with the same keys that become numbers together.
+AT_ONCE = 1024
 # Steps of all ranks that are read: those of thousands of ranks are large.
 MAX_STEPS = 6
 STEP_FILE = re.compile(r"step-(\d+)\.json")
@@ -113,7 +115,9 @@ class Run:
         if isinstance(train.get("train-iters"), int):
             return int(train["train-iters"])
         samples, batch = train.get("train-samples"), train.get("global-batch-size")
-        return samples // batch if isinstance(samples, int) and isinstance(batch, int) else None
+        if not isinstance(samples, int) or not isinstance(batch, int) or batch <= 0:
+            return None
+        return -(-samples // batch)  # the last iteration may go past them
 
 
 def _figure(value: object) -> float:
@@ -132,36 +136,43 @@ def _numbers(rows: list[list[Any]]) -> Floats:
 
 
 class _Columns:
-    """Collects records as columns, many at a time: those of a long run are too many to keep one by one."""
+    """Collects records as columns.
+
+    Those of a long run are too many to keep as they are. Records with the same keys become numbers together: keys
+    change often, but there are few sets of them (with images or without, after a checkpoint or not).
+    """
 
     def __init__(self) -> None:
-        self._keys: tuple[str, ...] = ()
-        self._rows: list[list[Any]] = []
-        self._done: list[tuple[tuple[str, ...], Floats]] = []
+        self._count = 0
+        # Places and values of the latest records, by their keys; and earlier ones as numbers.
+        self._open: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
+        self._done: list[tuple[tuple[str, ...], list[int], Floats]] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
         """One more record."""
         keys = tuple(record)
-        if keys != self._keys or len(self._rows) == AT_ONCE:
-            self._flush()
-            self._keys = keys
-        self._rows.append(list(record.values()))
+        places, rows = self._open.setdefault(keys, ([], []))
+        places.append(self._count)
+        rows.append(list(record.values()))
+        self._count += 1
+        if len(rows) == AT_ONCE:
+            self._close(keys)
 
-    def _flush(self) -> None:
-        if self._rows:
-            self._done.append((self._keys, _numbers(self._rows)))
-            self._rows = []
+    def _close(self, keys: tuple[str, ...]) -> None:
+        places, rows = self._open.pop(keys)
+        self._done.append((keys, places, _numbers(rows)))
 
     def table(self) -> Table:
         """All of them; of several records of one iteration the last."""
-        self._flush()
-        full = {key: np.full(sum(len(values) for _, values in self._done), math.nan)
-                for keys, _ in self._done for key in keys}
-        begin = 0
-        for keys, values in self._done:
+        for keys in list(self._open):
+            self._close(keys)
+        full: dict[str, Floats] = {}
+        for keys, found, values in self._done:
+            rows = np.array(found)
             for key, column in zip(keys, values.T, strict=True):
-                full[key][begin : begin + len(values)] = column
-            begin += len(values)
+                if key not in full:
+                    full[key] = np.full(self._count, math.nan)
+                full[key][rows] = column
         every = full.get("iteration", np.empty(0)).astype(np.int64)
         iterations, places = np.unique(every[::-1], return_index=True)
         return Table(iterations, {key: column[::-1][places] for key, column in full.items()})
@@ -263,12 +274,19 @@ def _read_start(path: Path) -> tuple[dict[str, float], list[str]]:
     return phases, []
 
 
-def _read_stall(folder: Path) -> tuple[str, list[str]]:
-    """The summary of a stall, or else the first rank's report of one."""
-    reports = sorted(folder.glob("stall-rank*.txt"))
-    chosen = folder / STALL_SUMMARY if (folder / STALL_SUMMARY).is_file() else next(iter(reports), None)
-    if chosen is None:
+def began_unix_s(steps: Table) -> float:
+    """When the first iteration began, seconds since the epoch; NaN where its record does not say."""
+    return float(steps.get("wall_time")[0] - steps.get(STEP_KEY)[0]) if len(steps) else math.nan
+
+
+def _read_stall(folder: Path, began: float) -> tuple[str, list[str]]:
+    """The last stall's summary, or else the first rank's report of it; none from before the run `began`."""
+    written = {path: path.stat().st_mtime for path in [folder / STALL_SUMMARY, *sorted(folder.glob("stall-rank*.txt"))]
+               if path.is_file()}
+    written = {path: at for path, at in written.items() if not at < began}  # NaN leaves none out
+    if not written:
         return "", []
+    chosen = next(path for path, at in written.items() if at >= max(written.values()) - SAME_STALL_S)
     text = chosen.read_text(encoding="utf-8", errors="replace")
     return text[:SHOWN_OF_STALL], [f"A stall ended the run, or an earlier one in this folder: see {chosen.name} below."]
 
@@ -310,7 +328,7 @@ def read_run(path: Path) -> Run:
     steps, evaluations, problems = _read_metrics(path / METRICS)
     flags, flag_problems = _read_flags(path / FLAGS)
     timelines, num_timelines, timeline_problems = _read_timelines(path / "timeline")
-    stall, stall_problems = _read_stall(path)
+    stall, stall_problems = _read_stall(path, began_unix_s(steps))
     start, start_problems = _read_start(path / START)
     run = Run(path, steps, evaluations, flags, timelines, num_timelines, start, stall=stall)
     found = [*problems, *_iteration_problems(steps, run.planned_iterations), *stall_problems, *flag_problems,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from mimo.observe.report.kinds import ORDER, OTHER_MODULES, PASSES
 from mimo.observe.report.run import EVALUATED, Floats, Run, Table
 from mimo.observe.spans import Kind
+from mimo.protocols import LANGUAGE
 
 # Iterations at either end whose mean is a run's first or last loss: at most so many, or this share of all.
 WINDOW, WINDOW_SHARE, LEAST_WINDOW = 10, 0.1, 3
@@ -22,6 +23,8 @@ TRIMMED, LEAST_TRIMMED = 0.1, 10
 LEAST_CHANGE, LEAST_ERRORS = 0.01, 2.0
 # A held-out loss this far above its best is said.
 RISE = 0.05
+# How far passes ahead may exceed the forward part that has them: they are timed by other events.
+PREFETCH_SLACK = 1.05
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,12 @@ class ModuleTime:
     Attributes:
         parts: by part, in the order of `ORDER`; they sum to the step.
         step_s: of the step.
+        beside_s: of passes beside these parts, at most: the timeline does not show a stream of the encoder's own.
     """
 
     parts: Mapping[str, float]
     step_s: float
+    beside_s: float = 0.0
 
     def share(self, part: str) -> float:
         """Part of the step."""
@@ -156,6 +161,7 @@ def speed(run: Run) -> Speed | None:
 def module_times(run: Run) -> dict[str, ModuleTime]:
     """Where each module's time went; empty without a timeline."""
     table, found = typical(run.steps), {}
+    beside_s = _prefetch_beside_s(table, run.modules)
     for module in run.modules:
         step = finite(table.get(f"timeline/{module}/step-s"))
         if not len(step):
@@ -165,18 +171,33 @@ def module_times(run: Run) -> dict[str, ModuleTime]:
             values = finite(table.get(f"timeline/{module}/{part}-s"))
             if len(values):
                 parts[part] = float(values.mean())
-        found[module] = ModuleTime(parts, float(step.mean()))
+        found[module] = ModuleTime(parts, float(step.mean()), 0.0 if module == LANGUAGE else beside_s)
     return found
 
 
-def ideal_s(times: Mapping[str, ModuleTime]) -> float:
+def _prefetch_beside_s(table: Table, modules: Sequence[str]) -> float:
+    """Seconds of encoder prefetch that no encoder's forward part has, mean; 0 where that part has them.
+
+    On the stream that computes, the passes ahead are part of the forward part. Those on a stream of their own are not,
+    and show where they took longer than that part; what the computing stream waits for them is in it.
+    """
+    ahead = finite(table.get("encoder-prefetch-s"))
+    forward = [finite(table.get(f"timeline/{module}/{Kind.FORWARD}-max-s")) for module in modules if module != LANGUAGE]
+    most_s = max((float(values.mean()) for values in forward if len(values)), default=0.0)
+    ahead_s = float(ahead.mean()) if len(ahead) else 0.0
+    return ahead_s if ahead_s > PREFETCH_SLACK * most_s else 0.0
+
+
+def ideal_s(times: Mapping[str, ModuleTime]) -> float | None:
     """Seconds of a step in which the slowest grid computes all the time: its passes and nothing else.
 
-    On grids that share their ranks the passes of all modules come one after the other.
+    On grids that share their ranks the passes of all modules come one after the other. None where passes beside the
+    timeline may make another grid the slowest, or the slowest one slower.
     """
     if any(OTHER_MODULES in each.parts for each in times.values()):
         return sum(each.passes_s for each in times.values())
-    return max(each.passes_s for each in times.values())
+    longest = max(each.passes_s for each in times.values())
+    return longest if all(each.passes_s + each.beside_s <= longest for each in times.values()) else None
 
 
 def most_waiting(times: Mapping[str, ModuleTime]) -> str:

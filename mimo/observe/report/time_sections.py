@@ -8,6 +8,7 @@ from html import escape
 
 import numpy as np
 
+from mimo.observe.report.answers import prefetch_beside
 from mimo.observe.report.bars import Bar, stacked_bars
 from mimo.observe.report.gantt_chart import gantt_chart, num_shapes
 from mimo.observe.report.html import any_above, by_module, chart, prefixed, run_name, section, table
@@ -88,27 +89,34 @@ def where_time_went(runs: Sequence[Run]) -> str:
     for index, (run, times) in enumerate(zip(runs, every, strict=True)):
         if not times:
             continue
-        best, longest = ideal_s(times), max(each.step_s for each in times.values())
         title = "Mean step of a rank of each grid" + (f", run {'AB'[index]}" if len(runs) > 1 else "")
         blocks.append(stacked_bars(title, _bars(times, runs, index), CSS_OF_PART,
                                    axis_s=axis_s,
-                                   marker=(best, f"ideal {seconds(best)}: {percent(best / longest)} of the step"),
-                                   note=f"The ideal is a step in which {_ideal_words(times)}. Means over the ranks of "
-                                        f"a grid and the typical iterations: {TYPICAL}."))
+                                   marker=_marker(times), note=f"{_ideal_words(times)}Means over the ranks of a grid "
+                                   f"and the typical iterations: {TYPICAL}.{prefetch_beside(times)}"))
         blocks.append(_parts_table(run, times))
     waits = chart("Longest wait of any rank at the bridge (s)", runs, {"bridge-wait-s": "bridge"}, zero=True)
     ahead = chart("Encoder passes ahead of their microbatch, fullest rank (s)", runs,
                   {"encoder-prefetch-s": "passes ahead"}, zero=True,
-                  note="Encoder prefetch. On a GPU they run beside the waits above.")
+                  note="Encoder prefetch. They are in the forward part above, unless they run on a stream of their "
+                       "own.")
     return section("Where each grid's time went", [*blocks, _shares(runs) or waits, ahead],
                    "Parts sum to the step. Waiting at the bridge is waiting for the other grid, and the transfer "
                    "itself.")
 
 
+def _marker(times: Mapping[str, ModuleTime]) -> tuple[float, str] | None:
+    """The ideal, where it is known."""
+    best, longest = ideal_s(times), max(each.step_s for each in times.values())
+    return None if best is None else (best, f"ideal {seconds(best)}: {percent(best / longest)} of the step")
+
+
 def _ideal_words(times: Mapping[str, ModuleTime]) -> str:
+    if ideal_s(times) is None:
+        return ""
     if any(OTHER_MODULES in each.parts for each in times.values()):
-        return "the ranks do the passes of all modules and nothing else"
-    return "the grid with the longest passes does nothing else"
+        return "The ideal is a step in which the ranks do the passes of all modules and nothing else. "
+    return "The ideal is a step in which the grid with the longest passes does nothing else. "
 
 
 def _parts_table(run: Run, times: Mapping[str, ModuleTime]) -> str:

@@ -156,6 +156,13 @@ def test_gantt_intervals_lie_at_their_times() -> None:
     assert "language grid" in svg and "vision grid" in svg
 
 
+def test_gantt_says_what_the_empty_parts_of_a_row_are() -> None:
+    svg = gantt_chart(timeline(10, {"vision": 2}), 100)
+    assert ("A row that is empty at its left: the rank had not begun the step yet; ranks begin it one after the other, "
+            "the one that writes the run's records late.") in svg
+    assert "Small gaps are other work of the host." in svg
+
+
 def test_ranks_of_two_modules_have_two_rows() -> None:
     intervals = [interval("forward", 0.0, 0.4, "vision", 0), interval("forward", 0.4, 1.0, "language", 0)]
     step = {"iteration": 1, "ranks": [{"rank": 0, "modules": {"vision": {"dp": 0}, "language": {"dp": 0}},

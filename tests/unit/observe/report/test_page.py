@@ -5,70 +5,27 @@ from __future__ import annotations
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mimo.observe.report.answers import did_it_learn, how_fast, who_waited
-from mimo.observe.report.compare import difference
 from mimo.observe.report.page import page
 from mimo.observe.report.rl import rl_parts
 from mimo.observe.report.run import Run, read_run
 from mimo.observe.report.summary import ideal_s, learning, module_times, speed, steady, stops
-from tests.support.report_runs import evaluation, policy_record, step_record, timeline, usual_records, write_run
-
-# Without an end, and those of SVG that close themselves.
-VOID, CLOSED = {"meta"}, {"line", "rect", "circle", "path"}
-
-
-class Sound(HTMLParser):
-    """Checks that tags close in order and that nothing points out of the page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.headings: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            assert name not in ("src", "href", "xlink:href", "action", "onload"), (tag, name, value)
-            assert value is None or "://" not in value, (tag, name, value)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in CLOSED, tag
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, (tag, self.open)
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "h2":
-            self.headings.append(data)
-
-
-def headings(html: str) -> list[str]:
-    """Section titles of a page that is sound."""
-    parser = Sound()
-    parser.feed(html)
-    parser.close()
-    assert parser.open == []
-    assert "http" not in re.sub(r"</?html", "", html).lower().replace("http-equiv", "")
-    assert not re.search(r"@import|url\((?!#)", html)
-    assert not re.search(r"(?<![\w-])nan(?![\w-])", re.sub(r"<script>.*?</script>", "", html, flags=re.S))
-    assert html.isascii()
-    return parser.headings
-
-
-def run_of(folder: Path, records: list[dict[str, Any]], **further: Any) -> Run:
-    return read_run(write_run(folder, records, **further))
-
-
-@pytest.fixture
-def usual(tmp_path: Path) -> Run:
-    return run_of(tmp_path / "usual", usual_records(), timelines=(timeline(10, {"vision": 2, "language": 2}),))
+from tests.support.report_pages import headings
+from tests.support.report_runs import (
+    evaluation,
+    policy_record,
+    run_of,
+    step_record,
+    timeline,
+    usual_records,
+    write_run,
+    write_stall,
+)
 
 
 def test_the_page_of_a_run_has_every_section_once(usual: Run) -> None:
@@ -87,10 +44,10 @@ def test_answers_have_the_figures_of_the_metrics(usual: Run) -> None:
     assert "loss 2.1 (at first 2.6), exact match 95.4 % (at first 50.0 %)" in learnt.sentences
     assert fast.words == "1 s an iteration"
     assert fast.sentences.startswith("2,000 tokens/s per GPU, 300 model TFLOP/s per GPU and MFU 30 %: ")
-    assert "last 40 of 50 iterations" in fast.sentences
+    assert "last 40 of 50 iterations, without the time between them" in fast.sentences
     assert waited.words == "vision waited for language, 60 % of its step"
-    assert "At the bridge it spent 0.6 s of 1 s, the language grid 7.0 % of its step" in waited.sentences
-    assert "The slower grid is language: its passes alone take 0.8 s, 80 % of a step" in waited.sentences
+    assert "At the bridge it spent 0.6 s of its mean step of 1 s, the language grid 7.0 %" in waited.sentences
+    assert "The slower grid is language: its passes alone take 0.8 s, 80 % of a mean step" in waited.sentences
     html = page([usual])
     for answer in (learnt, fast, waited):
         assert f"<b>{answer.words}</b><p>{answer.sentences}</p>" in html
@@ -114,6 +71,14 @@ def test_slow_iterations_at_the_begin_and_stalls_do_not_count(tmp_path: Path) ->
     assert "Slowest iterations: usual are 1 s" in html
     assert re.search(r"<td>60</td><td class=\"num\">100 s</td><td class=\"num\">100.0</td>", html)
     assert "vision: waiting at the bridge, 59.4 s more" in html
+
+
+def test_why_a_change_is_none(tmp_path: Path) -> None:
+    losses = [2.0 + 0.1 * (-1) ** step for step in range(100)]
+    records = [step_record(step, loss) for step, loss in enumerate(losses, 1)]
+    answer = did_it_learn(run_of(tmp_path, records))
+    assert "iterations; a change below 1 % or below 2 standard errors of the difference is none)" in answer.sentences
+    assert "standard errors" not in did_it_learn(run_of(tmp_path, usual_records())).sentences
 
 
 @pytest.mark.parametrize(("losses", "words"), [
@@ -143,6 +108,50 @@ def test_waits_below_a_twentieth_are_none(tmp_path: Path) -> None:
 
     answer = who_waited(run_of(tmp_path, [even(step) for step in range(1, 20)]))
     assert answer.words == "Neither"
+
+
+def prefetching(folder: Path, prefetch_s: float, forward_s: float, *, scale: float = 1.0) -> Run:
+    """A run whose encoder computes ahead, with this forward part of its slowest rank, taken from its waits."""
+    def record(iteration: int) -> dict[str, Any]:
+        found = step_record(iteration, 1.0, **{"encoder-prefetch-s": prefetch_s})
+        for part, least in (("forward", forward_s), ("bridge-wait", 0.7 - forward_s)):
+            found[f"timeline/vision/{part}-s"] = found[f"timeline/vision/{part}-max-s"] = least
+        for part in ("forward", "backward"):
+            found[f"timeline/language/{part}-s"] *= scale
+        return found
+
+    return run_of(folder, [record(step) for step in range(1, 31)])
+
+
+def test_prefetch_inside_the_forward_part_changes_no_claim(tmp_path: Path) -> None:
+    run = prefetching(tmp_path, 0.5, 0.5)
+    assert ideal_s(module_times(run)) == pytest.approx(0.8)
+    assert "The slower grid is language: its passes alone take 0.8 s" in who_waited(run).sentences
+    html = page([run])
+    assert 'class="marker"' in html and "does not show" not in html
+
+
+def test_prefetch_beside_the_timeline_leaves_the_slower_grid_open(tmp_path: Path) -> None:
+    run = prefetching(tmp_path, 0.7, 0.1)
+    assert ideal_s(module_times(run)) is None, "0.25 s of the encoder's passes are seen, 0.7 s are not; language 0.8 s"
+    sentences = who_waited(run).sentences
+    assert "The slower grid is" not in sentences
+    assert ("Encoder prefetch runs up to 0.7 s of passes a step on a stream of its own, which the timeline does not "
+            "show: so it cannot be told which grid is the slower one.") in sentences
+    html = page([run])
+    headings(html)
+    assert 'class="marker"' not in html and "The ideal is" not in html
+    assert html.count("which the timeline does not show") == 2, "beside the bars, too"
+
+
+def test_prefetch_beside_the_timeline_of_a_grid_that_is_faster_all_the_same(tmp_path: Path) -> None:
+    run = prefetching(tmp_path, 0.5, 0.1)
+    assert ideal_s(module_times(run)) == pytest.approx(0.8), "0.25 s and 0.5 s are less"
+    assert "The slower grid is language: its passes alone take 0.8 s" in who_waited(run).sentences
+    assert "on a stream of its own, which the timeline does not show." in who_waited(run).sentences
+    assert 'class="marker"' in page([run])
+    slow_encoder = prefetching(tmp_path / "encoder", 0.5, 0.4, scale=0.25)
+    assert ideal_s(module_times(slow_encoder)) is None, "how long the slower one takes is not known"
 
 
 def test_grids_that_share_ranks_wait_for_none(tmp_path: Path) -> None:
@@ -178,7 +187,7 @@ def test_a_dead_run_says_what_is_missing(tmp_path: Path) -> None:
     folder = write_run(tmp_path, usual_records(20), planned=500)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 21, "lm lo')
-    (folder / "stall-summary.txt").write_text("all wait for rank 2 <vision>")
+    write_stall(folder, "stall-summary.txt", "all wait for rank 2 <vision>", after_s=700)
     html = page([read_run(folder)])
     headings(html)
     assert "The figures end at iteration 20 of 500" in html and "cannot be read" in html
@@ -197,43 +206,6 @@ def test_names_from_files_are_escaped(tmp_path: Path) -> None:
     html = page([run_of(tmp_path / "<run>", records)])
     headings(html)
     assert "<i>" not in html and "&lt;run&gt;" in html
-
-
-def test_two_runs_side_by_side(usual: Run, tmp_path: Path) -> None:
-    records = [step_record(step, 3.0 - 0.02 * (step - 1) + (0.1 if step > 5 else 0.0), seconds=0.5)
-               for step in range(1, 41)]
-    other = run_of(tmp_path / "other", records, lr=2e-3)
-    found = difference(usual, other)
-    assert found is not None
-    assert found.iterations.tolist() == list(range(1, 41)) and found.first_unequal == 6
-    assert (found.two - found.one).tolist() == pytest.approx([0.0] * 5 + [0.1] * 35)
-    html = page([usual, other])
-    assert "A against B" in headings(html)
-    assert "equal to the last digit before iteration 6" in html
-    assert "takes 0.5 times as long as one of A, with 2 times the tokens/s" in html
-    assert '<td class="num">2.22</td><td class="num">2.32</td><td class="num">0.1</td>' in html
-    assert "<code>--lr</code></td><td>0.001</td><td>0.002</td>" in html
-    assert "--global-batch-size</code>" not in html, "equal in both"
-    shown = {entry["n"]: entry["y"] for text in re.findall(r'<script type="application/json">(.*?)</script>', html)
-             for entry in json.loads(text)["s"]}
-    assert {"A: training", "B: training"} <= shown.keys()
-    bars = re.findall(r"<rect class=\"k-forward\" x=\"[\d.]+\" y=\"[\d.]+\" width=\"([\d.]+)\" height=\"30\">", html)
-    assert [float(width) / float(bars[0]) for width in bars] == pytest.approx([1, 3, 0.5, 1.5], rel=0.01), "one scale"
-    assert shown["B minus A"] == pytest.approx([0.0] * 5 + [0.1] * 35)
-
-
-def test_equal_runs(usual: Run) -> None:
-    found = difference(usual, usual)
-    assert found is not None and found.first_unequal is None
-    html = page([usual, usual])
-    assert "Equal to the last digit in all 50 iterations" in html
-    assert "B minus A</h3>" not in html, "nothing to draw"
-
-
-def test_runs_of_different_kinds_have_no_difference(usual: Run, tmp_path: Path) -> None:
-    other = run_of(tmp_path / "rl", [policy_record(step, 0.1) for step in (1, 2)])
-    assert difference(usual, other) is None
-    headings(page([usual, other]))
 
 
 def test_reinforcement_learning(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mimo.observe.report.run import evenly, read_run, to_table
-from tests.support.report_runs import step_record, timeline, usual_records, write_run
+from tests.support.report_runs import step_record, timeline, usual_records, write_run, write_stall
 
 
 def test_iterations_and_evaluations_are_apart(tmp_path: Path) -> None:
@@ -51,6 +55,36 @@ def test_many_records_with_changing_keys(monkeypatch: pytest.MonkeyPatch) -> Non
     assert np.flatnonzero(np.isfinite(table.get("b"))).tolist() == list(range(9, 100, 10))
 
 
+def num_calls(records: Sequence[Mapping[str, Any]]) -> int:
+    """Calls that `to_table` makes: a measure of its work that no clock disturbs."""
+    found = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        to_table(records)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_work_grows_as_the_records_and_not_as_their_square_where_keys_change() -> None:
+    records = [{"iteration": step, "a": 1.0, **({"b": 1.0} if step % 2 else {}), **({"c": 1.0} if step % 5 else {})}
+               for step in range(1, 1601)]
+    assert num_calls(records) < 5 * num_calls(records[:400])
+
+
+def test_a_column_is_made_once_however_often_keys_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    full = np.full
+    monkeypatch.setattr("mimo.observe.report.run.np.full", lambda *of: made.append(of) or full(*of))
+    to_table([{"iteration": step, **({"b": 1.0} if step % 2 else {"c": 1.0})} for step in range(1, 101)])
+    assert len(made) == 3
+
+
 def test_a_run_that_died_while_it_wrote(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [step_record(step, 1.0) for step in (1, 2, 3)], planned=500)
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -88,12 +122,32 @@ def test_flags_steps_and_starts_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_stall_is_told_by_its_summary_or_by_a_rank(tmp_path: Path) -> None:
     folder = write_run(tmp_path, usual_records())
-    (folder / "stall-rank3.txt").write_text("stall on rank 3")
+    write_stall(folder, "stall-rank3.txt", "stall on rank 3", after_s=700)
     assert read_run(folder).stall == "stall on rank 3"
-    (folder / "stall-summary.txt").write_text("everybody waits for rank 1")
+    write_stall(folder, "stall-rank4.txt", "stall on rank 4", after_s=703)
+    write_stall(folder, "stall-summary.txt", "everybody waits for rank 1", after_s=702)
     run = read_run(folder)
-    assert run.stall == "everybody waits for rank 1"
+    assert run.stall == "everybody waits for rank 1", "of one stall, whose last rank reported after it"
     assert any("stall-summary.txt" in problem for problem in run.problems)
+
+
+def test_the_summary_of_an_earlier_stall_does_not_hide_the_last_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, usual_records())
+    write_stall(folder, "stall-summary.txt", "the first one", after_s=700)
+    write_stall(folder, "stall-rank0.txt", "rank 0 in the first one", after_s=699)
+    write_stall(folder, "stall-rank2.txt", "rank 2 in the second one", after_s=2000)
+    run = read_run(folder)
+    assert run.stall == "rank 2 in the second one"
+    assert [problem for problem in run.problems if "stall" in problem] == [
+        "A stall ended the run, or an earlier one in this folder: see stall-rank2.txt below."]
+
+
+def test_a_stall_from_before_the_run_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, usual_records())
+    write_stall(folder, "stall-summary.txt", "of the run before", after_s=-60)
+    assert (read_run(folder).stall, read_run(folder).problems) == ("", ())
+    folder = write_run(tmp_path, [step_record(1, 1.0) | {"wall_time": None}])
+    assert read_run(folder).stall == "of the run before", "whose begin is not known"
 
 
 def test_no_finished_iteration(tmp_path: Path) -> None:
@@ -124,5 +178,6 @@ def test_evenly_has_both_ends() -> None:
 
 def test_length_in_samples(tmp_path: Path) -> None:
     folder = write_run(tmp_path, usual_records())
-    (folder / "run_config.toml").write_text("[train]\ntrain-samples = 800\nglobal-batch-size = 8\n")
-    assert read_run(folder).planned_iterations == 100
+    for samples, iterations in ((800, 100), (801, 101), (807, 101)):  # the last one may go past them
+        (folder / "run_config.toml").write_text(f"[train]\ntrain-samples = {samples}\nglobal-batch-size = 8\n")
+        assert read_run(folder).planned_iterations == iterations
