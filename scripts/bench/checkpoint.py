@@ -15,7 +15,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import shutil
 import socket
 import statistics
@@ -29,8 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.tables import device_name
 
 if TYPE_CHECKING:
     from mimo.checkpoint.save import Saver
@@ -200,8 +200,6 @@ def measure_load(bench: Bench, folder: Path) -> float:
 
 def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     """All figures, times in seconds."""
-    import torch
-
     bench = make_trainer(arguments, folder)
     steps = [bench.timed(bench.step) for _ in range(arguments.steps + 2)][2:]
     sync = measure_sync(bench, arguments.repeats)
@@ -214,8 +212,7 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     during = statistics.median(background["step_s"]) if background["step_s"] else None
     bench.loader.close()
     return {
-        "device": arguments.device,
-        "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine(),
+        "device": arguments.device, "device_name": device_name(arguments.device),
         "world_size": bench.parts.grids.layout.world_size, "bytes_per_rank": background["bytes"],
         "sync_stall_s": sync_s, "async_stall_s": async_s,
         "async_save_s": statistics.median(background["begin_s"]),

@@ -36,7 +36,7 @@ from mimo.config.cli import parse
 from mimo.config.run import RunConfig
 from mimo.config.validate import validate
 from mimo.observe.startup import Phase
-from scripts.bench.train import device_name
+from scripts.bench.tables import device_name
 from scripts.training_runs import ROOT, num_ranks, quiet, train
 
 LAUNCHER = "launcher"
@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="startup-bench-") as folder:
         results = measure(chosen, runs, Path(folder))
     print(markdown(results))
-    print(json.dumps({"device": chosen.device, "device_name": device_name(),
+    print(json.dumps({"device": chosen.device, "device_name": device_name(chosen.device),
                       "gpus": max(result["ranks"] for result in results) if chosen.device == "cuda" else 0,
                       "repeats": chosen.repeats, "warmup_runs": chosen.warmup_runs, "steps": chosen.steps,
                       "warmup_steps": chosen.warmup_steps, "definitions": DEFINITIONS, "runs": results}))

@@ -1,14 +1,16 @@
 """What the step timeline costs: steps with and without it in turn, in one run.
 
-    python scripts/bench/timeline.py --encoder-dp 1 --llm-dp 1 --model-provider mock --dataset-provider mock \
-        --no-bf16 --seq-length 256 --micro-batch-size 2
+    python scripts/bench/timeline.py --device cpu --encoder-dp 1 --llm-dp 1 --model-provider mock \
+        --dataset-provider mock --seq-length 256 --micro-batch-size 2
 
-Starts the trainer under torchrun, with as many processes as the grids of the flags have ranks. Every step trains on the
-first global batch, in the order off, on, on, off, so that what drifts meets both alike. A step lasts from its begin to
-that of the next, with what the timeline reads and agrees on after it. The first --warmup-steps steps are left out.
-`ratio` is the median, over fours of steps, of the time of the two with the timeline over that of the two without;
-`ratio_low` and `ratio_high` hold 95 % of the medians of fours drawn again and again. The last line of output is JSON;
-above it the same as a Markdown table.
+Starts the trainer under torchrun, with as many processes as the grids of the flags have ranks. Flags that are not the
+benchmark's are train_hetero.py's; on a CPU float32 and local layers stand before them. Every step trains on the first
+global batch, in the order off, on, on, off, so that what drifts meets both alike. A step lasts from its begin to that
+of the next, with what the timeline reads and agrees on after it, and with writing its figures: metrics.jsonl, and with
+--tensorboard-dir TensorBoard, get those of every step, the timeline's own only of steps that have it. The first
+--warmup-steps steps are left out. `ratio` is the median, over fours of steps, of the time of the two with the timeline
+over that of the two without; `ratio_low` and `ratio_high` hold 95 % of the medians of fours drawn again and again. The
+last line of output is JSON; above it the same as a Markdown table.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mimo.config.cli import parse
 from mimo.config.run import RunConfig
 from mimo.config.validate import validate
+from scripts.bench import presets
+from scripts.bench.tables import device_name
 from scripts.training_runs import num_ranks, quiet
 
 # off, on, on, off
@@ -42,6 +46,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     """The command line, and what of it is for the trainer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--steps", type=int, default=400, help="timed steps, half of them without the timeline")
     parser.add_argument("--warmup-steps", type=int, default=20, help="first steps, not in the figures")
     chosen, further = parser.parse_known_args(arguments)
@@ -52,11 +57,15 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 
 def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
-    """The run's configuration. Raises ValueError for flags that cannot work."""
+    """The run's configuration, checked. Raises ValueError for flags that cannot work."""
     # One more step, whose begin ends the last one that counts.
-    config = quiet(parse([*further, "--train-iters", str(chosen.warmup_steps + chosen.steps + 1)]))
-    if not config.observe.timeline:
+    iterations = chosen.warmup_steps + chosen.steps + 1
+    given = parse([*presets.flags(chosen.device, "none"), *further, "--train-iters", str(iterations)])
+    if not given.observe.timeline:
         raise ValueError("--no-timeline leaves nothing to measure")
+    config = quiet(given)
+    config = replace(config, observe=replace(config.observe, tensorboard_dir=given.observe.tensorboard_dir))
+    presets.check_gpus(chosen.device, validate(config, num_ranks(config)).world_size)
     return config
 
 
@@ -110,19 +119,18 @@ def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
                                config.find_dataset(config.data.dataset_provider))
         loop.run()
         if loop.is_logging_rank:
-            name = platform.device_name or platform.name
-            report(chosen, name, begins[chosen.warmup_steps :], grids.layout.world_size)
+            report(chosen, begins[chosen.warmup_steps :], grids.layout.world_size)
 
     return launch(config, validate(config, num_ranks(config)), body)
 
 
-def report(chosen: argparse.Namespace, device_name: str, begins: list[float], ranks: int) -> None:
+def report(chosen: argparse.Namespace, begins: list[float], ranks: int) -> None:
     """Print the figures."""
     found = summary([two - one for one, two in zip(begins, begins[1:], strict=False)])
     print("| " + " | ".join(found) + " |\n|" + " --- |" * len(found))
     print("| " + " | ".join(f"{value:.4f}" for value in found.values()) + " |")
-    print(json.dumps({"device_name": device_name, "ranks": ranks, "steps": chosen.steps,
-                      "warmup_steps": chosen.warmup_steps, **found}), flush=True)
+    print(json.dumps({"device": chosen.device, "device_name": device_name(chosen.device), "ranks": ranks,
+                      "steps": chosen.steps, "warmup_steps": chosen.warmup_steps, **found}), flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -133,7 +141,6 @@ def main(arguments: list[str]) -> int:
         if "RANK" in os.environ:
             run_dir = os.environ["TIMELINE_BENCH_DIR"]
             return run_rank(chosen, replace(config, observe=replace(config.observe, run_dir=run_dir)))
-        validate(config, num_ranks(config))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

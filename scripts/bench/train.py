@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from mimo.config.cli import parse
 from mimo.config.run import RunConfig
 from mimo.config.validate import validate
 from mimo.protocols import LANGUAGE
+from scripts.bench import tables
 from scripts.training_runs import num_ranks, quiet, train
 
 COLUMNS = {"layout": "name", "GPUs": "ranks", "ms a step": "step_ms", "tokens/s per GPU": "tokens_per_s_per_gpu",
@@ -107,8 +107,7 @@ def shown(value: Any) -> str:
     """A figure as a cell of the table."""
     if isinstance(value, dict):
         return ", ".join(f"{name.replace('_', ' ')} {number:.1f}" for name, number in value.items())
-    return f"{value:.4g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}" if isinstance(
-        value, float) else str(value)
+    return tables.shown(value)
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
@@ -130,11 +129,12 @@ def planned(chosen: argparse.Namespace, further: list[str]) -> dict[str, tuple[l
     return runs
 
 
-def device_name() -> str:
-    """The GPUs, or the processor where there is none."""
-    import torch  # for its name alone, after the runs
+def devices(configs: Iterable[RunConfig]) -> list[str]:
+    """`cpu` or `cuda`, what the runs take; both where their flags differ in that."""
+    import torch  # for this alone, after the runs
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    auto = "cuda" if torch.cuda.is_available() else "cpu"  # as mimo.platform chooses
+    return sorted({auto if config.train.device == "auto" else config.train.device for config in configs})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -158,8 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
             results.append(result | {"command": shlex.join(
                 ["torchrun", "--nproc-per-node", str(num_ranks(config)), "train_hetero.py", *flags])})
     print(markdown(results))
-    print(json.dumps({"device_name": device_name(), "steps": chosen.steps, "warmup_steps": chosen.warmup_steps,
-                      "runs": results}))
+    found = devices(config for _, config in runs.values())
+    print(json.dumps({"device": ", ".join(found), "device_name": ", ".join(map(tables.device_name, found)),
+                      "steps": chosen.steps, "warmup_steps": chosen.warmup_steps, "runs": results}))
     return int(any("error" in result for result in results))
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
-from scripts.bench.timeline import PATTERN, summary
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from scripts.bench.timeline import PATTERN, configure, main, parse_arguments, summary
 from tests.support.launch import ROOT
 
-FLAGS = """--steps 8 --warmup-steps 2 --model-provider mock --dataset-provider mock --seq-length 128 --device cpu
---no-bf16 --micro-batch-size 2 --global-batch-size 4 --encoder-dp 1 --llm-dp 1""".split()
+FLAGS = """--device cpu --steps 8 --warmup-steps 2 --model-provider mock --dataset-provider mock --seq-length 128
+--micro-batch-size 2 --global-batch-size 4 --encoder-dp 1 --llm-dp 1""".split()
 
 
 def test_the_ratio_is_that_of_the_arms() -> None:
@@ -20,11 +25,34 @@ def test_the_ratio_is_that_of_the_arms() -> None:
     assert found["ratio"] == found["ratio_low"] == found["ratio_high"] == 1.1
 
 
-def test_both_arms_run() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "bench" / "timeline.py"), *FLAGS], check=False,
-                          capture_output=True, text=True, timeout=280,
+def test_the_device_brings_its_precision_and_flags_win() -> None:
+    config = configure(*parse_arguments(FLAGS))
+    assert (config.train.device, config.model.bf16, config.model.transformer_impl) == ("cpu", False, "local")
+    assert configure(*parse_arguments([*FLAGS, "--bf16"])).model.bf16
+    assert config.observe.tensorboard_dir is None
+    assert configure(*parse_arguments([*FLAGS, "--tensorboard-dir", "board"])).observe.tensorboard_dir == "board"
+
+
+@pytest.mark.parametrize(("flags", "message"), [(["--no-timeline"], "--no-timeline leaves nothing"),
+                                                (["--global-batch-size", "3"], "--global-batch-size 3")])
+def test_what_cannot_work_is_refused_before_any_run(capsys: pytest.CaptureFixture[str], flags: list[str],
+                                                    message: str) -> None:
+    assert main([*FLAGS, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_both_arms_run(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "timeline.py"), *FLAGS, "--tensorboard-dir",
+               str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280,
                           env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["device"], found["device_name"]) == ("cpu", platform.machine())
     assert (found["ranks"], found["steps"]) == (2, 8)
     assert min(found["on_ms"], found["off_ms"], found["ratio_low"]) > 0
+    board = EventAccumulator(str(tmp_path)).Reload()
+    # One step more than those of warm-up and figures; the third is the first that counts.
+    assert [event.step for event in board.Scalars("lm loss")] == list(range(1, 12))
+    assert [event.step for event in board.Scalars("timeline/vision/forward-s")] == [
+        step for step in range(1, 12) if PATTERN[(step - 3) % len(PATTERN)]]

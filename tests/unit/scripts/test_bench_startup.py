@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import platform
 
+import pytest
+import torch
+
+from scripts.bench import startup, train
 from scripts.bench.startup import LAUNCHER, PARTS, markdown, parse_arguments, parts, planned, summary
 
 FLAGS = ["--device", "cpu", "--model-provider", "mock", "--dataset-provider", "mock"]
@@ -45,3 +50,18 @@ def test_runs_are_checked_before_anything_starts(capsys):
     with pytest.raises(SystemExit):
         parse_arguments([*FLAGS, "--steps", "5", "--warmup-steps", "5"])
     assert "need 1 <= warmup < steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bench", "flags"), [(startup, []), (train, ["--run", "one="])])
+def test_a_host_with_gpus_names_its_processor_where_that_was_measured(monkeypatch, capsys, bench, flags):
+    def no_run(*_):
+        raise RuntimeError("not started")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "the GPU")
+    monkeypatch.setattr(startup, "baseline", no_run)
+    monkeypatch.setattr(train, "train", no_run)
+    for device, name in (("cpu", platform.machine()), ("cuda", "the GPU")):
+        assert bench.main([*flags, "--model-provider", "mock", "--dataset-provider", "mock", "--device", device]) == 1
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (found["device"], found["device_name"]) == (device, name)
