@@ -63,6 +63,37 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, dela
         return [(record.to_dict(), record.lm_loss) for record in run_loop(rank, flags, world_size, run_dir, change)]
 
 
+def train_beside_a_clock(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> list[Any]:
+    """`run_loop`; of each step its figures, seconds from before its first moment to after its last, sums of its parts.
+
+    The sums are this rank's, by module.
+    """
+    from mimo.observe.timeline import parts_of
+    from tests.support.steps import run_loop
+
+    begins: list[float] = []
+    beside: list[tuple[float, dict[str, float]]] = []
+
+    def watch(trainer: Any) -> None:
+        spans = trainer.spans
+        begin, end = spans.begin_step, spans.end_step
+
+        def begin_step() -> None:
+            begins.append(time.perf_counter())
+            begin()
+
+        def end_step() -> None:
+            end()
+            seconds = time.perf_counter() - begins[-1]
+            sums = {name: sum(parts_of(spans.intervals(), name).values()) for name in trainer.grids.modules}
+            beside.append((seconds, sums))
+
+        vars(spans).update(begin_step=begin_step, end_step=end_step)
+
+    records = run_loop(rank, flags, world_size, run_dir, watch)
+    return [(record.to_dict(), *each) for record, each in zip(records, beside, strict=True)]
+
+
 def timed(pool: WorkerPool, run_dir: Path, layout: str, *flags: str, delayed: str = "") -> list[list[dict[str, float]]]:
     """Figures of each rank and iteration; those of the timeline are the same on all ranks."""
     ranks = RANKS[layout]
@@ -79,20 +110,27 @@ def parts(figures: dict[str, float], module: str, key: str = "-s") -> dict[str, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_sum_to_the_step(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
-    by_rank = timed(pool, tmp_path, layout)
-    gantt = json.loads((tmp_path / "timeline" / "step-3.json").read_text())
+    ranks = RANKS[layout]
+    by_rank = pool.run(train_beside_a_clock, (*FLAGS, *LAYOUTS[layout]), ranks, str(tmp_path), world_size=ranks,
+                       timeout_s=250)
+    slack = []
     for by_iteration in zip(*by_rank, strict=True):
+        for figures, around_s, sums in by_iteration:
+            # The loop's clock is read inside the step's first and last moment, the test's outside: however busy the
+            # machine is, what the parts leave out or count twice leads over one of the two.
+            inside_s = figures["iteration-time"]
+            assert all(inside_s <= total <= around_s for total in sums.values()), (inside_s, sums, around_s)
+            slack.append(1 - inside_s / around_s)
         for module in ("vision", "language"):
-            found = parts(by_iteration[0], module)
+            found = parts(by_iteration[0][0], module)
             step = found.pop("step")
-            assert sum(found.values()) == pytest.approx(step, rel=1e-6)
-            # Each rank's own time of the iteration; between its clocks the machine may turn to another process.
-            own = [figures["iteration-time"] for figures, rank in zip(by_iteration, gantt["ranks"], strict=True)
-                   if module in rank["modules"]]
-            assert step == pytest.approx(statistics.mean(own), rel=0.03, abs=0.02)
+            mean = statistics.mean(sums[module] for _, _, sums in by_iteration if module in sums)
+            assert sum(found.values()) == pytest.approx(mean, rel=1e-6)
+            assert step == pytest.approx(mean, rel=1e-6)
             assert found["forward"] > 0 and found["backward"] > 0 and found["optimizer"] > 0
             assert found["other"] < step / 2
-    check_gantt(gantt, layout)
+    assert statistics.median(slack) < 0.03, "bounds so far apart say nothing"
+    check_gantt(json.loads((tmp_path / "timeline" / "step-3.json").read_text()), layout)
 
 
 def check_gantt(gantt: dict[str, Any], layout: str) -> None:
