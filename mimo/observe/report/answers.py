@@ -16,6 +16,7 @@ from mimo.observe.report.summary import (
     ModuleTime,
     ideal_s,
     learning,
+    lost_since,
     module_times,
     most_waiting,
     speed,
@@ -64,6 +65,10 @@ def did_it_learn(run: Run) -> Answer:
     if found is None:
         return Answer("Not known", "No iteration has a loss or a reward.")
     what = "reward" if found.key == "reward" else "loss"
+    lost = lost_since(run.steps, found.key)
+    if lost is not None:
+        return Answer(f"No: the {what} is not finite", f"It is none from iteration {lost:,} on. Before that it was "
+                      f"{rounded(found.first)} at first and {rounded(found.last)} at last.")
     if len(run.steps) == 1:
         return Answer("Too early to say", f"One iteration, with a {what} of {rounded(found.first)}.{_held_out(found)}")
     words = {1: "Yes", 0: "Not clearly", -1: "No"}[found.change]

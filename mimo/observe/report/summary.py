@@ -133,6 +133,14 @@ def learning(run: Run) -> Learning | None:
                     _best(run.evaluations, key))
 
 
+def lost_since(steps: Table, key: str) -> int | None:
+    """The iteration from which on a figure is not finite; None where its last one is."""
+    held = np.flatnonzero(np.isfinite(steps.get(key)))
+    if not len(held) or held[-1] == len(steps) - 1:
+        return None
+    return int(steps.iterations[held[-1] + 1])
+
+
 def _evaluation(evaluations: Table, place: int) -> dict[str, float]:
     found = {key.removesuffix(EVALUATED): float(column[place]) for key, column in evaluations.columns.items()
              if key.endswith(EVALUATED)}

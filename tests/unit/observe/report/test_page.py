@@ -87,6 +87,7 @@ def test_why_a_change_is_none(tmp_path: Path) -> None:
     ([2.0 + 0.02 * step for step in range(100)], "No"),
     ([2.0], "Too early to say"),
     ([math.nan, math.nan], "Not known"),
+    ([3.0 - 0.01 * step for step in range(80)] + [math.nan] * 20, "No: the loss is not finite"),
 ])
 def test_whether_it_learned(tmp_path: Path, losses: list[float], words: str) -> None:
     records = [step_record(step, "NaN" if math.isnan(loss) else loss) for step, loss in enumerate(losses, 1)]
