@@ -37,6 +37,7 @@ OTHER_FLAGS = {
     "--warmup-runs": "scripts/bench/startup.py",
     "--blocks": "scripts/bench/schedule.py",
     "--warmup-blocks": "scripts/bench/schedule.py",
+    "--synthetic": "scripts/bench/schedule.py",
     "--size-mb": "scripts/bench/bridge.py",
     "--warmup-steps": "scripts/bench/train.py",
     "--num-samples": "scripts/prepare_photos.py",
