@@ -39,6 +39,8 @@ OTHER_FLAGS = {
     "--warmup-blocks": "scripts/bench/schedule.py",
     "--synthetic": "scripts/bench/schedule.py",
     "--size-mb": "scripts/bench/bridge.py",
+    **dict.fromkeys(("--gpus", "--preset", "--candidates", "--rounds", "--loss-steps", "--search-steps"),
+                    "scripts/bench/layouts.py"),
     "--warmup-steps": "scripts/bench/train.py",
     "--num-samples": "scripts/prepare_photos.py",
     "--model": "scripts/bench/refit.py",
