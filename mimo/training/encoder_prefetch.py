@@ -172,8 +172,7 @@ class EncoderPrefetch:
         what = "encoder prefetch" if prefetched else "encoder"
         if upcoming.ahead:
             what += " of a coming iteration"
-        with (self._watchdog.waiting(what, module=self._module, microbatch=upcoming.index,
-                                     is_work=True),
+        with (self._watchdog.waiting(what, module=self._module, microbatch=upcoming.index, is_work=True),
               self._spans.span(Kind.FORWARD, what, microbatch=upcoming.index), self._on_own_stream(),
               self._timer.measure() if prefetched else nullcontext()):
             # Copied where it is used: its memory then goes back in the order in which the stream uses it.
