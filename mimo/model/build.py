@@ -16,9 +16,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
+from mimo.model.fused_gradients import accumulate_into_main_grad
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.residency import Residency
 from mimo.model.rotary import install_packed_rotary
+from mimo.model.split_qkv import install_split
 from mimo.observe.spans import Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.platform.base import Platform
@@ -90,6 +92,7 @@ def build_model(
     `watchdog` and `spans`, if any, are told what the model does.
     """
     install_packed_rotary()
+    install_split()
     impl = layer_impl(config, platform)
     logger.info(
         "layers: %s (--transformer-impl %s), parameters in %s",
@@ -215,4 +218,5 @@ def _wrap(config: RunConfig, part: Any, grids: Grids, name: str) -> DistributedD
     )
     wrapped = DistributedDataParallel(part.config, ddp_config, part, pg_collection=grids.collections[name])
     wrapped.broadcast_params()
+    accumulate_into_main_grad(wrapped)
     return wrapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -15,7 +16,7 @@ from megatron.core.models.vision.vit_layer_specs import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -104,7 +105,14 @@ def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubm
     _check_impl(impl)
     if impl == "local":
         return _block(config, _with_own_parts(get_vit_layer_with_local_spec(), moe=False), impl)
-    return _block(config, get_vit_layer_with_transformer_engine_spec(), impl)
+    from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+    from mimo.model.te_linears import LayerNormColumnParallelWithBias
+
+    spec = get_vit_layer_with_transformer_engine_spec()
+    mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(
+        linear_fc1=LayerNormColumnParallelWithBias, linear_fc2=TERowParallelLinear))
+    return _block(config, replace(spec, submodules=replace(spec.submodules, mlp=mlp)), impl)
 
 
 def mlp_linears(impl: str) -> MLPSubmodules:
@@ -116,9 +124,11 @@ def mlp_linears(impl: str) -> MLPSubmodules:
     _check_impl(impl)
     if impl == "local":
         return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+    from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
-    return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+    from mimo.model.te_linears import ColumnParallelWithBias
+
+    return MLPSubmodules(linear_fc1=ColumnParallelWithBias, linear_fc2=TERowParallelLinear)
 
 
 def _check_impl(impl: str) -> None:

@@ -17,22 +17,6 @@ from mimo.model.packed_attention import packed_seq_params as attention_params
 from mimo.model.patches import Grid, packed_pixel_shuffle, packed_positions, patch_grids, pixel_shuffle
 
 
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """OpenAI CLIP's activation, `x * sigmoid(1.702 x)`.
-
-    Not the wheel's: that one is wrapped in torch.compile, which compiles anew as the number of images changes.
-    """
-    return x * torch.sigmoid(1.702 * x)
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU's tanh approximation (Hugging Face `gelu_pytorch_tanh`)."""
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": torch.nn.functional.gelu, "gelu_tanh": gelu_tanh}
-
-
 class ViT(MegatronModule):
     """Images to patch features, of one size or packed one behind the other in their own sizes.
 

@@ -10,11 +10,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.grid.spec import GridSpec
+from mimo.model.activations import activation
 from mimo.model.language import LanguageModel
 from mimo.model.layer_specs import decoder_layer_spec, mlp_linears, norm_builder, vit_layer_spec
 from mimo.model.projector import Projector
 from mimo.model.submodule import VisionSubmodule
-from mimo.model.vit import ACTIVATIONS, ViT
+from mimo.model.vit import ViT
 from mimo.protocols import LANGUAGE, BuildContext
 from providers.common.decoder import DecoderConfig
 from providers.common.vision import VisionConfig
@@ -41,9 +42,14 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         deterministic_mode=context is not None and context.deterministic,
         # Variable lengths refuse every other dispatcher, even in a dense model.
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
-        # The output layer's weight gradient goes straight into main_grad where apex's kernel is installed.
+        # The output layer's weight gradient goes straight into main_grad where apex's kernel is installed; those of
+        # other layers always do (mimo.model.fused_gradients).
         gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        bias_dropout_fusion=fused, apply_rope_fusion=False, masked_softmax_fusion=False, **sizes)  # type: ignore[arg-type]
+        bias_dropout_fusion=fused, masked_softmax_fusion=False,
+        # Latent attention has positions on a part of its channels, in another order.
+        apply_rope_fusion=fused and kind is TransformerConfig,
+        cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="te",
+        **sizes)  # type: ignore[arg-type]
 
 
 # --recompute to Megatron's fields: every layer's input is kept (full), or the attention core is recomputed (selective).
@@ -156,7 +162,7 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
         context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
         num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
         normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
-        add_qkv_bias=True, activation_func=ACTIVATIONS[config.vision_hidden_act], hidden_dropout=0.0,
+        add_qkv_bias=True, activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0,
         attention_dropout=0.0)
     projector_config = transformer_config(
         context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from mimo.model.activations import activation
 from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
 from mimo.model.projector import Projector, squared_relu
 from mimo.model.radio import RadioEncoder
 from mimo.model.submodule import VisionSubmodule
-from mimo.model.vit import ACTIVATIONS
 from mimo.protocols import BuildContext
 from providers.common.build import RECOMPUTE, transformer_config
 from providers.radio import RadioConfig
@@ -28,7 +28,7 @@ def radio_spec(config: RadioConfig, name: str, language_size: int, context: Buil
         context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
         num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
         normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
-        add_qkv_bias=True, activation_func=ACTIVATIONS[config.vision_hidden_act], hidden_dropout=0.0,
+        add_qkv_bias=True, activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0,
         attention_dropout=0.0,
         # 0 prediction layers and none are not the same: only with 0 does the wheel put the final norm behind the last
         # layer of a block that, as RADIO's, is not built as a model's last stage.
