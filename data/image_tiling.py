@@ -52,6 +52,7 @@ class Tiling:
         size_multiple: height and width of a dynamic tile are multiples of it, and it is a multiple of `patch_size`.
         min_patches: fewest patches of a dynamic tile.
         max_patches: most patches of a dynamic tile.
+        max_image_size: most pixels of height and of width of a dynamic tile; 0: any.
         max_tiles: most tiles of a fixed grid, without the thumbnail.
         use_thumbnail: whether a fixed grid of several tiles is followed by the whole image.
         mean: mean of each channel, of pixels in 0..1.
@@ -65,6 +66,7 @@ class Tiling:
     size_multiple: int
     min_patches: int
     max_patches: int
+    max_image_size: int
     max_tiles: int
     use_thumbnail: bool
     mean: tuple[float, ...]
@@ -103,6 +105,7 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
         size_multiple=tokens.size_multiple if dynamic else 1,
         min_patches=config.min_patches,
         max_patches=config.max_patches,
+        max_image_size=tokens.max_image_size if dynamic else 0,
         max_tiles=config.max_tiles,
         use_thumbnail=config.use_thumbnail,
         mean=per_channel("--image-mean", config.image_mean, tokens.num_channels),
@@ -130,10 +133,12 @@ def per_channel(flag: str, values: Sequence[float], num_channels: int) -> tuple[
     return tuple(values) * (num_channels // len(values))
 
 
-def cell_limits(tiling: Tiling) -> tuple[int, int]:
-    """Fewest and most squares of `size_multiple` pixels a side in a dynamic tile."""
+def cell_limits(tiling: Tiling) -> tuple[int, int, int]:
+    """Fewest and most squares of `size_multiple` pixels a side in a dynamic tile, and most of them along a side."""
     patches = (tiling.size_multiple // tiling.patch_size) ** 2
-    return -(-tiling.min_patches // patches), tiling.max_patches // patches
+    most = tiling.max_patches // patches
+    longest = tiling.max_image_size // tiling.size_multiple if tiling.max_image_size else most
+    return -(-tiling.min_patches // patches), most, min(longest, most)
 
 
 def check_patches(tiling: Tiling) -> None:
@@ -146,28 +151,33 @@ def check_patches(tiling: Tiling) -> None:
     given = f"--min-patches {tiling.min_patches} --max-patches {tiling.max_patches}"
     if not 1 <= tiling.min_patches <= tiling.max_patches:
         raise ValueError(f"{given}: need 1 <= min <= max")
-    fewest, most = cell_limits(tiling)
+    fewest, most, longest = cell_limits(tiling)
     if fewest > most:
         patches = (tiling.size_multiple // tiling.patch_size) ** 2
         raise ValueError(
             f"{given}: patches come in squares of {patches} ({tiling.size_multiple} pixels a side, of patches of "
             f"{tiling.patch_size}), and no multiple of {patches} lies within"
         )
+    if not any(-(-fewest // count) <= min(most // count, longest) for count in range(1, longest + 1)):
+        raise ValueError(
+            f"{given}: the encoder takes images of at most {tiling.max_image_size} pixels a side, multiples of "
+            f"{tiling.size_multiple}, and none of them has so many patches of {tiling.patch_size} pixels a side"
+        )
 
 
-def nearest_grid(rows: float, cols: float, fewest: int, most: int) -> Size:
-    """The whole numbers nearest to `rows` and `cols` whose product is within `fewest` to `most`.
+def nearest_grid(rows: float, cols: float, fewest: int, most: int, longest: int) -> Size:
+    """The whole numbers nearest to `rows` and `cols`, at most `longest`, whose product is within `fewest` to `most`.
 
     Nearest by `ASPECT_WEIGHT * log(change of aspect ratio) ** 2 + log(change of area) ** 2`.
     """
     best, best_error = (0, 0), math.inf
-    start = min(math.floor(rows), most)
-    for counts in (range(start, 0, -1), range(start + 1, most + 1)):
+    start = min(math.floor(rows), longest)
+    for counts in (range(start, 0, -1), range(start + 1, longest + 1)):
         for count in counts:
             taller = math.log(count / rows)
             if 4 * ASPECT_WEIGHT / (ASPECT_WEIGHT + 1) * taller**2 >= best_error:
                 break  # whatever the columns: the error at `ideal`, which only grows from here
-            low, high = -(-fewest // count), most // count
+            low, high = -(-fewest // count), min(most // count, longest)
             if low > high:
                 continue
             ideal = cols * math.exp((ASPECT_WEIGHT - 1) / (ASPECT_WEIGHT + 1) * taller)
@@ -177,16 +187,18 @@ def nearest_grid(rows: float, cols: float, fewest: int, most: int) -> Size:
                 error = ASPECT_WEIGHT * (taller - wider) ** 2 + (taller + wider) ** 2
                 if error < best_error:
                     best, best_error = (count, other), error
-    assert best_error < math.inf, (rows, cols, fewest, most)
+    assert best_error < math.inf, (rows, cols, fewest, most, longest)
     return best
 
 
 def dynamic_size(height: int, width: int, tiling: Tiling) -> Size:
     """Height and width in pixels of the one tile of an image, its own wherever they are allowed."""
-    fewest, most = cell_limits(tiling)
+    fewest, most, longest = cell_limits(tiling)
     rows, cols = height / tiling.size_multiple, width / tiling.size_multiple
     scale = math.sqrt(min(max(rows * cols, fewest), most) / (rows * cols))
-    rows, cols = nearest_grid(rows * scale, cols * scale, fewest, most)
+    if tiling.max_image_size:  # rather a smaller tile than another aspect ratio
+        scale = min(scale, longest / max(rows, cols))
+    rows, cols = nearest_grid(rows * scale, cols * scale, fewest, most, longest)
     return rows * tiling.size_multiple, cols * tiling.size_multiple
 
 

@@ -86,6 +86,7 @@ class TokenSpec:
             patches; 0 where it takes whole images.
         size_multiple: height and width of an image are multiples of it (patch size times pixel shuffle factor).
         image_width: pixels of an image's width; 0: as `image_size`.
+        max_image_size: most pixels of height and of width, where the encoder takes images of any size; 0: any.
     """
 
     vocab_size: int
@@ -95,6 +96,7 @@ class TokenSpec:
     patch_size: int = 0
     size_multiple: int = 1
     image_width: int = 0
+    max_image_size: int = 0
 
     @property
     def image_shape(self) -> tuple[int, int]:

@@ -73,6 +73,11 @@ class RadioConfig:
         return self.vision_image_size, self.vision_image_width or self.vision_image_size
 
     @property
+    def max_image_size(self) -> int:
+        """Most pixels a side of an image that keeps its own size."""
+        return self.vision_max_image_size
+
+    @property
     def num_tokens(self) -> int:
         """Language tokens of an image of `image_shape`."""
         height, width = self.image_shape
@@ -97,7 +102,7 @@ def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
                          f"{config.vision_patch_size} times --vision-pixel-shuffle {config.vision_pixel_shuffle})")
     if max(height, width) > most:
         raise ValueError(f"{image} is larger than --vision-max-image-size {most}, the side of the position grid "
-                         f"({config.num_positions} patches); lower the data set's --max-patches")
+                         f"({config.num_positions} patches); the data set has to make it smaller")
     return (height // multiple) * (width // multiple)
 
 

@@ -149,8 +149,8 @@ def request_of(config: Config, sizes: ModelSizes) -> tuple[DataRequest, Tiling]:
     Raises:
         ValueError: naming flags and values, for what cannot work.
     """
-    for name, least in (("seq_length", 1), ("image_size", 1), ("image_width", 0), ("patch_size", 1),
-                        ("pixel_shuffle", 1)):
+    for name, least in (("seq_length", 1), ("image_size", 1), ("image_width", 0), ("max_image_size", 0),
+                        ("patch_size", 1), ("pixel_shuffle", 1)):
         if vars(sizes)[name] < least:
             raise ValueError(f"--{name.replace('_', '-')} {vars(sizes)[name]}: must be at least {least}")
     multiple = sizes.patch_size * sizes.pixel_shuffle
@@ -173,6 +173,7 @@ def request_of(config: Config, sizes: ModelSizes) -> tuple[DataRequest, Tiling]:
         patch_size=sizes.patch_size if dynamic else 0,
         size_multiple=multiple if dynamic else 1,
         image_width=0 if dynamic else sizes.image_width,
+        max_image_size=sizes.max_image_size,
     )
     request = DataRequest(
         tokens=tokens,

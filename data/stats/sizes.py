@@ -15,6 +15,8 @@ class ModelSizes:
     """Pixels a side that the encoder takes (the model's --vision-image-size). Not used with --image-tiling dynamic."""
     image_width: int = 0
     """Width of such an image where it is not square (--vision-image-width); 0: as its height."""
+    max_image_size: int = 0
+    """Most pixels a side of an image with --image-tiling dynamic (--vision-max-image-size); 0: any."""
     patch_size: int = 14
     """Pixels a side of a patch (--vision-patch-size)."""
     pixel_shuffle: int = 1

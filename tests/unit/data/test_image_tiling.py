@@ -15,8 +15,10 @@ from PIL import Image
 from data.energon import Config
 from data.image_tiling import Tiling, oriented_size, tile_image, tile_sizes, tiling_of
 from mimo.protocols import TokenSpec
+from providers import nemotron_moe_vlm
+from providers.radio import RadioConfig, radio_image_tokens
 
-RESIZE = Tiling("resize", (32, 32), 0, 1, 4, 1024, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
+RESIZE = Tiling("resize", (32, 32), 0, 1, 4, 1024, 0, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
 FIXED = replace(RESIZE, kind="fixed")
 WIDE = replace(FIXED, tile_size=(32, 64), use_thumbnail=True)
 # Cells of 32 pixels a side, 2 x 2 patches each: 1 to 16 of them.
@@ -25,6 +27,9 @@ DYNAMIC = replace(
 )
 RAW = {"mean": (0.0,), "std": (1.0,), "num_channels": 1}
 PATCHES = TokenSpec(vocab_size=9, image_token_id=8, image_size=0, num_channels=3, patch_size=16, size_multiple=32)
+# The encoder and the patches of the production scripts.
+RADIO = RadioConfig(vision_dynamic_resolution=True)
+RADIO_FLAGS = Config(image_tiling="dynamic", min_patches=1024, max_patches=13312)
 SQUARES = replace(PATCHES, image_size=32, patch_size=0, size_multiple=1)
 side = st.integers(1, 1_000_000) | st.integers(1, 300)
 
@@ -114,6 +119,63 @@ def test_no_allowed_dynamic_size_is_nearer(height, width, fewest, more):
     (chosen,) = tile_sizes(height, width, tiling)
     assert chosen in allowed
     assert distance(chosen) <= min(map(distance, allowed)) + 1e-9
+
+
+def radio_tiling(config=RADIO_FLAGS, most=2048):
+    family = nemotron_moe_vlm.Config(vision_max_image_size=most)
+    return tiling_of(config, nemotron_moe_vlm.provider_20l.token_spec(family))
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [
+        (3000, 4000, (1536, 2048)),  # 4:3 stays 4:3
+        (4000, 3000, (2048, 1536)),
+        (1440, 2560, (1152, 2048)),
+        (3000, 2000, (2048, 1376)),
+        (1080, 1920, (1088, 1920)),  # within the bound: as without it
+        (600, 2100, (576, 2048)),
+        (200, 2000, (192, 1984)),
+        (600, 6000, (192, 2016)),
+        (20, 200_000, (128, 2048)),
+        (9000, 9000, (1824, 1824)),
+    ],
+)
+def test_dynamic_tiles_keep_to_the_largest_side_of_the_encoder(height, width, expected):
+    assert tile_sizes(height, width, radio_tiling()) == [expected]
+
+
+@settings(max_examples=300, deadline=None)
+@given(side, side, st.sampled_from([(1024, 13312), (4, 16384), (4, 4), (100, 100), (16384, 60000)]),
+       st.sampled_from([2048, 2032, 64 * 16]))
+def test_the_encoder_takes_every_dynamic_tile(height, width, patches, most):
+    if patches[0] > (most // 32) ** 2 * 4:
+        return
+    tiling = radio_tiling(replace(RADIO_FLAGS, min_patches=patches[0], max_patches=patches[1]), most)
+    ((new_height, new_width),) = tile_sizes(height, width, tiling)
+    tokens = radio_image_tokens(replace(RADIO, vision_max_image_size=most), new_height, new_width)
+    assert patches[0] <= 4 * tokens <= patches[1]
+    assert tile_sizes(new_height, new_width, tiling) == [(new_height, new_width)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(side, side)
+def test_a_largest_side_that_is_not_reached_changes_nothing(height, width):
+    assert tile_sizes(height, width, replace(DYNAMIC, max_image_size=512)) == tile_sizes(height, width, DYNAMIC)
+
+
+@pytest.mark.parametrize(
+    ("fewest", "most", "side"),
+    [
+        (1024, 13312, 256),  # at most 8 x 8 squares of 4 patches
+        (28, 28, 160),  # 7 squares are a strip of 7
+        (4, 64, 31),  # less than one square
+    ],
+)
+def test_patches_that_no_tile_within_the_largest_side_has_are_refused(fewest, most, side):
+    config = Config(image_tiling="dynamic", min_patches=fewest, max_patches=most)
+    with pytest.raises(ValueError, match=f"--min-patches {fewest} --max-patches {most}: .* at most {side} pixels a "):
+        tiling_of(config, replace(PATCHES, max_image_size=side))
 
 
 @pytest.mark.parametrize("thumbnail", [False, True])
@@ -361,7 +423,7 @@ def test_pixels_without_a_known_range_are_refused(image, message):
 def test_tiling_of_takes_what_each_kind_needs():
     config = Config(image_tiling="dynamic", min_patches=5, max_patches=50, image_mean=(0.5,), image_std=(1, 2, 3))
     tiling = tiling_of(config, PATCHES)
-    assert tiling == Tiling("dynamic", (0, 0), 16, 32, 5, 50, 6, False, (0.5, 0.5, 0.5), (1, 2, 3), 3)
+    assert tiling == Tiling("dynamic", (0, 0), 16, 32, 5, 50, 0, 6, False, (0.5, 0.5, 0.5), (1, 2, 3), 3)
     tiling = tiling_of(Config(image_tiling="fixed", max_tiles=4, use_thumbnail=True), SQUARES)
     assert (tiling.kind, tiling.tile_size, tiling.max_tiles, tiling.use_thumbnail) == ("fixed", (32, 32), 4, True)
     assert tiling_of(Config(), replace(SQUARES, image_width=48)).tile_size == (32, 48)
