@@ -1,15 +1,17 @@
 """GSM8K (arXiv:2110.14168), or any questions with a number as answer, from files of a folder: prompts for train_rl.py.
 
-The folder has `train*` and `test*` files, .jsonl or .parquet, whose rows have the fields `question` and `answer`; an
-answer is a number, or ends with `#### <number>`. That is how github.com/openai/grade-school-math and the folder `main`
-of openai/gsm8k on the Hugging Face Hub are. Held-out prompts are those of the test files.
+The folder has files `train.jsonl` or `train-*.jsonl`, and `test` likewise, or .parquet, whose rows have the fields
+`question` and `answer`; an answer is a number, or ends with `#### <number>`. That is how the folders
+`grade_school_math/data` of github.com/openai/grade-school-math and `main` of openai/gsm8k on the Hugging Face Hub are.
+Other files, such as `train_socratic.jsonl` with the same questions, are not read. Held-out prompts are those of the test
+files.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,7 +33,7 @@ class Config:
     """Prompts `gsm8k`: word problems from files."""
 
     data_path: str = ""
-    """Folder with train*.jsonl and test*.jsonl, or .parquet; rows have question and answer."""
+    """Folder with train.jsonl or train-*.jsonl, and test likewise, or .parquet; rows have question and answer."""
     tokenizer: str = ""
     """Folder of the model's Hugging Face tokenizer."""
     gsm8k_format: Literal["chat", "plain"] = "chat"
@@ -160,22 +162,37 @@ def read_problems(folder: str, split: str) -> list[Problem]:
         split: `train` or `valid`.
 
     Raises:
-        ValueError: there is no such folder or file, or a row is not what it should be.
+        ValueError: there is no such folder or file, a row is not what it should be, or files repeat a question.
     """
     if not folder:
         raise ValueError("--data-path: give the folder of the data set gsm8k")
     if not Path(folder).is_dir():
         raise ValueError(f"--data-path {folder}: there is no such folder")
-    files = sorted(path for path in Path(folder).glob(f"{FILES[split]}*") if path.suffix in SUFFIXES)
+    name = FILES[split]
+    # Not everything that begins so: beside train.jsonl there may be train_socratic.jsonl with the same questions.
+    files = sorted(path for separator in ".-" for path in Path(folder).glob(f"{name}{separator}*")
+                   if path.suffix in SUFFIXES)
     if not files:
-        raise ValueError(f"--data-path {folder}: has no {FILES[split]}*.jsonl and no {FILES[split]}*.parquet")
+        raise ValueError(f"--data-path {folder}: has no {name}.jsonl or {name}-*.jsonl, and no such .parquet")
     if len({path.suffix for path in files}) > 1:
         raise ValueError(f"--data-path {folder}: has {' and '.join(path.name for path in files)}: the same problems "
                          "twice? Leave one kind of file there")
-    problems = [_checked(path, number, row) for path in files for number, row in enumerate(_rows(path), 1)]
-    if not problems:
+    by_file = {path: [_checked(path, number, row) for number, row in enumerate(_rows(path), 1)] for path in files}
+    if not any(by_file.values()):
         raise ValueError(f"{files[0]}: has no row")
-    return problems
+    _refuse_repeats(by_file)
+    return [problem for problems in by_file.values() for problem in problems]
+
+
+def _refuse_repeats(by_file: Mapping[Path, Sequence[Problem]]) -> None:
+    """Raise ValueError where two files have a question in common: its problems would count twice."""
+    first: dict[str, Path] = {}
+    for path, problems in by_file.items():
+        for problem in problems:
+            other = first.setdefault(problem.question.strip(), path)
+            if other != path:
+                raise ValueError(f"{path}: has a question of {other.name} again, {problem.question[:100]!r}; leave one "
+                                 "of the files there")
 
 
 def _rows(path: Path) -> Iterator[Any]:

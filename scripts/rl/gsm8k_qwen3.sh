@@ -6,8 +6,8 @@
 #   scripts/rl/gsm8k_qwen3.sh /models/Qwen3-4B /data/gsm8k/main
 #   RUNS=runs/moe scripts/rl/gsm8k_qwen3.sh /models/Qwen3-30B-A3B /data/gsm8k/main --stage /local --lr 2e-6
 #
-# DATA is a folder with train*.jsonl and test*.jsonl, or .parquet. PYTHON names a Python with the extra rl-gpu; without
-# it the script sets up .venv.
+# DATA is a folder with train.jsonl or train-*.jsonl, and test likewise, or .parquet. PYTHON names a Python with the
+# extra rl-gpu; without it the script sets up .venv.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
@@ -15,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 usage="usage: scripts/rl/gsm8k_qwen3.sh MODEL DATA [--nproc N] [--stage FOLDER] [flags of train_rl.py ...]
 
   MODEL            folder of a Hugging Face model
-  DATA             folder with train*.jsonl and test*.jsonl, or .parquet, of GSM8K
+  DATA             folder with train.jsonl or train-*.jsonl and test likewise, or .parquet, of GSM8K
   --nproc N        GPUs (default: 8)
   --stage FOLDER   copy MODEL and DATA there first, a folder on this node's own disk
 

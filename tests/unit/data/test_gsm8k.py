@@ -56,6 +56,21 @@ def test_held_out_problems_are_those_of_the_test_file(files):
         row["question"] for row in rows(3, 100)}
 
 
+def test_other_forms_of_the_same_questions_beside_the_files_are_not_read(files):
+    for split in ("train", "test"):
+        (files / f"{split}_socratic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(7, 0)))
+    (files / "training.jsonl").write_text("no JSON")
+    assert [len(read_problems(str(files), split)) for split in ("train", "valid")] == [7, 3]
+
+
+def test_files_that_repeat_a_question_are_refused(files):
+    (files / "train-2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(2, 6)))
+    with pytest.raises(ValueError, match=r"train-2.jsonl: has a question of train-1.jsonl again, 'what is 6 and 1\?'"):
+        read_problems(str(files), "train")
+    (files / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(2, 6) * 2))
+    assert len(read_problems(str(files), "valid")) == 4, "within one file they may be as they are"
+
+
 @pytest.mark.parametrize("form", ["chat", "plain"])
 def test_the_ground_truth_is_what_the_reward_reads(files, form):
     prompts = opened(files, gsm8k_format=form)
@@ -83,7 +98,7 @@ def test_plain_text_has_no_template(files):
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), [
-    ("test.jsonl", None, "has no test*.jsonl and no test*.parquet"),
+    ("test.jsonl", None, "has no test.jsonl or test-*.jsonl, and no such .parquet"),
     ("test.jsonl", "\n", "test.jsonl: has no row"),
     ("test.jsonl", "{\n", "test.jsonl: line 1 is no JSON"),
     ("test.jsonl", '{"question": "q"}\n', "row 1 has no question and answer"),
