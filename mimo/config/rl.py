@@ -8,6 +8,10 @@ from typing import Literal
 
 from mimo import registry
 
+# vLLM samples no colder: it takes smaller temperatures for this one and only logs it (`_MAX_TEMP` of its
+# sampling_params.py), while the trainer divides by what was asked for.
+MIN_TEMPERATURE = 0.01
+
 
 @dataclass(frozen=True)
 class RlConfig:
@@ -18,7 +22,7 @@ class RlConfig:
     completions_per_prompt: int = 8
     """Completions sampled for each prompt; they are each other's baseline."""
     temperature: float = 1.0
-    """Divides the logits, of the rollouts and of the trainer alike."""
+    """Divides the logits, of the rollouts and of the trainer alike; at least 0.01."""
     top_p: float = 1.0
     """Rollouts sample from the likeliest tokens with this much probability; 1: from all."""
     top_k: int = 0
@@ -68,7 +72,7 @@ class RlConfig:
     """Held-out prompts of an evaluation, one completion each: before the first update, every --eval-interval
     iterations and at the end; 0 does not evaluate."""
     eval_temperature: float = 0.0
-    """Divides the logits in evaluations; 0: the likeliest token."""
+    """Divides the logits in evaluations; 0: the likeliest token, else at least 0.01."""
 
     @property
     def importance_band(self) -> tuple[float, float]:
@@ -110,6 +114,7 @@ def validate(config: RlConfig, *, llm_tp: int = 1, sequence_parallel: bool = Fal
     _refuse(config.eval_prompts < 0, f"--eval-prompts {config.eval_prompts} is below 0")
     _refuse(not _is_least(config.eval_temperature, 0),
             f"--eval-temperature {config.eval_temperature} is not a number from 0 on")
+    _check_coldness("--eval-temperature", config.eval_temperature)
     registry.reward(config.reward)
 
 
@@ -117,6 +122,7 @@ def check_sampling(config: RlConfig) -> None:
     """Refuse rollouts whose log-probs cannot be compared with the trainer's. Raises ValueError, naming flags."""
     _refuse(not _is_above(config.temperature, 0), f"--temperature {config.temperature} is not a number above 0: greedy "
             "rollouts of a prompt are all the same and have no log-probabilities")
+    _check_coldness("--temperature", config.temperature)
     _refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p} is not in (0, 1]")
     _refuse(config.top_k < 0, f"--top-k {config.top_k} is below 0 (0: all tokens)")
     if config.truncates_sampling and config.importance_correction == "none":
@@ -128,6 +134,11 @@ def check_sampling(config: RlConfig) -> None:
             "icepop or sequence")
     if config.truncates_sampling and config.importance_correction != "token":
         _check_truncation(config)
+
+
+def _check_coldness(flag: str, temperature: float) -> None:
+    _refuse(0 < temperature < MIN_TEMPERATURE, f"{flag} {temperature} is below {MIN_TEMPERATURE}, the least that vLLM "
+            "samples at")
 
 
 def _check_truncation(config: RlConfig) -> None:

@@ -25,6 +25,7 @@ def config(**fields):
     {"policy_loss": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "dual_clip_ratio": 3.0},
     {"loss_aggregation": "seq-mean-token-sum-norm", "loss_norm_length": 512},
     {"advantage": "rloo", "completions_per_prompt": 2},
+    {"temperature": 0.01, "eval_temperature": 0.01},
     {"advantage": "grpo", "completions_per_prompt": 1},
     {"kl_coeff": 0.01, "kl_in": "reward", "kl_type": "k1", "entropy_coeff": 0.001},
     {"reward": "mimo.rl.rewards.gsm8k:reward"},
@@ -36,6 +37,8 @@ def test_flags_that_make_sense_pass(fields):
 @pytest.mark.parametrize(("fields", "expected"), [
     ({"temperature": 0.0}, "--temperature 0.0 is not a number above 0"),
     ({"temperature": float("nan")}, "--temperature nan"),
+    ({"temperature": 0.0099}, "--temperature 0.0099 is below 0.01, the least that vLLM samples at"),
+    ({"eval_temperature": 1e-6}, "--eval-temperature 1e-06 is below 0.01, the least that vLLM samples at"),
     ({"temperature": float("inf")}, "--temperature inf"),
     ({"top_p": 0.0}, "--top-p 0.0 is not in"),
     ({"top_p": 1.1}, "--top-p 1.1 is not in"),
