@@ -3,8 +3,8 @@
 The folder has files `train.jsonl` or `train-*.jsonl`, and `test` likewise, or .parquet, whose rows have the fields
 `question` and `answer`; an answer is a number, or ends with `#### <number>`. That is how the folders
 `grade_school_math/data` of github.com/openai/grade-school-math and `main` of openai/gsm8k on the Hugging Face Hub are.
-Other files, such as `train_socratic.jsonl` with the same questions, are not read. Held-out prompts are those of the test
-files.
+Other files, such as `train_socratic.jsonl` with the same questions, are not read. Held-out prompts are those of the
+test files.
 """
 
 from __future__ import annotations
