@@ -35,7 +35,8 @@ class ObserveConfig:
     wandb_name: str | None = None
     """Name of the run there."""
     mlflow_uri: str | None = None
-    """MLflow tracking server or folder that gets the figures; left out: none."""
+    """MLflow tracking URI that gets the figures: http(s) of a server, a folder, or a database such as sqlite:///FILE;
+    left out: none."""
     mlflow_experiment: str | None = None
     """Experiment there; left out: mimo-hetero."""
     peak_tflops: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import queue
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from mimo.config.observe import ObserveConfig
 from mimo.observe.trackers import Tracker, Value, curves
@@ -20,6 +22,8 @@ MAX_BEHIND = 1000
 # Seconds that the end of a run waits for what is still on its way; that of two trackers is less than a signal's grace.
 CLOSE_LIMIT_S = 8.0
 DEFAULT_EXPERIMENT = "mimo-hetero"
+# Servers whose URI may be a bare word, as that of a folder is.
+NO_FOLDERS = ("databricks", "databricks-uc", "uc")
 
 
 class WandbTracker:
@@ -39,11 +43,24 @@ class WandbTracker:
         self._run.finish()
 
 
+def is_folder(uri: str) -> bool:
+    """Whether MLflow keeps the runs of a tracking URI in files: it is a path or a `file:` URI."""
+    return urlsplit(uri).scheme in ("", "file") and uri not in NO_FOLDERS
+
+
 class MlflowTracker:
-    """A run of an MLflow experiment, which is created where it is not there."""
+    """A run of an MLflow experiment, which is created where it is not there.
+
+    A folder has `.` where figures have `/` in their names: a metric is a file there, and `learning-rate` cannot be the
+    folder of `learning-rate/vision`, too.
+    """
 
     def __init__(self, uri: str, experiment: str, run_dir: Path, config_toml: str) -> None:
         """Start the run, named as its folder, with the flags as an artifact."""
+        self._separator = "." if is_folder(uri) else "/"
+        if is_folder(uri):
+            # MLflow refuses folders in its newer releases, and points to a database, which mlflow-skinny cannot open.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = importlib.import_module("mlflow")
         self._metric: Any = importlib.import_module("mlflow.entities").Metric
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
@@ -56,8 +73,8 @@ class MlflowTracker:
         """Send the figures of an iteration."""
         now_ms = int(1000 * time.time())
         figures = {**curves(record), "consumed_samples": float(samples)}
-        self._client.log_batch(self._run_id, metrics=[self._metric(name, value, now_ms, step)
-                                                      for name, value in figures.items()])
+        self._client.log_batch(self._run_id, metrics=[
+            self._metric(name.replace("/", self._separator), value, now_ms, step) for name, value in figures.items()])
 
     def close(self) -> None:
         """Mark the run as finished."""

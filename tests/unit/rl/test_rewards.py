@@ -1,6 +1,5 @@
 """Rewards: what counts as an answer, case by case."""
 
-import importlib.util
 from decimal import Decimal
 
 import pytest
@@ -175,13 +174,12 @@ def test_rewards_that_are_none(name, message):
         registry.reward(name)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
-def test_math_verify_without_its_package():
+def test_math_verify_without_its_package(monkeypatch):
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--reward math-verify needs the package math-verify, .* pip install math"):
         registry.reward("math-verify")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 @pytest.mark.parametrize(("completion", "truth", "expected"), [
     (r"so \boxed{\frac{1}{2}}", "0.5", 1), ("the answer is $0.50$", r"\frac{1}{2}", 1), ("1/2", "1/2", 1),
     (r"\boxed{x^2+2x+1}", "(x+1)^2", 1), (r"<think>\boxed{3}</think> it is 4", "4", 1), (r"<think>\boxed{4}", "4", 0),
