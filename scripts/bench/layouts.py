@@ -13,8 +13,10 @@ shares of GPUs are nearest to the shares of work (disjoint; the work in FLOPs is
 turns, one after the other, of --warmup-steps and --steps iterations. Flags that are not the benchmark's are
 train_hetero.py's, the same for all; they stand behind those of --preset and so overrule them.
 
-All runs have the same global batches and start from the same weights. Where the losses of their first --loss-steps
-iterations differ from those of the best homogeneous layout by more than --loss-tolerance, as a share, that is an error.
+All runs have the same global batches and start from the same weights. Timed iterations train on those of the warmup
+again, so that no shape of theirs is new (without --encoder-prefetch-depth, which looks ahead). Where the losses of
+their first --loss-steps iterations differ from those of the best homogeneous layout by more than --loss-tolerance, as a
+share, that is an error.
 A layout that runs out of memory is a row that says so.
 
 tokens/s and TFLOP/s are per GPU, of the timed iterations of all rounds: tokens of text and images without padding,

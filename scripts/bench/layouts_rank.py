@@ -7,6 +7,7 @@ that ran out of memory `out-of-memory-rank<N>`.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -27,7 +28,22 @@ from scripts.bench.rl_sweep_rank import is_out_of_memory, limit_memory
 DONE, OUT_OF_MEMORY = "done", "out-of-memory-rank"
 
 
-def train(config: RunConfig, platform: Platform, rank: int, world_size: int) -> None:
+def repeat(loader: Any, count: int) -> None:
+    """Have a loader give its first steps over and over: what a shape costs when it first comes up, kernels that are
+    compiled and plans of cuDNN, is then paid for before the steps that are timed.
+    """
+    next_step, seen, given = loader.next_step, [], itertools.count()
+
+    def again() -> Any:
+        index = next(given) % count
+        if index == len(seen):
+            seen.append(next_step())
+        return seen[index]
+
+    loader.next_step = again
+
+
+def train(config: RunConfig, platform: Platform, rank: int, world_size: int, num_batches: int) -> None:
     """One run, to its end. Where there is not enough memory the rank says so and ends; torchrun ends the others."""
     from mimo.grid.groups import Grids
     from mimo.training.loop import TrainingLoop
@@ -35,6 +51,13 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int) -> 
 
     class SameStart(TrainingLoop):
         """Starts from weights that depend on nothing but the seed, unless the flags name others."""
+
+        def _open(self, split: str, *, prefetch: bool) -> Any:
+            loader = super()._open(split, prefetch=prefetch)
+            # Encoder prefetch looks ahead in the loader itself.
+            if split == "train" and not self.config.train.encoder_prefetch_depth:
+                repeat(loader, num_batches)
+            return loader
 
         def _start(self, loader: Any) -> Any:
             logger = super()._start(loader)
@@ -78,7 +101,8 @@ def run_all(runs: list[dict[str, Any]], platform: Platform, memory_limit_gib: fl
 
     limit_memory(memory_limit_gib, platform)
     for run in runs:
-        train(parse(["--config", run["flags"]]), platform, dist.get_rank(), dist.get_world_size())
+        train(parse(["--config", run["flags"]]), platform, dist.get_rank(), dist.get_world_size(),
+              run["num_batches"])
         free(platform)
 
 

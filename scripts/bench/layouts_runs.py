@@ -104,7 +104,9 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         flags.write_text(to_toml(replace(config, observe=replace(config.observe, run_dir=str(place)))),
                          encoding="utf-8")
         folders.append(place)
-        runs.append({"flags": str(flags), "folder": str(place)})
+        # Warmup sees every global batch that is timed.
+        num_batches = max(1, min(warmup, config.train.train_iters - warmup))
+        runs.append({"flags": str(flags), "folder": str(place), "num_batches": num_batches})
     outcomes: list[Outcome] = []
     while len(outcomes) < len(runs):
         first, last = len(outcomes), len(outcomes) + 1 if fresh else len(runs)
@@ -119,7 +121,7 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
     return outcomes
 
 
-def launch(runs: Sequence[dict[str, str]], folder: Path, ranks: int, memory_limit_gib: float | None) -> Path:
+def launch(runs: Sequence[dict[str, Any]], folder: Path, ranks: int, memory_limit_gib: float | None) -> Path:
     """Start torchrun and wait for it; gives the file with its output."""
     settings, output = folder / "runs.json", folder / "output.txt"
     settings.write_text(json.dumps({"runs": runs, "memory_limit_gib": memory_limit_gib}), encoding="utf-8")

@@ -1,0 +1,191 @@
+"""What a GPU did in a traced step: its kernels by kind and by part of the step, and how long it had none.
+
+    python train_hetero.py ... --run-dir RUN --profile-steps 8:8
+    python scripts/bench/kernels.py RUN/profile/rank-0.json.gz
+
+Reads a trace of --profile-steps (torch's profiler). The window is from the first kernel's begin to the last one's end;
+`busy` is the time in it with at least one kernel or copy, on whatever stream, `idle` the rest: the GPU waits for its
+host, or for another rank. Kinds are told by the kernels' names, the first that matches counts; where streams overlap, a
+kind's time is that of its kernels one by one, so kinds may sum to more than `busy`. Parts are the ranges of the
+schedule (`language stage 0 forward`), summed over microbatches; a kernel belongs to the innermost one that its launch
+lies in, those of `backward` passes to the pass that waits for autograd's thread. The last line of output is JSON; above
+it the same as Markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# kind -> what its kernels' names have in them; in the order in which they are tried
+KINDS = {
+    "communication": r"nccl|ncclDev",
+    "copies and memset": r"^Memcpy|^Memset",
+    "attention": r"fmha|flash|sdpa|fused_attn|attention",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|wgmma",
+    "cross entropy": r"cross_entropy|nll_loss|softmax",
+    "norms": r"norm",
+    "optimizer": r"multi_tensor|adam",
+    "rotary positions": r"rope|rotary",
+    "activations": r"gelu|silu|swiglu|dact|gated",
+    "embedding and indexing": r"embedding|index|gather|scatter|masked",
+    "sums": r"reduce",
+    "other elementwise": r"elementwise|vectorized|unrolled|triton_|cat|fill|copy|cast|transpose|add|mul",
+}
+OTHER = "other"
+# Names in the tables are cut: templates of kernels fill screens.
+NAME_WIDTH = 100
+GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+MICROBATCH = re.compile(r" microbatch \d+.*$")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Something the GPU did. Times are in microseconds of the trace's clock."""
+
+    name: str
+    kind: str
+    begin: float
+    end: float
+    part: str
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Events of a trace.
+
+    Raises:
+        ValueError: it cannot be read, or is none.
+    """
+    try:
+        opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+        with opened as file:
+            return list(json.load(file)["traceEvents"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of torch's profiler: {type(error).__name__}: {error}") from error
+
+
+class Ranges:
+    """The schedule's ranges on the host; `at` finds the innermost one of a moment."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        ranges = sorted(((event["ts"], event["ts"] + event["dur"], MICROBATCH.sub("", event["name"]))
+                         for event in events if event.get("cat") == "user_annotation" and "dur" in event),
+                        key=lambda found: (found[0], -found[1]))
+        self._ranges = ranges
+        self._begins = [begin for begin, _, _ in ranges]
+
+    def at(self, moment: float) -> str:
+        """Name of the innermost range, without its microbatch; empty outside all."""
+        # Ranges nest a few deep, so the one sought is among the last that began.
+        last = bisect_right(self._begins, moment)
+        for begin, end, name in reversed(self._ranges[max(0, last - 64):last]):
+            if begin <= moment <= end:
+                return name
+        return ""
+
+
+def kernels_of(events: Sequence[Mapping[str, Any]]) -> list[Kernel]:
+    """What the GPU did, by begin.
+
+    Raises:
+        ValueError: the trace has no kernels.
+    """
+    ranges = Ranges(events)
+    launches = {event["args"]["correlation"]: event["ts"] for event in events
+                if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})}
+    found = []
+    for event in events:
+        if event.get("cat") in GPU_KINDS:
+            launched = launches.get(event["args"].get("correlation"), event["ts"])
+            found.append(Kernel(event["name"], kind_of(event["name"]), event["ts"], event["ts"] + event["dur"],
+                                ranges.at(launched)))
+    if not found:
+        raise ValueError("the trace has no kernels of a GPU: it is of a CPU, or of a rank that did nothing")
+    return sorted(found, key=lambda kernel: kernel.begin)
+
+
+def busy_us(kernels: Sequence[Kernel]) -> float:
+    """Time with at least one of the kernels, which are sorted by begin."""
+    total, until = 0.0, float("-inf")
+    for kernel in kernels:
+        total += max(0.0, kernel.end - max(kernel.begin, until))
+        until = max(until, kernel.end)
+    return total
+
+
+def summed(kernels: Iterable[Kernel], key: str) -> dict[str, dict[str, float]]:
+    """Milliseconds and number of kernels by one of their fields, longest first."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        times[getattr(kernel, key)].append((kernel.end - kernel.begin) / 1000)
+    return {name: {"ms": sum(found), "kernels": len(found)}
+            for name, found in sorted(times.items(), key=lambda item: -sum(item[1]))}
+
+
+def figures(events: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
+    """What is printed of a trace."""
+    kernels = kernels_of(events)
+    window_ms = (max(kernel.end for kernel in kernels) - kernels[0].begin) / 1000
+    busy_ms = busy_us(kernels) / 1000
+    parts = {part or "outside the passes": {
+        "ms": found["ms"], "kernels": found["kernels"],
+        "kinds": {kind: times["ms"] for kind, times in summed(
+            (kernel for kernel in kernels if kernel.part == part), "kind").items()},
+        "longest": _longest((kernel for kernel in kernels if kernel.part == part), top)}
+        for part, found in summed(kernels, "part").items()}
+    return {"window_ms": window_ms, "busy_ms": busy_ms, "idle_ms": window_ms - busy_ms,
+            "kinds": summed(kernels, "kind"), "parts": parts,
+            "longest": _longest(kernels, top)}
+
+
+def _longest(kernels: Iterable[Kernel], top: int) -> dict[str, dict[str, float]]:
+    """Those that take longest by name."""
+    return {name[:NAME_WIDTH]: found for name, found in list(summed(kernels, "name").items())[:top]}
+
+
+def table(title: str, rows: Mapping[str, Mapping[str, Any]], window_ms: float) -> str:
+    """Times by name as a Markdown table."""
+    lines = [f"| {title} | ms | % of the window | kernels |", "| --- | --- | --- | --- |"]
+    lines += [f"| {name} | {row['ms']:.2f} | {100 * row['ms'] / window_ms:.1f} | {row['kernels']} |"
+              for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read, print, and give the exit code: 2 where there is nothing to read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("trace", type=Path, help="a file profile/rank-R.json.gz of a run's folder")
+    parser.add_argument("--top", type=int, default=15, help="kernels that are shown by name")
+    chosen = parser.parse_args(arguments)
+    try:
+        found = figures(read_trace(chosen.trace), chosen.top)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    window = found["window_ms"]
+    print(f"window {window:.1f} ms, busy {found['busy_ms']:.1f} ms, idle {found['idle_ms']:.1f} ms "
+          f"({100 * found['idle_ms'] / window:.1f} %)\n")
+    for title, key in (("kind", "kinds"), ("part", "parts"), ("kernel", "longest")):
+        print(table(title, found[key], window) + "\n")
+    print(json.dumps({"trace": chosen.trace.name, **found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
