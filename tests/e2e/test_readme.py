@@ -35,6 +35,7 @@ OTHER_FLAGS = {
     "--run": "scripts/bench/train.py",
     "--repeats": "scripts/bench/startup.py",
     "--warmup-runs": "scripts/bench/startup.py",
+    "--case": "scripts/bench/bridge.py",
     "--blocks": "scripts/bench/schedule.py",
     "--warmup-blocks": "scripts/bench/schedule.py",
     "--synthetic": "scripts/bench/schedule.py",
