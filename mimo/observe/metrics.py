@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mimo.config.observe import ObserveConfig
 from mimo.observe.console import Console, format_eval, format_steps
 from mimo.observe.remote_trackers import BackgroundTracker, open_remote
-from mimo.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Value
+from mimo.observe.trackers import FileTracker, JsonlTracker, TensorBoardTracker, Tracker, Value
 
 
 class Record(Protocol):
@@ -167,7 +167,10 @@ class StepRecord:
 
 
 class RunLogger:
-    """Writes a run's figures on the logging rank; on every other rank each call returns at once."""
+    """Writes a run's figures on the logging rank; on every other rank each call returns at once.
+
+    Once it is open, a disk or server that fails ends no run: that is said once, and later figures are tried again.
+    """
 
     def __init__(self, observe: ObserveConfig, *, active: bool, total_iterations: int, config_toml: str,
                  resume_iteration: int = 0, format_records: Callable[[Sequence[Any], int], str] = format_steps) -> None:
@@ -210,13 +213,13 @@ class RunLogger:
                 for old in (*run_dir.glob("timeline/step-*.json"), run_dir / "startup.json"):
                     old.unlink(missing_ok=True)
             (run_dir / "run_config.toml").write_text(config_toml, encoding="utf-8")
-            self._trackers.append(JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
+            self._keep(run_dir / "metrics.jsonl", JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
         except OSError as error:
             raise ValueError(f"--run-dir {observe.run_dir}: cannot be written: {error}") from error
         self._places["metrics"] = run_dir / "metrics.jsonl"
         if observe.tensorboard_dir is not None:
             try:
-                self._trackers.append(TensorBoardTracker(Path(observe.tensorboard_dir)))
+                self._keep(Path(observe.tensorboard_dir), TensorBoardTracker(Path(observe.tensorboard_dir)))
             except OSError as error:
                 self.close()
                 raise ValueError(f"--tensorboard-dir {observe.tensorboard_dir}: cannot be written: {error}") from error
@@ -226,6 +229,9 @@ class RunLogger:
         except ValueError:
             self.close()
             raise
+
+    def _keep(self, path: Path, tracker: Tracker) -> None:
+        self._trackers.append(FileTracker(path, tracker, self.message))
 
     def log_step(self, record: Record) -> None:
         """Write one iteration: always to the trackers, every `log_interval` and at the end to the console."""

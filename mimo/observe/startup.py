@@ -8,12 +8,15 @@ almost every phase begins with a collective; so the run's phases sum to the time
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 # Phases shorter than this are not in the log's line.
 SHOWN_FROM_S = 0.05
@@ -92,8 +95,11 @@ class StartReport:
         return f"first iteration after {self.seconds:.1f} s: {parts}"
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON. Raises OSError."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write everything as JSON. A disk that fails is said, and no reason to end a run."""
+        try:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("%s: cannot be written: %s", path, error)
 
 
 class Startup:

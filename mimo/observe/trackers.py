@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +22,8 @@ NOT_CURVES = ("iteration", "consumed_samples", "success")
 NOT_BY_SAMPLES = ("skipped-iterations",)
 # Where a step's time went: not a matter of samples, and too many curves to have twice.
 TIMELINE = "timeline/"
+# Seconds until TensorBoard's event file is opened again after a failure: each attempt that fails costs a thread.
+REOPEN_S = 60.0
 
 
 class Tracker(Protocol):
@@ -62,7 +67,8 @@ def _kept_lines(text: str, last_iteration: int) -> list[str]:
 class JsonlTracker:
     """One JSON object a line: `iteration`, `consumed_samples`, `wall_time` (seconds since the epoch) and the figures.
 
-    Every line is strict JSON and on its way to disk when `log` returns.
+    Every line is strict JSON and on its way to disk when `log` returns. After a failure the file is opened again, as a
+    file system may come back as another one.
     """
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
@@ -79,19 +85,41 @@ class JsonlTracker:
         fresh = path.with_name(path.name + ".tmp")
         fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         os.replace(fresh, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        # Up to here the file holds whole lines.
+        self._size = path.stat().st_size
+        self._file: FileIO | None = self._open()
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Append one line; None becomes null."""
+        """Append one line; None becomes null. Raises OSError where it cannot be written."""
         line = {**record, "iteration": step, "consumed_samples": samples, "wall_time": time.time()}
         first = ("iteration", "consumed_samples", "wall_time")
         ordered = {name: _json_value(line[name]) for name in (*first, *(name for name in line if name not in first))}
-        self._file.write(json.dumps(ordered, allow_nan=False) + "\n")
-        self._file.flush()
+        data = (json.dumps(ordered, allow_nan=False) + "\n").encode()
+        try:
+            if self._file is None:
+                self._file = self._open()
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.close()
+            raise
+        self._size += len(data)
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
-        self._file.close()
+        """Close the file. A second call does nothing. Raises OSError where the disk does not take the rest."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _open(self) -> FileIO:
+        """The file without the part of a line that there was still room for."""
+        file = FileIO(self._path, "a")
+        if file.tell() > self._size:
+            file.truncate(self._size)
+        self._size = min(self._size, file.seek(0, os.SEEK_END))
+        return file
 
 
 class TensorBoardTracker:
@@ -116,19 +144,70 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import FileWriter
         except ModuleNotFoundError as error:
             raise ValueError(f"--tensorboard-dir {folder}: the package tensorboard is not installed") from error
-        self._writer, self._summary = FileWriter(str(folder), flush_secs=self.FLUSH_S), Summary
+        self._make: Callable[[], Any] = lambda: FileWriter(str(folder), flush_secs=self.FLUSH_S)
+        self._writer, self._summary, self._reopen_at = self._make(), Summary, 0.0
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Add a point to each curve that has a figure here."""
+        """Add a point to each curve that has a figure here.
+
+        Raises:
+            OSError: these or points before could not be written. A later call opens a new event file.
+        """
+        if self._writer is None:
+            if time.monotonic() < self._reopen_at:
+                return
+            self._reopen_at = time.monotonic() + REOPEN_S
+            self._writer = self._make()
         points = curves(record)
-        self._add(points, step)
-        self._add({f"{name} vs samples": value for name, value in points.items()
-                   if name not in NOT_BY_SAMPLES and not name.startswith(TIMELINE)}, samples)
+        try:
+            self._add(points, step)
+            self._add({f"{name} vs samples": value for name, value in points.items()
+                       if name not in NOT_BY_SAMPLES and not name.startswith(TIMELINE)}, samples)
+        except OSError:
+            # Its thread has ended: it takes nothing any more.
+            failed, self._writer, self._reopen_at = self._writer, None, time.monotonic() + REOPEN_S
+            with contextlib.suppress(OSError):
+                failed.close()
+            raise
 
     def _add(self, points: Mapping[str, float], position: int) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in points.items()]
         self._writer.add_summary(self._summary(value=values), position)
 
     def close(self) -> None:
-        """Flush and close the event file. A second call does nothing."""
-        self._writer.close()
+        """Flush and close the event file. A second call does nothing. Raises OSError where the disk refuses it."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class FileTracker:
+    """A tracker of files, whose disk may fill up or go away: that is said once, and the run goes on.
+
+    Args:
+        path: of what it writes.
+        tracker: what figures go to; each call is made, whatever came of those before.
+        say: told about the first failure.
+    """
+
+    def __init__(self, path: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self._path, self._tracker, self._say = path, tracker, say
+        self._said = False
+
+    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
+        """Write the figures of an iteration, or leave them out."""
+        try:
+            self._tracker.log(step, samples, record)
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Flush and release. A second call does nothing."""
+        try:
+            self._tracker.close()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._said:
+            self._said = True
+            self._say(f"{self._path}: cannot be written: {error}; the run goes on and tries again with later figures")

@@ -215,3 +215,32 @@ def test_a_fresh_run_leaves_nothing_of_an_earlier_one_for_readers(tmp_path: Path
     RunLogger(flags, active=True, total_iterations=2, config_toml="").close()
     assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["notes.txt"]
     assert not (tmp_path / "startup.json").exists()
+
+
+def test_a_disk_that_fails_is_said_once_and_ends_no_run(tmp_path, capsys):
+    class Failing:
+        steps: list[int] = []
+
+        def log(self, step, samples, record):
+            self.steps.append(step)
+            raise OSError(122, "Disk quota exceeded")
+
+        def close(self):
+            raise OSError(122, "Disk quota exceeded")
+
+    logger = RunLogger(observe(tmp_path, tensorboard_dir=str(tmp_path / "tb")), active=True, total_iterations=3,
+                       config_toml="")
+    jsonl, tensorboard = logger._trackers
+    jsonl._tracker._file = open("/dev/full", "ab", buffering=0)
+    tensorboard._tracker.close()
+    tensorboard._tracker = Failing()
+    for step in (1, 2, 3):
+        logger.log_step(replace(RECORD, iteration=step))
+    logger.log_eval(3, {"lm loss": 0.5})
+    logger.close()
+    out = capsys.readouterr().out
+    assert out.count("the run goes on") == 2
+    assert f"{tmp_path}/run/metrics.jsonl: cannot be written: [Errno 28] No space left on device; the run" in out
+    assert f"{tmp_path}/tb: cannot be written: [Errno 122] Disk quota exceeded; the run goes on" in out
+    assert Failing.steps == [1, 2, 3, 3], "later figures are tried"
+    assert [line["iteration"] for line in logged(tmp_path)] == [2, 3, 3]

@@ -65,3 +65,10 @@ def test_moments_are_kept_between_open_and_close():
 
 def test_a_process_knows_its_age():
     assert process_age_s() == pytest.approx(time.time() - psutil.Process().create_time(), abs=1.0)
+
+
+def test_a_disk_that_fails_is_said(tmp_path, caplog):
+    report = report_of(ranks(), 100.0)
+    assert report is not None
+    report.write(tmp_path / "gone" / "startup.json")
+    assert "gone/startup.json: cannot be written: [Errno 2] No such file or directory" in caplog.text

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import sys
 
 import pytest
 
+from mimo.observe import trackers
 from mimo.observe.trackers import JsonlTracker, TensorBoardTracker
 
 
@@ -78,6 +80,57 @@ def test_tensorboard_has_both_axes(tmp_path):
         "skipped-iterations": [(1, 1.0), (2, 0.0)],
         "timeline/vision/forward-s": [(1, 0.5), (2, 0.5)],
     }
+
+
+def test_a_line_that_did_not_fit_is_gone_when_there_is_room_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, 8, {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError):
+                tracker.log(2, 16, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    tracker.log(3, 24, {})
+    assert [line["iteration"] for line in strict_lines(path)] == [1, 3]
+    path.unlink()
+    tracker._file = open("/dev/full", "ab", buffering=0)
+    with pytest.raises(OSError, match="No space left"):
+        tracker.log(4, 32, {})
+    tracker.log(5, 40, {})
+    tracker.close()
+    tracker.close()
+    assert [line["iteration"] for line in strict_lines(path)] == [5]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_goes_on_in_a_new_file(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(trackers, "REOPEN_S", 0.0)
+    tracker = TensorBoardTracker(tmp_path / "gone")
+
+    def refuse(data):
+        raise OSError(5, "Input/output error")
+
+    worker = tracker._writer.event_writer._async_writer._worker
+    monkeypatch.setattr(worker._record_writer, "write", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        while True:  # the writer's thread notices first
+            tracker.log(1, 8, {"lm loss": 1.0})
+    (tmp_path / "gone").rename(tmp_path / "old")
+    (tmp_path / "gone").write_text("")
+    with pytest.raises(OSError):
+        tracker.log(2, 16, {"lm loss": 2.0})
+    (tmp_path / "gone").unlink()
+    tracker.log(3, 24, {"lm loss": 3.0})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "gone"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(3, 3.0)]
 
 
 def test_tensorboard_not_installed_names_the_flag(tmp_path, monkeypatch):
