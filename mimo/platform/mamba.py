@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from torch.distributed import ProcessGroup
 
 from mimo.platform import current_platform
 from mimo.platform.ssd import split_conv1d_scan, ssd_scan
+
+logger = logging.getLogger(__name__)
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -78,6 +81,22 @@ class GatedRMSNorm(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
             tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
+
+
+def log_mamba_kernels() -> None:
+    """Say on the first rank what Mamba-2 layers run on; with a warning where a GPU goes without a kernel."""
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    packages = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if current_platform().name != "cuda":
+        logger.info("Mamba-2 layers: scan and convolution are plain PyTorch's, as there are no kernels for the CPU")
+    elif missing:
+        slow = "the convolution is" if missing == ["causal_conv1d"] else "scan and convolution are"
+        logger.warning("Mamba-2 layers: %s plain PyTorch's, which is slower, as there is no package %s; pip install %s",
+                       slow, " and ".join(missing), " ".join(packages[name] for name in missing))
+    else:
+        logger.info("Mamba-2 layers: scan and convolution are the kernels of mamba_ssm and causal_conv1d")
 
 
 def use_torch_mamba() -> None:

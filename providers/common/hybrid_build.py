@@ -10,9 +10,10 @@ from mimo.model.hybrid import hybrid_stack_spec
 from mimo.model.language import HybridLanguageModel
 from mimo.model.projector import squared_relu
 from mimo.platform import current_platform
+from mimo.platform.mamba import log_mamba_kernels, use_torch_mamba
 from mimo.protocols import BuildContext
 from providers.common.build import RECOMPUTE, transformer_config
-from providers.common.hybrid import MOE, HybridConfig
+from providers.common.hybrid import MAMBA, MOE, HybridConfig
 
 
 def hybrid_config(config: HybridConfig, context: BuildContext | None) -> TransformerConfig:
@@ -67,14 +68,15 @@ def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpe
         ValueError: experts on a tensor-parallel grid without sequence parallelism.
     """
     built = hybrid_config(config, context)
+    if MAMBA in config.hybrid_layer_pattern:
+        # The first rank says it, whether it builds the decoder or not.
+        log_mamba_kernels()
     if context is None:
         return ModuleSpec(module=HybridLanguageModel, params={"config": built})
     tp, pp = context.grid.tp, context.grid.pp
     if MOE in config.hybrid_layer_pattern and tp > 1 and not context.sequence_parallel:
         raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {tp} needs --sequence-parallel")
     if not current_platform().has_mamba_kernels():
-        from mimo.platform.mamba import use_torch_mamba
-
         use_torch_mamba()
     return ModuleSpec(module=HybridLanguageModel, params={
         "config": built,

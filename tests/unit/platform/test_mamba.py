@@ -76,3 +76,43 @@ def test_kernels_of_a_gpu_are_those_of_both_packages(monkeypatch):
     assert not CudaPlatform().has_mamba_kernels()
     installed["causal_conv1d"] = object()
     assert CudaPlatform().has_mamba_kernels()
+
+
+def what_is_logged(rank, platform, installed):
+    import importlib.util
+    import logging
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import mimo.platform.mamba
+    from providers.common.hybrid import HybridConfig
+    from providers.common.hybrid_build import hybrid_spec
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logger = logging.getLogger("mimo.platform.mamba")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    found = importlib.util.find_spec
+    with (mock.patch.object(mimo.platform.mamba, "current_platform", lambda: SimpleNamespace(name=platform)),
+          mock.patch.object(importlib.util, "find_spec", lambda name, *rest: name in installed or (
+              None if name in ("mamba_ssm", "causal_conv1d") else found(name, *rest)))):
+        hybrid_spec(HybridConfig(hybrid_layer_pattern="MEM*"), None)
+        hybrid_spec(HybridConfig(hybrid_layer_pattern="*-*-"), None)  # has none of these layers
+    logger.removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize(("platform", "installed", "level", "said"), [
+    ("cpu", ("mamba_ssm", "causal_conv1d"), "INFO", ["scan and convolution are plain PyTorch's"]),
+    ("cuda", ("mamba_ssm", "causal_conv1d"), "INFO", ["scan and convolution are the kernels of mamba_ssm and causal"]),
+    ("cuda", ("mamba_ssm",), "WARNING", ["the convolution is plain PyTorch's", "; pip install causal-conv1d"]),
+    ("cuda", ("causal_conv1d",), "WARNING", ["scan and convolution are plain PyTorch's", "; pip install mamba-ssm"]),
+    ("cuda", (), "WARNING", ["scan and convolution are plain", "; pip install mamba-ssm causal-conv1d"]),
+])
+def test_what_the_layers_run_on_is_said_once(pool, platform, installed, level, said):
+    first, other = pool.run(what_is_logged, platform, installed, world_size=2)
+    ((found, line),) = first
+    assert found == level and all(part in line for part in said), line
+    assert not other, "the first rank speaks for all"
