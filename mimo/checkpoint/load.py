@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mimo.checkpoint import paths
 from mimo.checkpoint.agree import from_first_rank, gather, raise_together
-from mimo.checkpoint.differences import config_differences
+from mimo.checkpoint.differences import config_differences, flat_config
 from mimo.checkpoint.entries import PROJECTOR, broadcast_from_writers
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_common, read_index
 from mimo.checkpoint.rng import restore_rng, rng_objects
-from mimo.checkpoint.state import Progress, RunState, model_entries, optimizer_entries, stream_object
+from mimo.checkpoint.state import Progress, RunState, Source, model_entries, optimizer_entries, stream_object
+from mimo.config.checkpoint import CheckpointConfig
 from mimo.observe.watchdog import Watchdog
 
 
@@ -39,31 +41,75 @@ class Loaded:
     notes: list[str]
 
 
-def find_checkpoint(state: RunState) -> Path | None:
-    """The checkpoint that --load means, the same on every rank; None where a run starts fresh.
+def find_checkpoint(state: RunState) -> Source | None:
+    """The checkpoint that a run with --load starts from, the same on every rank; None where it starts fresh.
+
+    Where --load is another folder than --save and --save has a checkpoint of this run already, that one wins: a job
+    that was stopped and is started again by the same command goes on.
 
     Raises:
-        ValueError: there is none although one was asked for.
+        ValueError: there is none although one was asked for, or --save has checkpoints of another run.
     """
-    flags, error, folder = state.config.checkpoint, None, None
+    flags, error, source = state.config.checkpoint, None, None
     if flags.load is None:
         return None
     if state.grids.rank == 0:
-        root = Path(flags.load)
         try:
-            folder = paths.find(root, flags.ckpt_step)
-        except ValueError as problem:
+            source = _find_source(flags, Path(flags.load))
+        except (ValueError, OSError) as problem:
             error = str(problem)
-        fresh = flags.save is not None and Path(flags.save) == root and not flags.finetune
-        if folder is None and error is None and not fresh:
-            what = "holds no checkpoint" if root.is_dir() else "does not exist"
-            error = f"--load {root} {what}; only where --save names the same folder does a run start fresh there"
     raise_together(state.grids, error)
-    return from_first_rank(state.grids, folder)
+    found: Source | None = from_first_rank(state.grids, source)
+    return found
 
 
-def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded:
+def _find_source(flags: CheckpointConfig, root: Path) -> Source | None:
+    own = _own_checkpoint(flags)
+    if own is not None:
+        return Source(own, "--save", True)
+    folder = paths.find(root, flags.ckpt_step)
+    if folder is not None:
+        return Source(folder, "--load", flags.save is not None and not flags.starts_elsewhere)
+    if not flags.load_is_save:
+        what = "holds no checkpoint" if root.is_dir() else "does not exist"
+        raise ValueError(f"--load {root} {what}; only where --save names the same folder does a run start fresh there")
+    return None
+
+
+def _own_checkpoint(flags: CheckpointConfig) -> Path | None:
+    """The latest checkpoint in --save of a run that began with --load, another folder; None before its first.
+
+    Raises:
+        ValueError: another run has saved there, or the latest checkpoint is not complete.
+    """
+    if not flags.starts_elsewhere:
+        return None
+    assert flags.load is not None and flags.save is not None
+    root = Path(flags.save)
+    folder = paths.find(root, None, "--save")
+    # Imported weights are what a run begins with, not what it has made of them.
+    if folder is None or folder.name == paths.RELEASE:
+        return None
+    began: str | None = flat_config(read_common(folder).get("config", "")).get("load")
+    # It may also have been started again with --load and --save the same folder.
+    own = replace(flags, load=began)
+    if began is None or (own.starts_elsewhere and os.path.realpath(began) != os.path.realpath(flags.load)):
+        raise ValueError(
+            f"--load {flags.load} with --save {root}: {folder.name} there is of a run that began "
+            f"{'without --load' if began is None else f'with --load {began}'}. To go on from it give --load {root}, to "
+            f"start from {flags.load} give --save another folder")
+    return folder
+
+
+def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str = "--load") -> Loaded:
     """Load what the flags ask for, in place. Collective over the world.
+
+    Args:
+        state: the run.
+        folder: the checkpoint.
+        watchdog: told about the wait.
+        flag: that names the folder, as in `Source`. With `--save` the run goes on from its own checkpoint, and all
+            of it is taken: what the flags leave out is left out of --load.
 
     Raises:
         ValueError: everything that is missing, left over or of another shape or dtype, or what is damaged. Nothing was
@@ -71,27 +117,38 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog) -> Loaded
     """
     with watchdog.limit(float("inf")), watchdog.waiting("checkpoint to load", folder=str(folder)):
         common, index = _open(state, folder)
-        flags, weights_only = state.config.checkpoint, state.config.checkpoint.finetune or folder.name == paths.RELEASE
+        flags = _taken(state.config.checkpoint, flag)
+        weights_only = flags.finetune or folder.name == paths.RELEASE
         saved = state.saved()
         held = state.held(saved)
         wants_optimizer = flags.load_optim and not weights_only
-        fresh = _fresh_parts(state, common, held) if wants_optimizer else None
+        fresh = _fresh_parts(state, common, held, flag) if wants_optimizer else None
         continued = [one for one in held if fresh is not None and one.saved.part not in fresh[one.saved.module]]
         entries = {"model": model_entries(state, saved), "optimizer": optimizer_entries(continued)}
-        _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer)
+        _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer, flag=flag)
         # Imported weights have no run whose flags could differ.
         notes = [] if folder.name == paths.RELEASE else config_differences(common["config"], state.config)
-        objects = {} if weights_only else _objects(state, index, notes)
+        objects = {} if weights_only else _objects(state, flags, index, notes)
         # One replica of each weight reads it, as one wrote it, and the network carries it to the others.
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
-        loaded = _load(state, folder, {**entries, "model": read, **objects})
+        loaded = _load(state, folder, {**entries, "model": read, **objects}, flag)
         broadcast_from_writers(saved, state.grids)
         _finish_optimizer(state, common, held, continued, folder)
     for module, parts in sorted((fresh or {}).items()):
         notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]
     # Each rank knows of its own modules; one rank shows the notes of all.
     notes = list(dict.fromkeys(note for of_rank in gather(state.grids, notes) for note in of_rank))
-    return _restore(state, folder, common, loaded, notes, weights_only=weights_only, has_streams="loader" in objects)
+    progress, streams = Progress(), None
+    if not weights_only:
+        progress, streams = _restore(state, flags, common, loaded, has_streams="loader" in objects)
+    return Loaded(folder, progress, streams, notes)
+
+
+def _taken(flags: CheckpointConfig, flag: str) -> CheckpointConfig:
+    """What is taken from the checkpoint that `flag` names."""
+    if flag == "--load":
+        return flags
+    return replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True)
 
 
 def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -> None:
@@ -129,7 +186,7 @@ def _open(state: RunState, folder: Path) -> tuple[dict[str, Any], Metadata]:
     return common, index
 
 
-def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized]) -> dict[str, set[str]]:
+def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized], flag: str) -> dict[str, set[str]]:
     """Parts that train now and were frozen when the checkpoint was made, by module.
 
     Raises:
@@ -143,6 +200,9 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized])
     fresh: dict[str, set[str]] = {module: set() for module in wanted}
     if steps is None:
         error = "the checkpoint holds no optimizer (--no-save-optim): give --no-load-optim, or --finetune"
+        if flag != "--load":
+            error = (f"{flag}: the run cannot go on in full from its own checkpoint, which holds no optimizer "
+                     "(--no-save-optim): give --load the folder of --save, with --no-load-optim")
     else:
         for module, parts in wanted.items():
             fresh[module] = parts - steps.get(module, {}).keys()
@@ -205,10 +265,10 @@ def _listing(source: str, missing: set[str], clashes: set[str], left: set[str], 
     return "\n".join([f"{source} does not fit this run; nothing was loaded", *lines]) if lines else None
 
 
-def _objects(state: RunState, index: Metadata, notes: list[str]) -> dict[str, Any]:
+def _objects(state: RunState, flags: CheckpointConfig, index: Metadata, notes: list[str]) -> dict[str, Any]:
     """Generator and data stream states to ask for: those that the checkpoint has for this rank."""
     stored, objects = set(index.state_dict_metadata), {}
-    if state.config.checkpoint.load_rng:
+    if flags.load_rng:
         wanted = rng_objects(None, state.grids)
         objects["rng"] = {name: one for name, one in wanted.items() if one.unique_key in stored}
         lacking = [name for name in wanted if name not in objects["rng"]]
@@ -271,11 +331,9 @@ def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimi
     raise_together(state.grids, error)
 
 
-def _restore(state: RunState, folder: Path, common: dict[str, Any], loaded: dict[str, Any], notes: list[str], *,
-             weights_only: bool, has_streams: bool) -> Loaded:
-    flags = state.config.checkpoint
-    if weights_only:
-        return Loaded(folder, Progress(), None, notes)
+def _restore(state: RunState, flags: CheckpointConfig, common: dict[str, Any], loaded: dict[str, Any], *,
+             has_streams: bool) -> tuple[Progress, dict[str, Any] | None]:
+    """Set schedule and generators; how far the run is, and state for the data loader."""
     if flags.load_scheduler:
         state.scheduler.step(increment=int(common["scheduler"]["num_steps"]))
     if loaded.get("rng"):
@@ -284,5 +342,4 @@ def _restore(state: RunState, folder: Path, common: dict[str, Any], loaded: dict
     if has_streams:
         # A rank that reads nothing itself counts samples all the same.
         streams = {"consumed_samples": common["loader_samples"], "streams": loaded.get("loader", {})}
-    progress = Progress(common["iteration"], common["consumed_samples"], common["skipped_iterations"])
-    return Loaded(folder, progress, streams, notes)
+    return Progress(common["iteration"], common["consumed_samples"], common["skipped_iterations"]), streams

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -40,6 +41,22 @@ class Progress:
     skipped_iterations: int = 0
 
 
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint that a run starts from.
+
+    Attributes:
+        folder: the checkpoint.
+        flag: that names its place: `--save` where the run goes on from its own checkpoint although --load names another
+            folder, the one where it began; else `--load`.
+        is_own: it lies in the folder of --save.
+    """
+
+    folder: Path
+    flag: str
+    is_own: bool
+
+
 @dataclass
 class RunState:
     """The objects whose state a checkpoint holds, on this rank.
@@ -52,6 +69,7 @@ class RunState:
         optimizer: the optimizers of all modules.
         scheduler: the learning-rate schedule.
         streams: state of each open data stream by `module/lane`, and the samples handed out.
+        source: what the run was started from; None before that, and without a checkpoint.
     """
 
     config: RunConfig
@@ -61,6 +79,7 @@ class RunState:
     optimizer: HeteroOptimizer
     scheduler: OptimizerParamScheduler
     streams: dict[str, Any] = field(default_factory=lambda: {"consumed_samples": 0, "streams": {}})
+    source: Source | None = None
 
     @cached_property
     def config_toml(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 
@@ -12,7 +13,8 @@ class CheckpointConfig:
     save: str | None = None
     """Folder of the run's checkpoints; left out: nothing is saved."""
     load: str | None = None
-    """Folder of checkpoints to go on from. Where it is also --save and still empty, the run starts fresh."""
+    """Folder of checkpoints to go on from. Where it is also --save and still empty, the run starts fresh. Where it is
+    another folder, the run starts from it once: as soon as --save has a checkpoint of the run, it goes on from that."""
     save_interval: int | None = None
     """Iterations between checkpoints; left out: only at the end and when the run is told to stop."""
     keep_last: int | None = None
@@ -30,9 +32,10 @@ class CheckpointConfig:
     load_rng: bool = True
     """--no-load-rng keeps the generators as --seed sets them."""
     finetune: bool = False
-    """Take only the weights; iteration, optimizers, schedule, generators and data start anew."""
+    """Take only the weights; iteration, optimizers, schedule, generators and data start anew. --save has to be another
+    folder than --load; a run that is started again goes on from its own checkpoint there, with everything in it."""
     ckpt_step: int | None = None
-    """Iteration to load instead of the latest."""
+    """Iteration to load from --load instead of the latest."""
     dist_ckpt_optim_fully_reshardable: bool = True
     """Taken for scripts written for Megatron-LM: optimizer state is always saved so that every layout can load it."""
     ckpt_verify: bool = True
@@ -47,6 +50,24 @@ class CheckpointConfig:
     """Folder of a Hugging Face language model, or model whose language part the language module starts from."""
 
     @property
+    def load_is_save(self) -> bool:
+        """Whether --load and --save are one folder, however each is spelled."""
+        return self.load is not None and self.save is not None and _real(self.load) == _real(self.save)
+
+    @property
+    def starts_elsewhere(self) -> bool:
+        """Whether --load names neither the folder of --save nor a checkpoint in it: the run starts there the first
+        time, and goes on from --save. False without one of the two."""
+        if self.load is None or self.save is None or self.load_is_save:
+            return False
+        folder, name = os.path.split(_real(self.load))
+        return folder != _real(self.save) or not (name.startswith("iter_") or name == "release")
+
+    @property
     def has_pretrained(self) -> bool:
         """Whether some weights come from a Hugging Face folder."""
         return bool(self.load_hf or self.load_vision_from or self.load_language_from)
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(path)

@@ -227,6 +227,10 @@ def _check_checkpoint(config: RunConfig) -> None:
     _refuse(flags.ckpt_step is not None and flags.load is None, f"--ckpt-step {flags.ckpt_step} needs --load")
     _refuse(flags.finetune and flags.load is None,
             "--finetune takes the weights of the checkpoint that --load names, and there is none")
+    # Started again, such a run could not tell its own checkpoints from those that it began with.
+    _refuse(flags.finetune and flags.save is not None and not flags.starts_elsewhere,
+            f"--finetune with --load {flags.load} and --save {flags.save}: it begins at iteration 0, and its "
+            "checkpoints would take the place of those that it begins with; give --save another folder")
     minutes = flags.exit_duration_in_mins
     _refuse(minutes is not None and not minutes > 0, f"--exit-duration-in-mins {minutes} is not above 0")
     _refuse(bool(flags.load_hf) and bool(flags.load_vision_from and flags.load_language_from),

@@ -103,13 +103,12 @@ class RlLoop:
                                            self.watchdog)
         self.state = RunState(self.config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler,
                               self.place.streams(is_first_rank=self.grids.rank == 0))
-        flags = self.config.checkpoint
-        if flags.save is not None:
+        if self.config.checkpoint.save is not None:
             self.saver = Saver(self.state, self.watchdog)
         self.progress, lines = start(self.state, self.provider, self.place, self.watchdog)
-        if self.saver is not None and flags.load == flags.save and self.progress.iteration:
+        if self.saver is not None and self.state.source is not None and self.state.source.is_own:
             # It is there: a finished run that is started again has nothing to write.
-            self.saver.last_iteration = self.progress.iteration
+            self.saver.last_iteration = self.progress.iteration or None
         self._reference, more = reference_policy(self.state, self.provider, self.config.rl, self.watchdog,
                                                  resumed=self.progress.iteration > 0)
         lines += more

@@ -103,8 +103,9 @@ def reference_policy(state: RunState, provider: ModelProvider, config: RlConfig,
     """The reference policy that the flags ask for; None with --kl-coeff 0. Collective over the world.
 
     It is that of --ref-load or --ref-load-hf, without either the weights that the run started from: those that the
-    model has now, or, where the run was resumed, those that --load-hf or the provider's own flag names. Model,
-    optimizers and schedule are the same afterwards.
+    model has now, or, where the run was resumed, those that it began with: of --load where that is not the folder of
+    --save and gave weights alone, else of --load-hf or the provider's own flag. Model, optimizers and schedule are the
+    same afterwards.
 
     Args:
         state: the run, its weights loaded.
@@ -138,13 +139,18 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
     """Name of the weights to read and what reads them into the model; None for those that it has."""
     flags, family = state.config.checkpoint, state.config.model_family
     if config.ref_load:
-        folder = _find(state, config.ref_load)
+        folder = _find(state, config.ref_load, "--ref-load", None)
         return str(folder), lambda: load_weights(state, folder, watchdog, "--ref-load")
     if config.ref_load_hf:
         named = _RefLoadHf(config.ref_load_hf)
         return named.model, lambda: _load_hf(state, provider, named, watchdog)
     if not resumed:
         return None
+    if flags.load is not None and state.source is not None and state.source.flag == "--save":
+        began = _find(state, flags.load, "--load", flags.ckpt_step)
+        # Without --finetune it began as a run that had trained already, unless with imported weights.
+        if flags.finetune or began.name == paths.RELEASE:
+            return str(began), lambda: load_weights(state, began, watchdog, "--load")
     # Of several modules one might have started from random weights: only the whole model's folder names all.
     if flags.load_hf or (flags.load_language_from and not provider.encoders(family)):
         hf = HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from)
@@ -176,16 +182,16 @@ def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Wa
                                 f"missing are {', '.join(absent)}" if absent else None)
 
 
-def _find(state: RunState, given: str) -> Path:
-    """The checkpoint of --ref-load, found by the first rank; nothing in there is changed."""
+def _find(state: RunState, given: str, flag: str, step: int | None) -> Path:
+    """The checkpoint that a flag names, found by the first rank; nothing in there is changed."""
     error, folder = None, None
     if state.grids.rank == 0:
         try:
-            folder = paths.find(Path(given), None, "--ref-load", repair=False)
+            folder = paths.find(Path(given), step, flag, repair=False)
         except (ValueError, OSError) as problem:
             error = str(problem)
         if folder is None and error is None:
-            error = f"--ref-load {given} " + ("holds no checkpoint" if Path(given).is_dir() else "does not exist")
+            error = f"{flag} {given} " + ("holds no checkpoint" if Path(given).is_dir() else "does not exist")
     raise_together(state.grids, error)
     found: Path = from_first_rank(state.grids, folder)
     return found

@@ -152,10 +152,9 @@ class TrainingLoop:
         if self.config.checkpoint.save is not None:
             self.saver = Saver(self.state, self.watchdog)
         self.progress, lines = start(self.state, self.provider, loader, self.watchdog)
-        flags = self.config.checkpoint
-        if self.saver is not None and flags.load == flags.save and self.progress.iteration:
+        if self.saver is not None and self.state.source is not None and self.state.source.is_own:
             # It is there: a finished run that is started again has nothing to write.
-            self.saver.last_iteration = self.progress.iteration
+            self.saver.last_iteration = self.progress.iteration or None
         STARTUP.enter(Phase.RECORDS)
         logger = RunLogger(
             self.config.observe,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Protocol
 
 from mimo.checkpoint.agree import raise_together
 from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
 from mimo.checkpoint.single_model import load_single_model
-from mimo.checkpoint.state import Progress, RunState
+from mimo.checkpoint.state import Progress, RunState, Source
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import MegatronSourceProvider, ModelProvider
 from mimo.training.loader import StepLoader
@@ -34,11 +33,11 @@ def start(
 ) -> tuple[Progress, list[str]]:
     """Bring model, optimizers, schedule, generators and data to where the run begins. Collective over the world.
 
-    A checkpoint found under --load wins over pretrained weights: a job that was started from them and is started again
-    goes on from its own checkpoint.
+    A checkpoint found under --load wins over pretrained weights, and one of the run itself under --save over --load: a
+    job that was started from them and is started again goes on from its own checkpoint.
 
     Args:
-        state: what the checkpoints of the run hold.
+        state: what the checkpoints of the run hold; its `source` is set.
         provider: the model family.
         loader: the data; None for a run that takes only weights from a checkpoint.
         watchdog: told about every wait.
@@ -52,11 +51,14 @@ def start(
     """
     flags, family = state.config.checkpoint, state.config.model_family
     source = provider.megatron_source(family) if isinstance(provider, MegatronSourceProvider) else None
-    folder = find_checkpoint(state)
-    if folder is not None:
-        loaded = load_checkpoint(state, folder, watchdog)
-        _continue_data(state, loader, loaded, folder)
-        lines = [f"loaded {folder}" + ("" if loaded.streams else " (weights only)")]
+    state.source = found = find_checkpoint(state)
+    if found is not None:
+        loaded = load_checkpoint(state, found.folder, watchdog, found.flag)
+        _continue_data(state, loader, loaded, found)
+        lines = [f"loaded {found.folder}" + ("" if loaded.streams else " (weights only)")]
+        if found.flag == "--save":
+            lines.append(f"  --load {flags.load}{' --finetune' if flags.finetune else ''} is not read: --save has the "
+                         "run's own checkpoint")
         if flags.has_pretrained:
             lines.append("  pretrained Hugging Face weights are not read: the checkpoint has the run's own")
         if source is not None:
@@ -77,7 +79,7 @@ def start(
     return Progress(), lines
 
 
-def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, folder: Path) -> None:
+def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, source: Source) -> None:
     """Bring the data to where the checkpoint was made, or stop every rank for the reason that one of them has."""
     error = None
     if loaded.streams is not None:
@@ -85,5 +87,5 @@ def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, fo
         try:
             loader.load_state_dict(loaded.streams)
         except ValueError as problem:
-            error = f"--load {folder}: {problem}"
+            error = f"{source.flag} {source.folder}: {problem}"
     raise_together(state.grids, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -344,6 +345,88 @@ def test_nothing_to_load(pool: WorkerPool, tmp_path: Path) -> None:
     assert refused(pool, "--load", nowhere).startswith(f"--load {nowhere} does not exist")
     assert refused(pool, "--load", str(tmp_path)).startswith(f"--load {tmp_path} holds no checkpoint")
     assert refused(pool, "--load", nowhere, "--save", str(tmp_path)).startswith(f"--load {nowhere} does not exist")
+
+
+# Started again by the command that it began with, --load and --save being two folders
+
+BEGINNINGS = {
+    "finetune": ("--finetune", 0),
+    "finetune-of-an-earlier-one": ("--finetune --ckpt-step 2", 0),
+    "going-on": ("", 4),
+    "weights-and-place": ("--no-load-optim --no-load-scheduler --no-load-rng", 4),
+}
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_started_again_a_run_goes_on_from_its_own_checkpoint(
+    pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path, beginning: str
+) -> None:
+    flags, iteration = BEGINNINGS[beginning]
+    command = (*DROPOUT, "--load", alone[0], *flags.split())
+    saved, end = iteration + 2, iteration + 5
+    whole = one_process(pool, *command, "--save", str(tmp_path / "whole"), until=end, save_at=(saved,))
+    assert len(whole.losses) == 5 and "is not read" not in "".join(whole.lines)
+    own = str(tmp_path / "own")
+    one_process(pool, *command, "--save", own, until=saved + 1, save_at=(saved,))
+    rest = one_process(pool, *command, "--save", own, until=end, save_at=(end,))
+    assert len(rest.losses) == 3
+    assert_same_bits([whole], [rest])
+    finetune = " --finetune" if "--finetune" in flags else ""
+    assert rest.lines == [f"loaded {own}/iter_000000{saved}",
+                          f"  --load {alone[0]}{finetune} is not read: --save has the run's own checkpoint"]
+
+
+def test_checkpoints_of_another_run_are_neither_replaced_nor_continued(
+    pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path
+) -> None:
+    folder, other, own = alone[0], str(tmp_path / "other"), str(tmp_path / "own")
+    one_process(pool, "--save", other, until=2)
+    for command in (("--load", folder, "--finetune", "--save", other), ("--load", folder, "--save", other)):
+        assert refused(pool, *command).startswith(
+            f"--load {folder} with --save {other}: iter_0000002 there is of a run that began without --load. To go on")
+    one_process(pool, "--load", folder, "--finetune", "--save", own, until=2)
+    assert f"a run that began with --load {folder}. To go on from it give --load {own}," in refused(
+        pool, "--load", other, "--finetune", "--save", own)
+    # Its own command, whether it was last started by that, by --load and --save the same folder, or elsewhere.
+    one_process(pool, "--load", own, "--save", own, until=4, save_at=(4,))
+    again = one_process(pool, "--load", f"{folder}/../{Path(folder).name}", "--finetune", "--save", own, until=4)
+    assert again.lines[0] == f"loaded {own}/iter_0000004"
+    # A checkpoint's own folder in --save is one of the run, which goes back.
+    back = one_process(pool, "--load", f"{own}/iter_0000002", "--save", own, until=2)
+    assert back.lines[0] == f"loaded {own}/iter_0000002"
+    (tmp_path / "own" / "latest_checkpointed_iteration.txt").write_text("9")
+    assert refused(pool, "--load", folder, "--finetune", "--save", own).startswith(
+        f"--save {own}: {own}/latest_checkpointed_iteration.txt names iter_0000009, which is not there; complete: 2, 4")
+
+
+def test_a_run_needs_its_optimizer_to_go_on(pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path) -> None:
+    flags = ("--load", alone[0], "--finetune", "--save", str(tmp_path), "--no-save-optim", "--no-load-optim")
+    one_process(pool, *flags, until=2)
+    message = refused(pool, *flags)
+    assert "from its own checkpoint, which holds no optimizer (--no-save-optim): give --load the folder" in message
+
+
+def test_the_loop_of_a_requeued_finetune_comes_to_its_end(pool: WorkerPool, tmp_path: Path) -> None:
+    """Every start saves and ends after an iteration, as --exit-duration-in-mins wants it."""
+    flags = ("--layout", "colocated", *DROPOUT, "--global-batch-size", "4", "--train-iters", "3")
+    stage1, own, run_dir = (str(tmp_path / name) for name in ("stage1", "own", "run"))
+
+    def records_of(folder: str, *more: str) -> list[Any]:
+        records: list[Any] = pool.run(run_loop, (*flags, *more), 1, folder, world_size=1)[0]
+        return records
+
+    records_of(str(tmp_path / "first"), "--save", stage1)
+    command = ("--load", stage1, "--finetune", "--save")
+    whole = records_of(str(tmp_path / "second"), *command, str(tmp_path / "whole"))
+    for iteration in (1, 2, 3):
+        records = records_of(run_dir, *command, own, "--exit-duration-in-mins", "1e-9")
+        assert [record.iteration for record in records] == [iteration]
+        assert records[0].lm_loss == whole[iteration - 1].lm_loss
+    before = (Path(own) / "iter_0000003").stat().st_mtime_ns
+    assert records_of(run_dir, *command, own) == [], "nothing is left to do"
+    assert (Path(own) / "iter_0000003").stat().st_mtime_ns == before, "nor to be written"
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
 
 
 def test_the_loop_goes_on(pool: WorkerPool, tmp_path: Path) -> None:

@@ -93,6 +93,23 @@ def test_a_checkpoint_of_another_layout_is_the_reference_and_nothing_else_change
             assert all(np.array_equal(value, wanted.state[name]) for name, value in mine.state.items())
 
 
+def test_a_run_started_again_has_the_reference_of_its_first_start(pool: WorkerPool, tmp_path) -> None:
+    """--load --finetune names the reference, also once the run goes on from --save."""
+    began, own = str(tmp_path / "began"), str(tmp_path / "own")
+    pool.run(rl_reference.save, ("--llm-dp", "2"), 2, began, world_size=2)
+    config = dataclasses.replace(CONFIG, kl_coeff=0.3)
+    flags = ("--llm-dp", "2", "--load", began, "--ckpt-step", "3")
+    pool.run(rl_reference.save, (*flags, "--finetune"), 2, own, world_size=2)
+    # The weights that it began with are 1.1 times those that this test's runs have.
+    for found in pool.run(rl_reference.update_from, (*flags, "--finetune", "--load-hf", "nowhere", "--save", own), 2,
+                          config, True, world_size=2):
+        assert (found.error, found.lines) == ("", [f"reference policy: weights from {began}/iter_0000003"])
+        assert found.results[0].metrics["reference_kl"] > 1e-3
+    # Without --finetune it began in the middle of a run.
+    first, _ = pool.run(rl_reference.update_from, (*flags, "--save", own), 2, config, True, world_size=2)
+    assert first.error.startswith(f"ValueError: --kl-coeff 0.3 with --load {began}: the run goes on from its")
+
+
 def test_a_reference_that_nobody_can_know_or_that_does_not_fit_is_refused(pool: WorkerPool, tmp_path) -> None:
     config = dataclasses.replace(CONFIG, kl_coeff=0.3)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mimo.checkpoint.load import find_checkpoint
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress, RunState
 from mimo.config.cli import parse
@@ -120,8 +121,11 @@ def update_from(rank: int, flags: tuple[str, ...], world_size: int, config: RlCo
             if other:
                 reference: ReferencePolicy | None = policy_updates.other_reference(parts)
             else:
+                state = _state(parts)
+                if parts.config.checkpoint.save is not None:
+                    state.source = find_checkpoint(state)
                 reference, done.lines = reference_policy(
-                    _state(parts), model_provider("causal_lm"), config, parts.watchdog, resumed=resumed)
+                    state, model_provider("causal_lm"), config, parts.watchdog, resumed=resumed)
         except (ValueError, ReportedElsewhereError) as error:
             done.error = f"{type(error).__name__}: {error}"
             return done
