@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# A week: limits of waits are numbers that sockets, process groups and timers take.
+MAX_TIMEOUT_S = 604800.0
+
 
 @dataclass(frozen=True)
 class TrainConfig:

@@ -8,6 +8,7 @@ from typing import Any
 from mimo import registry
 from mimo.config.optim import OptimConfig, ScheduleConfig
 from mimo.config.run import RunConfig
+from mimo.config.train import MAX_TIMEOUT_S
 from mimo.config.validate_observe import check_device, check_observe
 from mimo.config.validate_prefetch import check_prefetch
 from mimo.data_request import data_request
@@ -107,7 +108,8 @@ def _check_train(config: RunConfig) -> None:
     train = config.train
     _refuse_below(train, {"seq_length": 1, "train_iters": 1, "train_samples": 1, "eval_interval": 0, "eval_iters": 0,
                           "num_generations": 0})
-    _refuse(train.watchdog_timeout_s <= 0, f"--watchdog-timeout-s {train.watchdog_timeout_s} is not above 0")
+    _refuse(not 0 < train.watchdog_timeout_s <= MAX_TIMEOUT_S,
+            f"--watchdog-timeout-s {train.watchdog_timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
     peak = config.observe.peak_tflops
     _refuse(peak is not None and not peak > 0, f"--peak-tflops {peak} is not above 0")
     _refuse(train.train_iters is not None and train.train_samples is not None,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
@@ -14,6 +15,10 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
+
+# Of waits on the host, for a checkpoint or the rollout engine: the watchdog ends those, by the limit of their phase.
+# This is longer than any that the flags can ask for.
+HOST_TIMEOUT = timedelta(days=30)
 
 # The name under which the wheel's optimizer looks for expert groups.
 EXPERT_VIEW = "expert"
@@ -64,14 +69,14 @@ class Grids:
 
     Every rank creates every group of every grid in the same order, as `torch.distributed` requires. A group whose
     rank set equals one made before is still its own communicator: two modules never share one, so their collectives
-    cannot interleave.
+    cannot interleave. Groups of devices have the time limit of `Platform.init_process_group`.
 
     Attributes:
         layout: the plain-data layout.
         rank: this process's global rank.
         grids: the wheel's grid of each module.
         collections: this rank's process groups, for the modules it holds.
-        host: gloo group of the whole world, for host-side messages.
+        host: gloo group of the whole world, for host-side messages, with `HOST_TIMEOUT`.
     """
 
     def __init__(self, layout: Layout, backend: str) -> None:
@@ -84,7 +89,7 @@ class Grids:
             for name, spec in layout.grids.items():
                 self.grids[name] = make_grid(spec, backend)
                 self._create_groups(name, spec, backend)
-            self.host = dist.new_group(backend="gloo")
+            self.host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
             self._extra_groups.append(self.host)
         except BaseException:
             self.destroy()

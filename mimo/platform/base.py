@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 
 class Platform(abc.ABC):
@@ -67,19 +68,24 @@ class Platform(abc.ABC):
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
     def init_process_group(self, rank: int, world_size: int, timeout_s: float) -> None:
-        """Create the default process group from MASTER_ADDR and MASTER_PORT (`env://`).
+        """Create the default process group from MASTER_ADDR and MASTER_PORT (`env://`), and limit all later groups.
 
         Args:
             rank: global rank of this process.
             world_size: number of processes.
-            timeout_s: seconds after which a collective gives up.
+            timeout_s: seconds after which a collective gives up, of this group and of every later one of the process
+                that is made without a limit of its own.
         """
+        timeout = datetime.timedelta(seconds=timeout_s)
+        # A new group takes the limit from here, not from the default group. The wheel makes some groups itself, so the
+        # limit cannot be an argument.
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
         torch.distributed.init_process_group(
             self.backend,
             init_method="env://",
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
 
     def seed(self, seed: int, *, tp_rank: int, ep_rank: int, expt_tp_rank: int) -> None:

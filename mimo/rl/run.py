@@ -34,7 +34,8 @@ def run(config: RlRunConfig, layout: Layout) -> int:
     platform = get_platform(config.train.device)
     config = replace(config, train=replace(config.train, device=platform.name))
     check_placement(config, int(os.environ.get("RANK", "0")))
-    return launch(config, layout, _loop)
+    # Ranks gather weights for a refit, during which any of them may wait for the engine (`Collector.refit`).
+    return launch(config, layout, _loop, longest_wait_s=2 * config.rollout.refit_timeout_s)
 
 
 def _loop(config: RlRunConfig, grids: Grids, platform: Platform) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from mimo.config.run import RunConfig
 from mimo.config.validate_observe import check_device
 from mimo.grid.spec import Layout
-from mimo.observe.errors import fail_fast
+from mimo.observe.errors import STDERR_FD, fail_fast
 from mimo.observe.startup import STARTUP, Phase
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
@@ -22,6 +23,9 @@ from mimo.registry import model_provider
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
+
+# Seconds from the first process group to the watchdog, which needs the groups.
+START_LIMIT_S = 1800.0
 
 
 def run(config: RunConfig, layout: Layout) -> int:
@@ -40,13 +44,16 @@ def run(config: RunConfig, layout: Layout) -> int:
     return launch(config, layout, _train)
 
 
-def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Platform], None]) -> int:
+def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Platform], None], *,
+                         longest_wait_s: float = 0.0) -> int:
     """Run `body` on this rank with the process groups of a layout; as `run`.
 
     Args:
         config: the run's flags; `body` gets them with the device that was found.
         layout: of the run.
-        body: all that the rank does; an error in it ends the process.
+        body: all that the rank does; an error in it ends the process. It opens the watchdog first.
+        longest_wait_s: seconds for which the watchdog lets a rank wait for others on the devices, where that is longer
+            than its usual limit.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
@@ -59,7 +66,7 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
     check_device(config.observe, platform.name)
     config = replace(config, train=replace(config.train, device=platform.name))
     with fail_fast(f"rank {rank}"):
-        _with_groups(config, layout, platform, rank, world_size, body)
+        _with_groups(config, layout, platform, rank, world_size, body, longest_wait_s)
     return 0
 
 
@@ -80,7 +87,7 @@ def _train(config: RunConfig, grids: Grids, platform: Platform) -> None:
 
 
 def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, rank: int, world_size: int,
-                               body: Callable[[C, Grids, Platform], None]) -> None:
+                               body: Callable[[C, Grids, Platform], None], longest_wait_s: float) -> None:
     # Megatron must come after the platform is installed, and so must what imports it.
     import_wheel()
     import torch.distributed as dist
@@ -93,8 +100,9 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
         platform.make_deterministic()
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # The watchdog speaks first and names what is waited for; the backend's own limit only backs it up.
-    timeout_s = max(2 * config.train.watchdog_timeout_s, 60.0)
-    platform.init_process_group(rank, world_size, timeout_s)
+    platform.init_process_group(rank, world_size, 2 * max(config.train.watchdog_timeout_s, longest_wait_s, 30.0))
+    # The watchdog takes this timer over.
+    faulthandler.dump_traceback_later(START_LIMIT_S, exit=True, file=STDERR_FD)
     with (Grids(layout, platform.backend) as grids, fail_fast(grids.describe()),
           MemorySnapshot(config.observe, grids.rank)):
         body(config, grids, platform)
