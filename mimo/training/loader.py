@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -85,12 +84,12 @@ class StepLoader:
         self._pin_memory = pin_memory
         self.consumed_samples = 0
         self.last_wait_s = 0.0
-        self._mark = source.mark()
+        self._streams = self._streams_now()
         self._started = self._broken = self._closed = self._closing = False
         self._pool = ThreadPool(1) if prefetch else None
-        self._pending: AsyncResult[tuple[list[Microbatch], Any]] | None = None
+        self._pending: AsyncResult[tuple[list[Microbatch], dict[str, Any]]] | None = None
         # Iterations that were waited for and not handed out yet.
-        self._ready: deque[tuple[list[Microbatch], Any]] = deque()
+        self._ready: deque[tuple[list[Microbatch], dict[str, Any]]] = deque()
 
     def _encoder_batch(self, module: str, samples: StepSamples, index: int) -> EncoderBatch:
         needs = [need for need in self._needs if need.module == module]
@@ -106,8 +105,15 @@ class StepLoader:
         lanes = [need.share.lane for need in self._needs if need.module == LANGUAGE]
         return self._collate_text(samples[LANGUAGE, lanes[0]][index]) if lanes else None
 
-    def _produce(self) -> tuple[list[Microbatch], Any]:
-        """The next iteration, and where the source stands after it."""
+    def _streams_now(self) -> dict[str, Any]:
+        return self._source.state_dict(self._source.mark())
+
+    def _produce(self) -> tuple[list[Microbatch], dict[str, Any]]:
+        """The next iteration, and the state of the streams after it.
+
+        The state is taken with every iteration: a save that asked the source later would wait until the iteration that
+        is then being read is complete.
+        """
         samples = self._source.read()
         encoders = dict.fromkeys(need.module for need in self._needs if need.module != LANGUAGE)
         microbatches = [
@@ -119,7 +125,7 @@ class StepLoader:
         ]
         if self._pin_memory:
             microbatches = [batch.pin_memory() for batch in microbatches]
-        return microbatches, self._source.mark()
+        return microbatches, self._streams_now()
 
     def next_step(self) -> list[Microbatch]:
         """The microbatches of one iteration, as host tensors.
@@ -131,7 +137,7 @@ class StepLoader:
         """
         self.last_wait_s = 0.0
         self._have_ready(1)
-        microbatches, self._mark = self._ready.popleft()
+        microbatches, self._streams = self._ready.popleft()
         self.consumed_samples += self.samples_per_step
         return microbatches
 
@@ -170,11 +176,12 @@ class StepLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands after the last step handed out; what was only prefetched or peeked at does not count.
 
+        Waits for nothing.
+
         Returns:
             `consumed_samples`, and `streams`: the state of each stream that this rank reads, by `module/lane`.
         """
-        streams = self._on_reading_thread(partial(self._source.state_dict, self._mark))
-        return {"consumed_samples": self.consumed_samples, "streams": streams}
+        return {"consumed_samples": self.consumed_samples, "streams": dict(self._streams)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the step at which `state` was taken, by this rank or, merged, by several.
@@ -189,7 +196,7 @@ class StepLoader:
         if state["streams"]:
             self._source.load_state_dict(state["streams"])
         self.consumed_samples = int(state["consumed_samples"])
-        self._mark = self._source.mark()
+        self._streams = self._streams_now()
         self._broken = False
 
     def describe(self) -> str:
@@ -202,10 +209,6 @@ class StepLoader:
         # While `next_step` waits it holds what is pending itself.
         busy = self._closing or self._broken or (pending is not None and not pending.ready())
         return LoaderStatus(busy, self.describe(), self._source.waits_for)
-
-    def _on_reading_thread(self, action: Callable[[], Any]) -> Any:
-        """`action`, run where nothing else uses the source at the same time."""
-        return action() if self._pool is None else self._pool.apply(action)
 
     def close(self, *, failed: bool = False) -> None:
         """Stop the background thread. `next_step` raises from then on; calling it again does nothing.

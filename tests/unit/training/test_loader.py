@@ -378,6 +378,26 @@ def test_whoever_asks_why_nothing_comes_sees_a_busy_loader(prefetch):
     assert not reading.status().busy
 
 
+def test_a_save_does_not_wait_for_data_that_is_being_read():
+    provider = Held()
+    provider.let_go.set()
+    reading = loader(layout(), 1, provider, prefetch=True)
+    reading.next_step()
+    while reading.status().busy:
+        time.sleep(0.01)
+    provider.let_go.clear()
+    reading.next_step()  # and begins to read the one after it
+    expected = {"consumed_samples": 8, "streams": {"language/0": {"consumed": 8, "lanes": 1}}}
+    states = []
+    saving = threading.Thread(target=lambda: states.append(reading.state_dict()), daemon=True)
+    saving.start()
+    saving.join(30)
+    assert states == [expected] and reading.status().busy
+    provider.let_go.set()
+    assert reading.state_dict() == expected
+    reading.close()
+
+
 def test_a_loader_that_waits_for_its_last_data_to_close_is_busy():
     provider = Held()
     provider.let_go.set()
