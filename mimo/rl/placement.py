@@ -12,9 +12,11 @@ from mimo.config.rollout import RolloutConfig
 # Variables of the trainer that an engine on another node is to have: those that begin like this, and these. What
 # belongs to a device, a process or a node is not among them: CUDA_VISIBLE_DEVICES is Ray's to set, RANK and its like
 # are torchrun's.
-FORWARDED_PREFIXES = ("HF_", "TRANSFORMERS_", "VLLM_", "NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
-FORWARDED_NAMES = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-                   "TOKENIZERS_PARALLELISM", "http_proxy", "https_proxy", "no_proxy")
+FORWARDED_PREFIXES = ("HF_", "TRANSFORMERS_", "VLLM_", "NCCL_", "FI_", "GLOO_", "TORCH_", "TORCHDYNAMO_",
+                      "TORCHINDUCTOR_", "TRITON_")
+# Caches and temporary files: the folder of a home may be small, or slow for what many nodes compile at once.
+FORWARDED_NAMES = ("CUDA_CACHE_PATH", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+                   "TMPDIR", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy")
 NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
 
 

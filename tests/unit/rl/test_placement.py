@@ -125,7 +125,9 @@ def test_weights_travel_as_fast_as_the_place_allows(device: str, flags: str, bac
 def test_what_an_engine_of_another_node_needs_goes_along_and_nothing_of_this_process() -> None:
     own = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "CUDA_VISIBLE_DEVICES": "0", "PATH": "/bin",
            "TORCHELASTIC_RUN_ID": "1", "VLLM_HOST_IP": "10.0.0.1", "HOME": "/root"}
-    along = {"HF_HOME": "/hub", "VLLM_LOGGING_LEVEL": "INFO", "NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "1"}
+    along = {"HF_HOME": "/hub", "VLLM_LOGGING_LEVEL": "INFO", "NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "1",
+             "XDG_CACHE_HOME": "/disk/cache", "TRITON_CACHE_DIR": "/disk/triton", "TORCHINDUCTOR_CACHE_DIR": "/disk",
+             "CUDA_CACHE_PATH": "/disk/cuda", "TMPDIR": "/disk/tmp", "FI_PROVIDER": "efa"}
     assert forwarded(own | along) == along
     assert "CUDA_VISIBLE_DEVICES" not in forwarded(dict(os.environ) | own)
 
