@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observe.flops import FlopComponent
-from mimo.protocols import BuildContext
+from mimo.protocols import BuildContext, MegatronSource
 from providers.common import hf
 from providers.common.flops import hybrid_components
 from providers.common.hf_nemotron import nemotron_config, nemotron_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
+from providers.common.nemotron_checkpoint import nemotron_source
 from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Config(HybridConfig):
 
     hybrid_layer_pattern: str = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
     num_query_groups: int = 2
+    load_nemotron_checkpoint: str = ""
+    """Megatron checkpoint of a vision-language model as one, whose language model (keys language_model.) is the start
+    of the run: the folder of an iteration, or the one that holds latest_checkpointed_iteration.txt."""
     hf_config: str = ""
     """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
 
@@ -67,6 +71,11 @@ class NemotronHProvider(TextProvider):
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
+
+    def megatron_source(self, config: Config) -> MegatronSource | None:
+        """The checkpoint of --load-nemotron-checkpoint, of which the language model is taken."""
+        path = config.load_nemotron_checkpoint
+        return nemotron_source(path, resolve(config)) if path else None
 
     def num_experts(self, config: Config) -> int:
         """Routed experts of an E layer; 0 where there is none."""

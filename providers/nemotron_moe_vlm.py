@@ -18,6 +18,7 @@ from providers.common.flops import hybrid_components, projector_components, visi
 from providers.common.hf_nemotron import vlm_config, vlm_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
+from providers.common.nemotron_checkpoint import nemotron_source
 from providers.common.vision_language import VISION, VisionLanguageProvider
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ STAGES = {"": frozenset[str](), "stage1": frozenset({VISION, LANGUAGE}), "stage2
 PATTERN_20 = "MEMEM*EMEMEM*EMEMEM*"
 # Half of the layers have experts. The order of the published checkpoint is not public: give it with the flag.
 PATTERN_54 = "MEMEME*E" * 6 + "MEMEME"
-# Keys of a single-model checkpoint that say nothing about weights of this model.
-IGNORED = ((r"\._extra_state$", "state of Transformer Engine's layers"),)
 
 
 @dataclass(frozen=True)
@@ -134,12 +133,10 @@ class NemotronVlmProvider(VisionLanguageProvider):
 
     def megatron_source(self, config: Config) -> MegatronSource | None:
         """The checkpoint of --load-nemotron-checkpoint."""
-        if not config.load_nemotron_checkpoint:
-            return None
-        prefixes = {VISION: {f"encoders.{ENCODER}.": "vision_model.",
-                             "input_projections.0.": "vision_projection.encoder."},
-                    LANGUAGE: {"": "language_model."}}
-        return MegatronSource(config.load_nemotron_checkpoint, "--load-nemotron-checkpoint", prefixes, IGNORED)
+        path = config.load_nemotron_checkpoint
+        vision = {VISION: {f"encoders.{ENCODER}.": "vision_model.",
+                           "input_projections.0.": "vision_projection.encoder."}}
+        return nemotron_source(path, resolve(config), vision) if path else None
 
     def num_experts(self, config: Config) -> int:
         """Routed experts of an E layer; 0 where there is none."""

@@ -26,6 +26,11 @@ MOCK = (*equality.MODEL, "--model-provider", "tests.support.single_model:mock_pr
         "--global-batch-size", "4")
 NEMOTRON = ("--model-provider", "nemotron-moe-vlm-tiny", "--hybrid-layer-pattern", "ME*-/*E", "--mock-image-size", "32",
             "--moe-router-bias-update-rate", "0", "--bf16", "--global-batch-size", "4")
+# The language model of `NEMOTRON`, without its layers of multi-token prediction.
+NEMOTRON_TEXT = (*"""--model-provider nemotron_h --hybrid-layer-pattern ME*- --hidden-size 64 --num-attention-heads 8
+--num-query-groups 2 --kv-channels 16 --ffn-hidden-size 128 --vocab-size 512 --mamba-num-heads 8 --mamba-head-dim 16
+--mamba-num-groups 2 --mamba-state-dim 16 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32
+--moe-shared-expert-intermediate-size 64""".split(), *NEMOTRON[6:])
 TEXT = ("--model-provider", "tests.support.single_model:text_provider", "--bf16")
 FLAG = "--load-single-checkpoint"
 
@@ -73,12 +78,14 @@ mock_provider, text_provider = MockProvider(), TextProvider()
 
 def flag_of(flags: tuple[str, ...]) -> str:
     """The flag of the model's provider that names the checkpoint."""
-    return "--load-nemotron-checkpoint" if NEMOTRON[1] in flags else FLAG
+    is_nemotron = flags[flags.index("--model-provider") + 1].startswith("nemotron")
+    return "--load-nemotron-checkpoint" if is_nemotron else FLAG
 
 
 def parse_config(flags: tuple[str, ...]) -> Any:
-    """Flags over the small mock model, or over the small DeepSeek."""
-    return deepseek.parse_config(*flags) if TEXT[1] in flags else equality.parse_config(*flags)
+    """Flags over the small mock model, or over the small DeepSeek's run."""
+    is_text = TEXT[1] in flags or NEMOTRON_TEXT[1] in flags
+    return deepseek.parse_config(*flags) if is_text else equality.parse_config(*flags)
 
 
 @contextlib.contextmanager
