@@ -62,7 +62,9 @@ class StopSignal:
         if not self._open:
             return
         self._restore(self._old_wakeup_fd)
-        # End of file ends the thread.
+        # End of file ends the thread. Closing alone would not bring it while a data worker lives, which a run that
+        # fails leaves alone: it has the socket from its fork.
+        self._writer.shutdown(socket.SHUT_WR)
         self._writer.close()
         self._thread.join()
         self._reader.close()
