@@ -57,7 +57,8 @@ class Config:
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     """Standard deviation of each channel, of pixels in 0..1 (CLIP's); one value serves all channels."""
     max_bad_samples: int = 100
-    """Bad samples that a run may pass over; one more ends it. Each is reported with shard and key."""
+    """Bad samples that a run may pass over, over all ranks and restarts; one more ends it. Each is reported with shard
+    and key."""
 
 
 def check(config: Config, request: DataRequest) -> None:
@@ -121,6 +122,11 @@ class EnergonProvider:
         from data.energon_open import split_sizes
 
         return sum(split_sizes(config, split))
+
+    def max_bad_samples(self, config: Any) -> int:
+        """`--max-bad-samples`."""
+        limit: int = config.max_bad_samples
+        return limit
 
     def decode(self, config: Any, tokens: list[int]) -> str:
         """Token ids up to the end of the sequence as text."""

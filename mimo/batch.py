@@ -54,7 +54,7 @@ class TextBatch:
         num_tokens: tokens of all samples, padding excluded.
         packed: where the samples of packed rows start, padding as a sequence of its own, with `b` = 1; None: each row
             is one sample.
-        num_skipped: bad samples that the data set passed over on the way to these.
+        skipped: bad samples that the data set passed over on the way to these, as messages that name shard and key.
         unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
         lengths: of each row, the tokens of each of its sequences, padding excluded.
         image_lengths: for each encoder module, the image tokens of each image.
@@ -69,7 +69,7 @@ class TextBatch:
     placeholders: dict[str, torch.Tensor]
     num_tokens: int
     packed: PackedSequences | None = None
-    num_skipped: int = 0
+    skipped: tuple[str, ...] = ()
     unbalanced_image_tokens: int = 0
     lengths: tuple[tuple[int, ...], ...] = ()
     image_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -230,6 +230,15 @@ class RoutedDataProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class SkippingDataProvider(Protocol):
+    """A data set that passes over bad samples (`Sample.skipped`), up to a number."""
+
+    def max_bad_samples(self, config: Any) -> int:
+        """How many a run may pass over, over all its ranks and restarts."""
+        ...
+
+
 @dataclass(frozen=True)
 class BuildContext:
     """What a provider needs to build one module on this rank.

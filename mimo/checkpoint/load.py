@@ -342,4 +342,4 @@ def _restore(state: RunState, flags: CheckpointConfig, common: dict[str, Any], l
     if has_streams:
         # A rank that reads nothing itself counts samples all the same.
         streams = {"consumed_samples": common["loader_samples"], "streams": loaded.get("loader", {})}
-    return Progress(common["iteration"], common["consumed_samples"], common["skipped_iterations"]), streams
+    return Progress.of(common), streams

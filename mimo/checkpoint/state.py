@@ -34,11 +34,20 @@ class Progress:
         iteration: iterations done.
         consumed_samples: samples of successful iterations, which the schedule counts.
         skipped_iterations: iterations without an update.
+        bad_samples: samples that the data set has passed over on the way to those of the iterations.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
+    bad_samples: int = 0
+
+    @classmethod
+    def of(cls, common: dict[str, Any]) -> Progress:
+        """That of a checkpoint, from its `common_state`."""
+        # Checkpoints of older versions do not tell of bad samples.
+        return cls(common["iteration"], common["consumed_samples"], common["skipped_iterations"],
+                   common.get("bad_samples", 0))
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,7 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "skipped_iterations": progress.skipped_iterations,
+        "bad_samples": progress.bad_samples,
         "loader_samples": state.streams["consumed_samples"],
         "scheduler": state.scheduler.state_dict(),
         "optimizer_steps": steps,
@@ -162,6 +172,7 @@ def weights_only_state(modules: Iterable[str], config: str) -> dict[str, Any]:
         "iteration": 0,
         "consumed_samples": 0,
         "skipped_iterations": 0,
+        "bad_samples": 0,
         "loader_samples": 0,
         "scheduler": None,
         "optimizer_steps": None,

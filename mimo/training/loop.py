@@ -28,6 +28,7 @@ from mimo.observe.startup import STARTUP, Phase, report_of
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
+from mimo.training.bad_samples import check_bad_samples
 from mimo.training.balance import image_tokens, imbalance
 from mimo.training.data import open_loader
 from mimo.training.evaluate import Evaluation, evaluate
@@ -72,7 +73,6 @@ class TrainingLoop:
         # Time that checkpoints took since the last record.
         self.checkpoint_s = 0.0
         self.last_evaluation: Evaluation | None = None
-        self.bad_samples = 0
         self.observer: StepObserver | None = None
         # Size of the validation split, once it was asked for.
         self.num_valid_samples: tuple[int | None, ...] = ()
@@ -198,7 +198,7 @@ class TrainingLoop:
             else:
                 progress.skipped_iterations += 1
             self.watchdog.progress(iteration=progress.iteration)
-            self.bad_samples += result.bad_samples
+            progress.bad_samples += result.bad_samples
             seconds = time.perf_counter() - begin
             observer.end_step()
             if progress.iteration == first:
@@ -207,6 +207,7 @@ class TrainingLoop:
             while observer.lines:
                 logger.message(observer.lines.pop(0))
             if result.stop_requested:
+            check_bad_samples(self.parts, self.dataset, progress.bad_samples, microbatches)
                 own = stop.name or ("--exit-duration-in-mins" if over_time else None)
                 with self.watchdog.waiting("reasons to stop of all ranks"):
                     reasons = gather(self.grids, own)
@@ -298,7 +299,7 @@ class TrainingLoop:
             text_tokens=result.text_tokens,
             packing_utilisation=(result.text_tokens + result.image_tokens)
             / (self.config.train.global_batch_size * self.config.train.seq_length),
-            bad_samples=self.bad_samples,
+            bad_samples=self.progress.bad_samples,
             encoder_imbalance=imbalance(most_images, result.image_tokens, lanes),
             encoder_imbalance_unbalanced=imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes),
             data_wait_s=data_wait_s,

@@ -250,7 +250,7 @@ def _sum_over_world(
             images = sum(sum(counts) for counts in batch.text.token_counts.values())
             totals[3] += images
             totals[2] += batch.text.num_tokens - images
-            totals[5] += batch.text.num_skipped
+            totals[5] += len(batch.text.skipped)
             totals[6] += batch.text.unbalanced_image_tokens
         values = workload(microbatches, names).values()
         totals[FIXED_TOTALS + len(encoders) :] = torch.tensor(values, dtype=torch.float64)

@@ -96,6 +96,26 @@ def test_lanes_may_change_where_their_workers_stay(pool: WorkerPool, shards: Pat
     assert any("--llm-dp 1 --num-workers 4 would continue it" in error for error in errors), errors
 
 
+def test_bad_samples_count_over_all_readers_and_starts(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
+    """Two encoder ranks read a lane each, and neither of them comes to the limit."""
+    def start(name: str, iterations: int, limit: int) -> list[str]:
+        flags = (*MODEL, *LAYOUT, *data_flags(shards), "--encoder-dp", 2, "--dataset-provider", "energon",
+                 "--seq-length", 20, "--max-bad-samples", limit, "--train-iters", iterations,
+                 "--save", tmp_path / name, "--load", tmp_path / name, "--run-dir", tmp_path / f"{name}-run")
+        return pool.run(error_of_training, tuple(map(str, flags)), 4, world_size=4, timeout_s=250)
+
+    start("whole", 4, 1000)
+    counts = [record["bad-samples"] for record in records(tmp_path / "whole-run")]
+    assert len(counts) == 4 and 0 < counts[0] < counts[1] < counts[3], counts
+    limit = counts[3] - 1
+    assert start("broken", 2, limit) == ["nothing was raised"] * 4
+    first, *others = start("broken", 4, limit)
+    assert [record["bad-samples"] for record in records(tmp_path / "broken-run")] == counts, "goes on from the sum"
+    assert first.startswith(f"--max-bad-samples {limit}: {counts[3]} samples of the run could not be used; the last: ")
+    assert "train-00" in first and "more than --seq-length 20" in first, "shard, key and reason"
+    assert others == ["rank 0 reports what is wrong"] * 3
+
+
 def error_of_training(rank: int, flags: tuple[str, ...], world_size: int) -> str:
     from mimo.observe.errors import ReportedElsewhereError
 

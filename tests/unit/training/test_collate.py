@@ -232,5 +232,5 @@ def test_wrong_packs_are_refused(rows, message):
         text(*rows, seq_length=16)
 
 
-def test_bad_samples_are_counted():
-    assert text(sample(skipped=("a", "b")), sample("set/2", skipped=("c",))).num_skipped == 3
+def test_bad_samples_are_named():
+    assert text(sample(skipped=("a", "b")), sample("set/2", skipped=("c",))).skipped == ("a", "b", "c")
