@@ -24,11 +24,11 @@ DEFAULT_ROPE_THETA = 10000.0
 # transformers gives the norms on compressed queries and keys this epsilon whatever rms_norm_eps is.
 LATENT_NORM_EPSILON = 1e-6
 # Keys whose other values change the computation in a way that the decoder here does not follow. The last four are
-# DeepSeek's own, unknown to transformers.
+# DeepSeek's own, unknown to transformers, and moe_router_dtype is vLLM's.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "norm_topk_prob": (True,), "rope_interleave": (True,),
-    "partial_rotary_factor": (None, 1, 1.0), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
-    "moe_layer_freq": (1,), "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1, 1.0), "moe_router_dtype": (None, "float32"), "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",), "moe_layer_freq": (1,), "quantization_config": (None,),
 }
 # Keys of both names that say the same.
 RENAMED = {
@@ -128,6 +128,9 @@ def deepseek_config(config: LatentDecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
         "hidden_act": "silu", "attention_bias": False, "rope_interleave": True, "num_nextn_predict_layers": 0,
+        # vLLM rounds the router's logits to the model's dtype without it, and sends tokens to other experts than the
+        # trainer and transformers, which route in float32 always.
+        "moe_router_dtype": "float32",
         "rope_theta": config.rotary_base, "rope_scaling": None,
     }
     if config.rope_type == "yarn":

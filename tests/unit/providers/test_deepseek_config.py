@@ -92,9 +92,23 @@ def test_sizes_survive_a_hugging_face_configuration(change: dict[str, Any]) -> N
         config = dataclasses.replace(config, rotary_scaling_factor=40.0, original_max_position_embeddings=4096)
     for source in (exported, loaded):
         assert deepseek_v3.from_hf(source, SMALL) == config
+        assert source["moe_router_dtype"] == "float32", "vLLM reads it from what transformers has loaded"
+
+
+@pytest.mark.slow
+def test_vllm_routes_in_float32_as_the_trainer_does() -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.deepseek_v2 import _get_moe_router_dtype
+
+    config = transformers.DeepseekV3Config(**PROVIDER.hf_config(SMALL))
+    assert str(_get_moe_router_dtype(config)) == "torch.float32"
+    del config.moe_router_dtype
+    assert _get_moe_router_dtype(config) is None, "it would do without being told"
 
 
 @pytest.mark.parametrize(("change", "key"), [
+    ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype = 'bfloat16'"),
     ({"model_type": "deepseek_v2"}, "model_type = 'deepseek_v2'"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
      "quantization_config.quant_method = 'fp8'"),
