@@ -23,8 +23,9 @@ class StopSignal:
 
     Python runs signal handlers in the main thread only, and never while it is blocked in a collective. The signal's
     number is therefore also written to a socket (`signal.set_wakeup_fd`) that a daemon thread reads. If the main thread
-    makes no progress for `grace_s` after a signal, that thread reports who waited for what and exits with code 143 (130
-    after SIGINT). A second SIGINT exits with code 130 at once.
+    makes no progress after a signal, that thread reports who waited for what and exits with code 143 (130 after
+    SIGINT). It waits for `grace_s`, or for twice the longest time that the run went without progress, which the
+    watchdog's limit bounds. A second SIGINT exits with code 130 at once.
 
     A forked child (a data worker) gets the former handlers back: it must die of SIGTERM, and not tell its parent.
 
@@ -37,9 +38,9 @@ class StopSignal:
         """Install the handlers; main thread only.
 
         Args:
-            watchdog: knows when the main thread last moved, and what it waits for. A phase under `Watchdog.limit` is
-                given that limit where it is longer than `grace_s`.
-            grace_s: seconds without progress after a signal; below torchrun's 30 s, after which it kills.
+            watchdog: knows when the main thread last moved, how long that may take, and what it waits for. A phase
+                under `Watchdog.limit` is given that limit where it is longer.
+            grace_s: least seconds without progress after a signal; below torchrun's 30 s, after which it kills.
         """
         self.requested = False
         self.name: str | None = None
@@ -113,7 +114,9 @@ class StopSignal:
 
     def _pause_s(self, since: float) -> float:
         """Seconds until the next look at the main thread; does not return where its time is up."""
-        left_s = self._watchdog.time_left(self._grace_s, since)
+        # A healthy run may need this long for what it does next, a microbatch or the state of a save.
+        usual_s = min(2 * self._watchdog.longest_s, self._watchdog.timeout_s)
+        left_s = self._watchdog.time_left(max(self._grace_s, usual_s), since)
         if left_s <= 0:
             self._watchdog.report(f"{self.name} could not be honoured")
             exit_now(INTERRUPTED_EXIT_CODE if self.name == "SIGINT" else TERMINATED_EXIT_CODE)

@@ -74,13 +74,13 @@ class Wait:
     def __enter__(self) -> Wait:
         watchdog = self._watchdog
         self.outer = watchdog.current_wait
-        self.since = watchdog.last_change = time.monotonic()
+        self.since = watchdog.moved()
         watchdog.current_wait = self
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._watchdog.current_wait = self.outer
-        self._watchdog.last_change = time.monotonic()
+        self._watchdog.moved()
 
     def status(self, now: float) -> stall_status.Wait:
         """The wait as data; `str` of it is `bridge recv_forward (lane 1, peers 0) for 12.0 s`."""
@@ -135,6 +135,8 @@ class Watchdog:
         who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
         current_wait: innermost open wait.
         last_change: monotonic time of the last progress or transition, seconds.
+        longest_s: longest time between two of them outside `limit` contexts; a trainer that has started sets it to 0.
+        timeout_s: seconds without progress that are a stall; infinite where nothing is.
         iteration, microbatch: the last ones told; None before the first.
         at_stall: called after the summary of a stall, each for a few seconds at most.
         schedule: gives the state of forward and backward passes, where a trainer has one.
@@ -158,6 +160,8 @@ class Watchdog:
         self.who = who
         self.current_wait: Wait | None = None
         self.last_change = time.monotonic()
+        self.longest_s = 0.0
+        self.timeout_s = timeout_s if timeout_s > 0 else math.inf
         self.iteration: int | None = None
         self.microbatch: int | None = None
         self.at_stall: list[Callable[[], None]] = []
@@ -166,7 +170,6 @@ class Watchdog:
         self.groups: Callable[[], tuple[stall_status.GroupStatus, ...]] | None = None
         self.on_device = False
         self._rank = rank
-        self._timeout_s = timeout_s if timeout_s > 0 else math.inf
         self._extra_s = 0.0
         self._report_path = report_path
         self._gil_slack_s = gil_slack_s
@@ -186,7 +189,15 @@ class Watchdog:
             self.microbatch = None
         if microbatch is not None:
             self.microbatch = microbatch
-        self.last_change = time.monotonic()
+        self.moved()
+
+    def moved(self) -> float:
+        """Note a transition; gives its monotonic time, seconds."""
+        now = time.monotonic()
+        if not self._extra_s:
+            self.longest_s = max(self.longest_s, now - self.last_change)
+        self.last_change = now
+        return now
 
     def waiting(self, what: str, *, peers: RankSource = None, group: RankSource = None, on_loader: bool = False,
                 is_work: bool = False, **details: object) -> Wait:
@@ -213,13 +224,13 @@ class Watchdog:
         `math.inf` pauses the watchdog.
         """
         outer = self._extra_s
+        self.moved()
         self._extra_s = max(outer, seconds)
-        self.last_change = time.monotonic()
         try:
             yield
         finally:
             # In this order, the reverse of `time_left`'s: the shorter limit must never meet the phase's own age.
-            self.last_change = time.monotonic()
+            self.moved()
             self._extra_s = outer
 
     def time_left(self, usual_s: float, since: float = -math.inf) -> float:
@@ -303,8 +314,9 @@ class Watchdog:
         while not self._closed.is_set():
             if self.schedule is not None and (now := self.schedule()) != seen:
                 # A pass has come to its end, which nobody tells: they may be many between two waits.
-                seen, self.last_change = now, time.monotonic()
-            left_s = self.time_left(self._timeout_s)
+                seen = now
+                self.moved()
+            left_s = self.time_left(self.timeout_s)
             if left_s <= 0 or self._stalled_elsewhere.is_set():
                 self._leave(fired=left_s <= 0)
             if math.isinf(left_s):

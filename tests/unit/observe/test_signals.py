@@ -79,6 +79,27 @@ print(name)
     assert (process.returncode, out, error) == (0, "SIGTERM\n", "")
 
 
+def test_the_grace_is_twice_what_a_part_of_the_run_has_taken(start):
+    process = ready(start(PRELUDE + "watchdog.longest_s = 1.5\n" + READY + """
+while not stop.requested:
+    time.sleep(0.05)
+watchdog.progress()
+time.sleep(1.5)  # longer than the least grace
+watchdog.progress()
+print(stop.name)
+stop.close()
+"""))
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate()
+    assert (process.returncode, out, error) == (0, "SIGTERM\n", "")
+
+
+def test_no_part_of_the_run_stretches_the_grace_beyond_the_limit_of_the_watchdog(start):
+    process = ready(start(PRELUDE + "watchdog.longest_s, watchdog.timeout_s = 1e6, 1.0\n" + EVENT + READY + BLOCK))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+
+
 def test_sigint_once_is_a_request_and_twice_an_exit(start):
     process = ready(start(PRELUDE.replace("0.5", "600") + READY + EVENT + """
 while not stop.requested:

@@ -40,6 +40,26 @@ blocked_in_the_bridge()
     assert report.read_text() == error
 
 
+def test_the_longest_time_without_progress_leaves_out_phases_with_a_limit_of_their_own(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("mimo.observe.watchdog.time.monotonic", lambda: now)
+    watchdog = Watchdog(0, WHO)
+    steps = [(3, lambda: watchdog.progress(iteration=1)), (1, lambda: watchdog.progress(microbatch=0))]
+    for seconds, tell in steps:
+        now += seconds
+        tell()
+    assert watchdog.longest_s == 3
+    with watchdog.waiting("the bridge"):
+        now += 4
+    assert watchdog.longest_s == 4
+    now += 5
+    with watchdog.limit(600), watchdog.waiting("checkpoint"):
+        now += 300
+        watchdog.progress()
+        now += 300
+    assert (watchdog.longest_s, watchdog.last_change) == (5, now)
+
+
 def test_stall_outside_every_wait(start):
     process = start(STALL + "time.sleep(600)")
     _, error = process.communicate()
