@@ -187,7 +187,7 @@ class LaneReader(Protocol):
         ...
 
     def state_dict(self, mark: Any) -> dict[int, dict[str, Any]]:
-        """State of each of its lanes, of plain objects, at one of the last 6 marks: so far ahead may it be read."""
+        """State of each of its lanes, of plain objects, at one of the last 6 marks; asked for with every mark."""
         ...
 
     def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
