@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -84,6 +86,28 @@ def test_every_group_has_the_limit_that_the_flags_ask_for(pool, tmp_path, entry,
         assert of_host > 3 * timedelta(seconds=MAX_TIMEOUT_S)
         assert len(others) > 10
         assert set(others) == {timedelta(seconds=expected_s)}
+
+
+NEVER_WATCHED = """
+import sys, time
+from mimo.platform import get_platform
+get_platform("cpu")
+from mimo.config.validate import validate
+from mimo.training import run
+from tests.support.equality import parse_config
+run.START_LIMIT_S = 1.0
+config = parse_config("--layout", "colocated", "--run-dir", sys.argv[1])
+run.launch(config, validate(config, 1), lambda config, grids, platform: time.sleep(600))
+"""
+
+
+def test_a_rank_that_hangs_before_it_has_a_watchdog_ends_with_its_stacks(tmp_path, pytestconfig):
+    environment = {**os.environ, "PYTHONPATH": str(pytestconfig.rootpath), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", NEVER_WATCHED, str(tmp_path)], env=environment, capture_output=True,
+                          text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "Timeout (0:00:01)!" in done.stderr and "in _with_groups" in done.stderr
 
 
 def test_groups_of_nccl_have_it_too(pool: WorkerPool) -> None:
