@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
+
+if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu do without
+    from hypothesis import settings
+
+    # An example may take longer than 200 ms where the machine is busy, which is no reason to fail.
+    settings.register_profile("unhurried", settings(), deadline=None)
+    settings.load_profile("unhurried")
 
 # Of tests/dist, by file: every test, or those whose id has one of these words.
 FAST_DIST: dict[str, tuple[str, ...]] = {

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import hypothesis
 import pytest
 import setuptools
 from packaging.markers import Marker
@@ -142,3 +143,7 @@ def test_planning_imports_no_torch(module):
     script = f"import {module}, sys; print([name for name in ('torch', 'megatron') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_example_has_a_deadline():
+    assert hypothesis.settings().deadline is None
