@@ -145,7 +145,8 @@ class TensorBoardTracker:
         except ModuleNotFoundError as error:
             raise ValueError(f"--tensorboard-dir {folder}: the package tensorboard is not installed") from error
         self._make: Callable[[], Any] = lambda: FileWriter(str(folder), flush_secs=self.FLUSH_S)
-        self._writer, self._summary, self._reopen_at = self._make(), Summary, 0.0
+        self._summary, self._reopen_at = Summary, 0.0
+        self._writer: Any = self._make()
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
         """Add a point to each curve that has a figure here.
