@@ -136,9 +136,13 @@ def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = T
     changed, for a folder that another process may be saving into.
 
     Raises:
-        ValueError: a checkpoint is named and is not there, or not complete.
+        ValueError: a checkpoint is named and is not there, or not complete; `root` is another one than that of `step`.
     """
     if (root / METADATA).is_file():
+        if step is not None and root.name != iteration_dir(root, step).name:
+            raise ValueError(f"{flag} {root} is one checkpoint's own folder, which is not called "
+                             f"{iteration_dir(root, step).name}: leave out --ckpt-step {step}, or name the folder that "
+                             "holds the checkpoints")
         return root
     if repair:
         _restore_replaced(root)

@@ -61,6 +61,14 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
             paths.find(tmp_path, step)
 
 
+def test_a_step_and_a_checkpoints_own_folder_agree(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2, "two")
+    assert paths.find(folder, 2) == folder
+    with pytest.raises(ValueError, match=f"--load {folder} is one checkpoint's own folder, which is not called "
+                                         "iter_0000004: leave out --ckpt-step 4, or"):
+        paths.find(folder, 4)
+
+
 @pytest.mark.parametrize(("keep_last", "kept"), [(1, [8]), (2, [6, 8]), (3, [4, 6, 8]), (9, [2, 4, 6, 8]),
                                                  (None, [2, 4, 6, 8])])
 def test_keep_last(tmp_path: Path, keep_last: int | None, kept: list[int]) -> None:
