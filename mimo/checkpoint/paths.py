@@ -2,15 +2,19 @@
 
 A checkpoint is written under a name of its own (`.saving_iter_0000010`) and renamed once it is complete, and one that
 is deleted loses its name first, so a folder `iter_*` is always whole. The tracker names a checkpoint once it has its
-name. Whatever interrupts a save leaves both as they were.
+name. Whatever interrupts a save leaves both as they were, and what cannot be deleted is a warning and no more.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # A data stream is named `module/lane`; what is read once for all modules has this in place of one.
@@ -21,6 +25,8 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".saving_"
 _REPLACED = ".replaced_"
 _DELETED = ".deleted_"
+# Folders that this process has warned about: a file that somebody holds open is in the way of every save.
+_warned: set[Path] = set()
 
 
 def iteration_dir(root: Path, iteration: int) -> Path:
@@ -29,7 +35,7 @@ def iteration_dir(root: Path, iteration: int) -> Path:
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """An empty folder to write a checkpoint into; what an interrupted save left behind is removed first.
+    """An empty folder to write a checkpoint into; what an interrupted save left behind is removed first, if it can be.
 
     Raises:
         OSError: the folder cannot be made.
@@ -38,7 +44,7 @@ def begin(root: Path, iteration: int) -> Path:
     _restore_replaced(root)
     for prefix in (_UNFINISHED, _REPLACED, _DELETED):
         for leftover in root.glob(f"{prefix}*"):
-            shutil.rmtree(leftover)
+            _delete(leftover)
     folder = root / f"{_UNFINISHED}{iteration_dir(root, iteration).name}"
     folder.mkdir()
     return folder
@@ -50,7 +56,11 @@ def unfinished_dir(root: Path, iteration: int) -> Path:
 
 
 def publish(root: Path, iteration: int, keep_last: int | None) -> Path:
-    """Give the written checkpoint its name, make it the latest, delete those beyond `keep_last`."""
+    """Give the written checkpoint its name, make it the latest, delete those beyond `keep_last`.
+
+    Raises:
+        OSError: it does not have its name, or is not the latest. It is both where only a deletion failed.
+    """
     written, final = unfinished_dir(root, iteration), iteration_dir(root, iteration)
     _sync_folder(written)
     replaced = root / f"{_REPLACED}{final.name}"
@@ -60,13 +70,49 @@ def publish(root: Path, iteration: int, keep_last: int | None) -> Path:
     _sync_folder(root)
     write_tracker(root, str(iteration))
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _delete(replaced)
     if keep_last is not None:
-        for old in [step for step in saved_iterations(root) if step != iteration][: -(keep_last - 1) or None]:
-            deleted = root / f"{_DELETED}{iteration_dir(root, old).name}"
-            iteration_dir(root, old).rename(deleted)
-            shutil.rmtree(deleted)
+        _delete_surplus(root, iteration, keep_last)
     return final
+
+
+def _delete_surplus(root: Path, iteration: int, keep_last: int) -> None:
+    """Keep the newest up to `iteration`. Later ones are of a run that was gone back from: not counted, not touched."""
+    steps = saved_iterations(root)
+    for old in [step for step in steps if step <= iteration][:-keep_last]:
+        _delete(iteration_dir(root, old))
+    later = [str(step) for step in steps if step > iteration]
+    if later and root not in _warned:
+        _warned.add(root)
+        logger.warning("%s: checkpoints of iterations %s are later than %d, the latest of this run: --keep-last "
+                       "neither counts nor deletes them", root, ", ".join(later), iteration)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint, or what is left of one; it loses its name first. What fails is a warning, once per path.
+
+    A file that is still open may keep its folder on a network file system, and others may delete here too.
+    """
+    problems: list[OSError] = []
+    try:
+        gone = folder
+        if not folder.name.startswith(_DELETED):
+            gone = _free_name(folder)
+            folder.rename(gone)
+        shutil.rmtree(gone, onexc=lambda _, __, error: problems.append(error))
+    except OSError as error:
+        problems.append(error)
+    remains = gone if gone.exists() else folder
+    if problems and remains.exists() and remains not in _warned:
+        _warned.add(remains)
+        logger.warning("%s could not be deleted: %s: %s", remains, type(problems[0]).__name__, problems[0])
+
+
+def _free_name(folder: Path) -> Path:
+    """What a folder that is about to be deleted is called; another one may be left there from an earlier deletion."""
+    name = folder.name.removeprefix(_UNFINISHED).removeprefix(_REPLACED)
+    names = (folder.with_name(f"{_DELETED}{name}" + (f".{number}" if number else "")) for number in itertools.count())
+    return next(each for each in names if not each.exists())
 
 
 def write_tracker(root: Path, latest: str) -> None:

@@ -18,7 +18,8 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Iterations between checkpoints; left out: only at the end and when the run is told to stop."""
     keep_last: int | None = None
-    """Complete checkpoints to keep; older ones are deleted after each save. Left out: all."""
+    """Complete checkpoints to keep; older ones are deleted after each save, later ones, of a run that --ckpt-step went
+    back from, are not. Left out: all."""
     async_save: bool = False
     """Write checkpoints in the background; training stops only while its state is copied to host memory."""
     save_optim: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,94 @@ def test_the_new_checkpoint_is_kept_among_later_ones(tmp_path: Path) -> None:
     """After --ckpt-step went back, iterations of the abandoned run may be higher."""
     save(tmp_path, 8, "eight")
     save(tmp_path, 4, "four", keep_last=1)
-    assert loaded(tmp_path) == "four" and paths.saved_iterations(tmp_path) == [4]
+    assert loaded(tmp_path) == "four" and paths.saved_iterations(tmp_path) == [4, 8]
+
+
+def test_an_abandoned_future_is_neither_counted_nor_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (50, 60, 70, 80):
+        save(tmp_path, iteration, "abandoned")
+    kept = []
+    for iteration in (55, 60, 65, 75, 90):
+        save(tmp_path, iteration, str(iteration), keep_last=2)
+        assert loaded(tmp_path) == str(iteration)
+        kept.append(paths.saved_iterations(tmp_path))
+    assert kept == [[50, 55, 60, 70, 80], [55, 60, 70, 80], [60, 65, 70, 80], [70, 75, 80], [80, 90]]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: checkpoints of iterations 60, 70, 80 are later than 55, the latest of this run: --keep-last "
+        "neither counts nor deletes them"]
+
+
+def cannot_delete(patch: pytest.MonkeyPatch, *busy: str) -> None:
+    """Files of these names cannot be removed: they are open somewhere, as NFS's .nfs files."""
+    real = os.unlink
+
+    def unlink(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(os.fspath(path)).name in busy:
+            raise OSError(errno.EBUSY, "Device or resource busy", os.fspath(path))
+        real(path, *args, **kwargs)
+
+    patch.setattr(os, "unlink", unlink)
+
+
+def test_what_cannot_be_deleted_ends_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Surplus, replaced and unfinished checkpoints: a warning each, once, and every save is complete."""
+    for iteration in (2, 4):
+        save(tmp_path, iteration, str(iteration))
+    (paths.begin(tmp_path, 6) / "weights").write_text("half")
+    with pytest.MonkeyPatch.context() as patch:
+        cannot_delete(patch, "weights")
+        save(tmp_path, 4, "4 again")
+        for iteration in (6, 8):
+            save(tmp_path, iteration, str(iteration), keep_last=1)
+            assert loaded(tmp_path) == str(iteration) and paths.saved_iterations(tmp_path) == [iteration]
+        # Deleted once more, as no remains of the first are in the way or come back as a checkpoint.
+        for content in ("8 again", "8 once more"):
+            save(tmp_path, 8, content)
+            assert loaded(tmp_path) == content
+        assert paths.find(tmp_path, None) == tmp_path / "iter_0000008"
+    remains = [f".deleted_iter_000000{name}" for name in ("2", "4", "4.1", "6", "6.1", "8", "8.1")]
+    assert names(tmp_path) == [*remains, "iter_0000008", paths.TRACKER]
+    messages = [record.getMessage() for record in caplog.records]
+    assert sorted(message.split(" could not be deleted: OSError: [Errno 16] ")[0] for message in messages) == [
+        str(tmp_path / name) for name in remains]
+    save(tmp_path, 10, "10", keep_last=1)
+    assert names(tmp_path) == ["iter_0000010", paths.TRACKER]
+
+
+def test_others_may_delete_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody's cron removes a surplus checkpoint at the same moment; or it cannot even be renamed."""
+    for iteration in (2, 4):
+        save(tmp_path, iteration, str(iteration))
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "iter_0000002":
+            shutil.rmtree(self)
+        if self.name == "iter_0000004":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        for iteration in (6, 8):
+            save(tmp_path, iteration, str(iteration), keep_last=1)
+            assert loaded(tmp_path) == str(iteration)
+    assert paths.saved_iterations(tmp_path) == [4, 8]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/iter_0000004 could not be deleted: PermissionError: [Errno 13] Permission denied: "
+        f"'{tmp_path}/iter_0000004'"]
+
+
+def test_an_unfinished_folder_that_stays_is_in_the_way_of_its_own_iteration_alone(tmp_path: Path) -> None:
+    paths.begin(tmp_path, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(PermissionError(str(self))))
+        patch.setattr(shutil, "rmtree", lambda path, **_: (_ for _ in ()).throw(PermissionError(str(path))))
+        assert paths.begin(tmp_path, 6).is_dir()
+        with pytest.raises(FileExistsError):
+            paths.begin(tmp_path, 4)
 
 
 def test_leftovers_are_removed(tmp_path: Path) -> None:
