@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import traceback
@@ -122,7 +123,7 @@ class RayCluster:
         while True:
             before = set(psutil.Process().children())
             try:
-                with _kept_signals(), _visible(self.gpus):
+                with _kept_signals(), _own_sessions(), _visible(self.gpus):
                     ray.init(**arguments, log_to_driver=False, logging_level=logging.ERROR)
                 return
             except Exception as error:  # Ray's own kinds, those of its network, and plain ones of its start
@@ -166,6 +167,24 @@ def _kept_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Ray starts its processes in the group of this one, all of which the launcher signals when a run is to stop.
+
+    The iteration needs its engine until then. Ray has the kernel end its processes with this one, whatever their group.
+    """
+    before = subprocess.Popen.__init__
+
+    def start(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
+        before(self, *arguments, **options | {"start_new_session": True})
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

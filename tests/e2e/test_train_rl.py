@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import finish, records, start_torchrun, torchrun
+from tests.support.launch import finish, records, start_torchrun, torchrun, wait_for_steps, wait_for_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -116,20 +116,21 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: st
         assert all(step["gen-kl"] > 1e-7 for step in expected[1:]) and expected[0]["gen-kl"] < 1e-9
 
 
-def test_a_launcher_that_is_told_to_stop_lets_the_iteration_end(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("placement", ["separate", "ray"])
+def test_a_launcher_that_is_told_to_stop_lets_the_iteration_end(tmp_path: Path, placement: str) -> None:
     """torchrun tells its workers' process groups; the engine is of none, and the iteration needs it."""
     process = start_torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:digits", "--train-iters", "500",
-                             "--rollout-mode", "one-step-off", "--save", str(tmp_path / "saved"), "--run-dir",
-                             str(tmp_path), script="train_rl.py")
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "metrics.jsonl").exists() or not records(tmp_path):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.2)
+                             "--rollout-mode", "one-step-off", "--engine-placement", placement, "--save",
+                             str(tmp_path / "saved"), "--run-dir", str(tmp_path), script="train_rl.py",
+                             MARK=str(tmp_path))
+    wait_for_steps(tmp_path, process, 600)
     process.send_signal(signal.SIGTERM)
     done = finish(process, 60)
     assert "stopped by SIGTERM after iteration" in done.stdout, done.stdout[-3000:]
     saved = int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == records(tmp_path)[-1]["iteration"] >= 1
+    assert wait_for_the_end(str(tmp_path)) == []
 
 
 def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.test_train_rl import FLAGS
-from tests.support.launch import records, torchrun
+from tests.support.launch import records, torchrun, wait_for_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ONE_PROCESS = [*FLAGS, "--llm-dp", "1", "--llm-ep", "1", "--train-iters", "2"]
-
-
-def marked(mark: str) -> list[str]:
-    """Command lines of the processes whose environment has a variable MARK of this value."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MARK") == mark:
-                found.append(" ".join(process.cmdline())[:200])
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
-
-
-def wait_for_the_end(mark: str) -> list[str]:
-    """What is left of a run after a while."""
-    deadline = time.monotonic() + 60
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return marked(mark)
 
 
 @pytest.mark.parametrize("placement", ["--engine-dp 2", "--engine-placement ray"])

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,6 +62,26 @@ def find_worker(launcher: int, rank: int) -> int:
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
             return int(child)
     raise LookupError(f"process {launcher} has no worker of rank {rank}")
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes whose environment has a variable MARK of this value."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARK") == mark:
+                found.append(" ".join(process.cmdline())[:200])
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def wait_for_the_end(mark: str) -> list[str]:
+    """What is left of a run after a while."""
+    deadline = time.monotonic() + 60
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return marked(mark)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

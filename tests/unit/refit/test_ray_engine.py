@@ -88,6 +88,13 @@ def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_p
     wait_for(lambda: not psutil.pid_exists(stopped.pid) or stopped.status() == psutil.STATUS_ZOMBIE)
 
 
+def test_a_signal_to_the_group_of_this_process_is_not_for_ray(tmp_path: Path) -> None:
+    with engines(tmp_path, 1) as (client,):
+        ray_itself = {each.name(): os.getpgid(each.pid) for each in psutil.Process().children()}
+        assert {"gcs_server", "raylet"} <= ray_itself.keys()
+        assert os.getpgid(0) not in {*ray_itself.values(), os.getpgid(process_of(client).pid)}
+
+
 def test_a_start_that_is_late_is_begun_again_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
