@@ -82,8 +82,7 @@ class TokenSpec:
         image_token_id: placeholder id of an image; -1: a text model, which takes no images.
         image_size: pixels a side that the encoder takes, the height where images are not square; 0 where it takes any.
         num_channels: channels of an image.
-        patch_size: pixels a side of a patch, where the encoder takes images of any size as one packed sequence of
-            patches; 0 where it takes whole images.
+        patch_size: pixels a side of a patch, where the encoder packs patches of images of any size; 0: it does not.
         size_multiple: height and width of an image are multiples of it (patch size times pixel shuffle factor).
         image_width: pixels of an image's width; 0: as `image_size`.
         max_image_size: most pixels of height and of width, where the encoder takes images of any size; 0: any.
@@ -227,15 +226,6 @@ class RoutedDataProvider(Protocol):
 
     def decode(self, config: Any, tokens: list[int]) -> str:
         """Token ids as text, for greedy samples shown to a person."""
-        ...
-
-
-@runtime_checkable
-class SkippingDataProvider(Protocol):
-    """A data set that passes over bad samples (`Sample.skipped`), up to a number."""
-
-    def max_bad_samples(self, config: Any) -> int:
-        """How many a run may pass over, over all its ranks and restarts."""
         ...
 
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from mimo.batch import Microbatch
 from mimo.checkpoint.agree import gather, raise_any
-from mimo.protocols import DataProvider, RoutedDataProvider, SkippingDataProvider
+from mimo.protocols import DataProvider, RoutedDataProvider
 from mimo.training.step import TrainerParts
 
 SHOWN = 3
+
+
+@runtime_checkable
+class SkippingDataProvider(Protocol):
+    """A data set that passes over bad samples (`mimo.protocols.Sample.skipped`), up to a number."""
+
+    def max_bad_samples(self, config: Any) -> int:
+        """How many a run may pass over, over all its ranks and restarts."""
+        ...
 
 
 def check_bad_samples(parts: TrainerParts, dataset: DataProvider | RoutedDataProvider, total: int,
