@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -63,7 +63,7 @@ class Gsm8k:
     Attributes:
         end_token_id: ends a completion.
         pad_token_id: fills rows.
-        problems: in the order of the files.
+        problems: in the order of the files, those that are left out included.
     """
 
     def __init__(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> None:
@@ -74,6 +74,7 @@ class Gsm8k:
         """
         self.problems = read_problems(config.data_path, split)
         self._config, self._split, self._seed = config, split, seed
+        self._kept = np.arange(len(self.problems))
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
 
@@ -91,6 +92,16 @@ class Gsm8k:
         self.pad_token_id: int = self.end_token_id if padding is None else padding
         self.prompt(0)  # a template that refuses it does so now
 
+    @property
+    def num_prompts(self) -> int:
+        """Problems of a pass."""
+        return len(self._kept)
+
+    def leave_out(self, keys: Collection[str]) -> None:
+        """Go on without the problems of these names; the others keep theirs."""
+        self._kept = np.array([number for number in self._kept if self._key(number) not in keys], np.int64)
+        self._order = (-1, np.empty(0, np.int64))
+
     def prompt(self, index: int) -> Prompt:
         """The problem at a place; every pass over the files has an order of its own."""
         number = self._row(index)
@@ -105,19 +116,23 @@ class Gsm8k:
             ids = self._tokenizer(text)["input_ids"]
             if ids[-1] == self.end_token_id:
                 ids = ids[:-1]
-        return Prompt(f"gsm8k/{self._split}/{number:06d}", text, tuple(ids), problem.answer,
+        return Prompt(self._key(number), text, tuple(ids), problem.answer,
                       {"question": problem.question})
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def _key(self, number: int) -> str:
+        """Name of a row."""
+        return f"gsm8k/{self._split}/{number:06d}"
+
     def _row(self, index: int) -> int:
         """Number of the row at a place."""
-        epoch, place = divmod(index, len(self.problems))
+        epoch, place = divmod(index, len(self._kept))
         if self._order[0] != epoch:
             rng = np.random.default_rng([self._seed, list(FILES).index(self._split), epoch])
-            self._order = epoch, rng.permutation(len(self.problems))
+            self._order = epoch, rng.permutation(self._kept)
         return int(self._order[1][place])
 
     def _chat(self, said: str) -> str:

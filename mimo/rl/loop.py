@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from mimo import registry
-from mimo.checkpoint.agree import from_first_rank, gather
+from mimo.checkpoint.agree import from_first_rank, gather, raise_together
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress, RunState
 from mimo.config.cli import to_toml
@@ -28,6 +28,7 @@ from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices
 from mimo.rl.colocated import SharedDevices
 from mimo.rl.engine import Engine, refit_options, start_engine
 from mimo.rl.images import ImageTokens, needs_pixels
+from mimo.rl.long_prompts import fit_prompts
 from mimo.rl.place import Place
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.prompts import PromptProvider, PromptSet
@@ -96,7 +97,12 @@ class RlLoop:
             self.watchdog.close(failed=failed)
 
     def _set_up(self) -> list[str]:
-        """Model and optimizer, at the weights that the run starts from; lines that say which these are."""
+        """Prompts, model and optimizer, at the weights that the run starts from; lines that say which these are."""
+        self._tokens = self.provider.token_spec(self.config.model_family)
+        self._images = None
+        if self.grids.layout.encoders:
+            self._images = ImageTokens.of(self.provider, self.config.model_family, self.grids.layout)
+        self._open_prompts()
         # The schedule's sequence is a packed microbatch.
         train = replace(self.config.train, seq_length=self.config.rl.max_tokens_per_microbatch)
         self.parts = parts = setup_trainer(replace(self.config, train=train), self.provider, self.grids, self.platform,
@@ -112,13 +118,21 @@ class RlLoop:
         self._reference, more = reference_policy(self.state, self.provider, self.config.rl, self.watchdog,
                                                  resumed=self.progress.iteration > 0)
         lines += more
-        self._tokens = self.provider.token_spec(self.config.model_family)
-        self._images = None
-        if self.grids.layout.encoders:
-            self._images = ImageTokens.of(self.provider, self.config.model_family, self.grids.layout)
         return lines
 
     def _start_engine(self) -> Engine | None:
+    def _open_prompts(self) -> None:
+        """Both splits, on the first rank; every rank stops where prompts are too long, before any model is built."""
+        self._splits: dict[str, PromptSet] = {}
+        error = None
+        with self.watchdog.limit(float("inf")), self.watchdog.waiting("the first rank, which measures the prompts"):
+            if self.grids.rank == 0:
+                try:
+                    self._splits = {split: self._prompts(split) for split in ("train", "valid")}
+                except ValueError as problem:
+                    error = str(problem)
+            raise_together(self.grids, error)
+
         """The engine, on the first rank."""
         self.devices = self._devices()
         self.devices.for_engine_start()
@@ -163,7 +177,12 @@ class RlLoop:
                                     self._reference)
 
     def _prompts(self, split: str) -> PromptSet:
-        return self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
+        """The prompts of a split, the same in the same order on every rank that opens them."""
+        prompts = self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
+        num_asked = (self.total_iterations * self.config.prompts_per_step if split == "train"
+                     else self.config.rl.eval_prompts)
+        fit_prompts(prompts, split, self.config, self._images, num_asked)
+        return prompts
 
     def _pixel_prompts(self) -> PromptSet | None:
         """Where this rank takes the pixels of completions from, if it encodes images."""
@@ -172,7 +191,7 @@ class RlLoop:
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
         """Prompts of a split, and how they are completed and scored."""
         config, rl, flags = self.config, self.config.rl, self.config.rollout
-        prompts = self._prompts(split)
+        prompts = self._splits[split]
         trains = split == "train"
         sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.top_p, rl.top_k, rl.completions_per_prompt,
                             stop_token_ids=(prompts.end_token_id,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -78,6 +78,20 @@ class PromptSet(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens."""
+        ...
+
+
+@runtime_checkable
+class FinitePromptSet(PromptSet, Protocol):
+    """A prompt set that goes through the same prompts again and again, each of them once a pass."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a pass: those at places 0 to `num_prompts` - 1 are all that there are."""
+        ...
+
+    def leave_out(self, keys: Collection[str]) -> None:
+        """Go on without the prompts of these names: passes are shorter, in an order that the others alone decide."""
         ...
 
 

@@ -156,7 +156,7 @@ class RolloutSource:
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
                        answer.finish_reason, self._score(prompt, answer), asked.first + place, prompt.image_sizes,
-                       self._num_image_tokens(prompt))
+                       num_image_tokens(prompt, self.images))
             for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
         return Rollouts(completions, asked.version, asked.seconds, time.perf_counter() - began)
@@ -164,8 +164,7 @@ class RolloutSource:
     def _check_length(self, prompt: Prompt) -> None:
         if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.key} has no token")
-        of_images = self._num_image_tokens(prompt)
-        length = len(prompt.token_ids) - len(prompt.image_sizes) + of_images
+        of_images, length = num_image_tokens(prompt, self.images), prompt_length(prompt, self.images)
         if length + self.sampling.max_tokens > self.seq_length:
             images = f", {of_images} of them from images" if of_images else ""
             raise ValueError(
@@ -174,19 +173,11 @@ class RolloutSource:
 
     def _check_prompt_length(self, prompt: Prompt, answers: Sequence[Rollout]) -> None:
         """Refuse answers to a prompt whose images the engine has made other numbers of tokens of than the trainer."""
-        length = len(prompt.token_ids) - len(prompt.image_sizes) + self._num_image_tokens(prompt)
+        length = prompt_length(prompt, self.images)
         for answer in answers:
             if answer.prompt_length not in (None, length):
                 raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the trainer "
                                  f"makes {length}: they do not take its {len(prompt.image_sizes)} images alike")
-
-    def _num_image_tokens(self, prompt: Prompt) -> int:
-        """Tokens that the images of a prompt become. Raises ValueError for images that the model does not take."""
-        if self.images is not None:
-            return self.images.count(prompt)
-        if prompt.image_sizes:
-            raise ValueError(f"prompt {prompt.key} has {len(prompt.image_sizes)} images, and the model takes none")
-        return 0
 
     def _score(self, prompt: Prompt, answer: Rollout) -> float:
         text = self.prompts.decode(answer.token_ids)
@@ -200,6 +191,20 @@ class RolloutSource:
                              f"{text[:200]!r}")
         self.progress()
         return score
+
+
+def num_image_tokens(prompt: Prompt, images: ImageTokens | None) -> int:
+    """Tokens that the images of a prompt become. Raises ValueError for images that the model does not take."""
+    if images is not None:
+        return images.count(prompt)
+    if prompt.image_sizes:
+        raise ValueError(f"prompt {prompt.key} has {len(prompt.image_sizes)} images, and the model takes none")
+    return 0
+
+
+def prompt_length(prompt: Prompt, images: ImageTokens | None) -> int:
+    """Tokens of a prompt, those of its images included. Raises ValueError as `num_image_tokens`."""
+    return len(prompt.token_ids) - len(prompt.image_sizes) + num_image_tokens(prompt, images)
 
 
 def draw_seed(seed: int, index: int) -> int:

@@ -50,6 +50,20 @@ def test_every_pass_has_each_problem_once_in_an_order_of_its_seed(files):
     assert len({*map(tuple, (keys[:7], keys[7:14], keys[14:]))}) > 1
 
 
+def test_problems_that_are_left_out_never_come_and_the_others_keep_their_names(files):
+    prompts = opened(files)
+    assert prompts.num_prompts == 7
+    prompts.leave_out({"gsm8k/train/000002", "gsm8k/train/000005"})
+    assert prompts.num_prompts == 5
+    shown = [prompts.prompt(index) for index in range(15)]
+    for start in (0, 5, 10):
+        assert sorted(prompt.key for prompt in shown[start:start + 5]) == [
+            f"gsm8k/train/{number:06d}" for number in (0, 1, 3, 4, 6)]
+    assert all(prompt.ground_truth == rows(7, 0)[int(prompt.key[-1])]["answer"] for prompt in shown)
+    (again := opened(files)).leave_out({"gsm8k/train/000005", "gsm8k/train/000002"})
+    assert [again.prompt(index).key for index in reversed(range(15))] == [prompt.key for prompt in shown][::-1]
+
+
 def test_held_out_problems_are_those_of_the_test_file(files):
     held_out = opened(files, "valid")
     assert {held_out.prompt(index).metadata["question"] for index in range(9)} == {

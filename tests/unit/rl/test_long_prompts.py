@@ -1,0 +1,94 @@
+"""Prompts that leave no room for a completion: refused before a run begins, or left out."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from mimo.config.cli import parse_as
+from mimo.config.rl_run import RlRunConfig
+from mimo.rl.images import ImageTokens
+from mimo.rl.long_prompts import fit_prompts
+from mimo.rl.prompts import Prompt
+
+IMAGE = 3
+IMAGES = ImageTokens({"vision": IMAGE}, lambda module, height, width: height * width, 1, 0)
+
+
+class Endless:
+    """Prompt `index` has `index + 1` tokens."""
+
+    end_token_id, pad_token_id = 2, 0
+
+    def prompt(self, index):
+        return Prompt(f"p{index}", "?", (9,) * (index + 1), "")
+
+    def decode(self, token_ids):
+        return ""
+
+
+class Finite(Endless):
+    """Prompts of some lengths, with an image of two tokens each where asked."""
+
+    def __init__(self, lengths, images=False):
+        self.lengths, self.images = dict(enumerate(lengths)), images
+
+    @property
+    def num_prompts(self):
+        return len(self.lengths)
+
+    def leave_out(self, keys):
+        self.lengths = {number: length for number, length in self.lengths.items() if f"p{number}" not in keys}
+
+    def prompt(self, index):
+        number = list(self.lengths)[index % len(self.lengths)]
+        image = {"image_sizes": ((1, 2),)} if self.images else {}
+        ids = (9,) * (self.lengths[number] - self.images) + (IMAGE,) * self.images
+        return Prompt(f"p{number}", "?", ids, "", **image)
+
+
+def config(*flags):
+    given = ["--model-provider", "causal_lm", "--seq-length", "20", "--max-completion-tokens", "12", *flags]
+    return parse_as(RlRunConfig, given, "")
+
+
+def test_long_prompts_that_a_run_comes_to_are_refused_in_one_error():
+    prompts = Finite([3, 8, 9, 4, 30, 8])
+    with pytest.raises(ValueError) as found:
+        fit_prompts(prompts, "train", config(), None, 100)
+    assert str(found.value) == (
+        "2 of 6 prompts of the train split of arithmetic have more than the 8 tokens that --seq-length 20 leaves "
+        "beside --max-completion-tokens 12; the longest, p4, has 30: give --seq-length 42 or more, or "
+        "--skip-long-prompts")
+    with pytest.raises(ValueError, match="^1 of 4 prompts of the valid split .* p2, has 9: give --seq-length 21 or"):
+        fit_prompts(prompts, "valid", config(), None, 4)
+    fit_prompts(prompts, "train", config(), None, 2)
+    assert prompts.num_prompts == 6
+
+
+def test_the_seq_length_that_is_asked_for_is_enough():
+    fit_prompts(Finite([3, 8, 9, 4, 30, 8]), "train", config("--seq-length", "42"), None, 100)
+
+
+@pytest.mark.parametrize("num_asked", [0, 2, 100])
+def test_they_are_left_out_on_request_however_far_the_run_goes(num_asked, caplog):
+    prompts = Finite([3, 8, 9, 4, 30, 8])
+    with caplog.at_level(logging.INFO, "mimo.rl"):
+        fit_prompts(prompts, "train", config("--skip-long-prompts"), None, num_asked)
+    assert list(prompts.lengths) == [0, 1, 3, 5]
+    assert "--skip-long-prompts: 2 of 6 prompts of the train split" in caplog.text
+
+
+def test_tokens_of_images_count():
+    fit_prompts(Finite([7, 7], images=True), "train", config(), IMAGES, 2)
+    with pytest.raises(ValueError, match="p1, has 9: give --seq-length 21"):
+        fit_prompts(Finite([7, 8], images=True), "train", config(), IMAGES, 2)
+
+
+def test_what_cannot_be_left_out_is_refused():
+    with pytest.raises(ValueError, match="--skip-long-prompts leaves nothing: 2 of 2 prompts"):
+        fit_prompts(Finite([9, 10]), "train", config("--skip-long-prompts"), None, 5)
+    with pytest.raises(ValueError, match="--skip-long-prompts: --dataset-provider arithmetic has no list of prompts"):
+        fit_prompts(Endless(), "train", config("--skip-long-prompts"), None, 5)
+    fit_prompts(Endless(), "train", config(), None, 50)
