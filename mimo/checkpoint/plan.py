@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from mimo.checkpoint.agree import from_first_rank, raise_any
 from mimo.grid.groups import Grids
 
 
@@ -61,13 +63,14 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
         files_per_rank: most files of a rank; they are of about the same size.
 
     Raises:
-        CheckpointingException: on rank 0; the ranks' slices of a tensor overlap or leave something out.
+        ValueError: on rank 0; the ranks' slices of a tensor overlap or leave something out.
+        ReportedElsewhereError: on the other ranks then.
     """
     tensors = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]
     # Of other tensors the wheel would plan copies, which later saves would write unchanged.
     strided = [entry.key for entry in tensors if not entry.data.is_contiguous()]
     assert not strided, f"not contiguous: {', '.join(strided)}"
-    validate_sharding_integrity(determine_global_metadata(sharded, grids.host)[1])
+    _check_slices(sharded, grids)
     by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
     state = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
     planner = torch_strategy.MCoreSavePlanner(
@@ -87,6 +90,23 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     plan = Plan(files, metadata)
     assert {tensor.data_ptr() for tensor in plan.tensors} <= {entry.data.data_ptr() for entry in tensors}
     return plan
+
+
+def _check_slices(sharded: dict[str, Any], grids: Grids) -> None:
+    """The ranks' slices make up whole tensors; else `make_plan`'s errors.
+
+    Only rank 0 learns of them: there are as many as ranks times tensors.
+    """
+    is_first = grids.rank == 0
+    slices: list[Any] | None = [None] * grids.layout.world_size if is_first else None
+    dist.gather_object([entry.without_data() for entry in nested_values(sharded)], slices, dst=0, group=grids.host)
+    error = None
+    if slices is not None:
+        try:
+            validate_sharding_integrity(slices)
+        except CheckpointingException as problem:
+            error = f"the checkpoint would not be whole: {problem}"
+    raise_any(grids, [from_first_rank(grids, error)])
 
 
 def serialized_objects(sharded: dict[str, Any]) -> dict[str, bytes]:

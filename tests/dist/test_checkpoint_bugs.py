@@ -164,6 +164,41 @@ def test_bug_3_replicas_share_the_writing(pool: WorkerPool) -> None:
     assert max(written) - min(written) <= largest and min(written) > sum(written) / 8, written
 
 
+def plan_with_a_gap(rank: int, flags: tuple[str, ...], world_size: int) -> tuple[int, str, str]:
+    """Calls that give every rank what all ranks have while a save is planned; what is said where the last rank leaves
+    a tensor out that it should write, and where nothing is wrong."""
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    from mimo.checkpoint.plan import make_plan
+    from mimo.checkpoint.state import model_entries
+    from mimo.observe.errors import ReportedElsewhereError
+
+    with started(rank, flags, world_size) as (parts, _, state, _, _), pytest.MonkeyPatch.context() as patch:
+        entries = model_entries(state, state.saved())
+        split = next(name for name, one in entries.items() if is_main_replica(one.replica_id)
+                     and tuple(one.data.shape) != tuple(one.global_shape)[-one.data.dim():])
+        calls, said, real = [], [], dist.all_gather_object
+        patch.setattr(dist, "all_gather_object", lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs)))
+        for left_out in ((split,) if rank == world_size - 1 else (), ()):
+            try:
+                make_plan({"model": {name: one for name, one in entries.items() if name not in left_out}},
+                          parts.grids, 2)
+                said.append("")
+            except (ValueError, ReportedElsewhereError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return len(calls), said[0], said[1]
+
+
+def test_slices_are_compared_on_the_first_rank_and_every_rank_learns_of_a_gap(pool: WorkerPool) -> None:
+    found = pool.run(plan_with_a_gap, ("--layout", "colocated", "--encoder-tp", "2", "--llm-tp", "2",
+                                       "--sequence-parallel"), 2, world_size=2)
+    assert [calls for calls, _, _ in found] == [0, 0]
+    assert found[0][1].startswith("ValueError: the checkpoint would not be whole: Invalid sharding pattern")
+    assert found[1][1] == "ReportedElsewhereError: rank 0 reports what is wrong"
+    assert [last for _, _, last in found] == ["", ""]
+
+
 def groups_after_load(rank: int, flags: tuple[str, ...], world_size: int, until: int
                       ) -> tuple[dict[str, np.ndarray], list[str]]:
     """State and parameter groups of this rank after training to `until`, saving there if asked."""
