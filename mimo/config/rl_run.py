@@ -27,11 +27,11 @@ class PromptDataConfig(DataConfig):
 
     dataset_provider: str = "arithmetic"
     """Prompt data set: a name (arithmetic, digits, gsm8k) or pkg.module:attr."""
-
-
     skip_long_prompts: bool = False
     """Leave out the prompts of files to which --seq-length leaves no room for --max-completion-tokens; without it they
     are refused before the run begins."""
+
+
 @dataclass(frozen=True)
 class RlRunConfig(RunConfig):
     """A run of train_rl.py: a trainer's sections, and those of the algorithm and of the engine."""

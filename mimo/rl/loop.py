@@ -120,7 +120,6 @@ class RlLoop:
         lines += more
         return lines
 
-    def _start_engine(self) -> Engine | None:
     def _open_prompts(self) -> None:
         """Both splits, on the first rank; every rank stops where prompts are too long, before any model is built."""
         self._splits: dict[str, PromptSet] = {}
@@ -133,6 +132,7 @@ class RlLoop:
                     error = str(problem)
             raise_together(self.grids, error)
 
+    def _start_engine(self) -> Engine | None:
         """The engine, on the first rank."""
         self.devices = self._devices()
         self.devices.for_engine_start()

@@ -206,8 +206,8 @@ class TrainingLoop:
             logger.log_step(self._record(result, microbatches, loader.last_wait_s, seconds, observer))
             while observer.lines:
                 logger.message(observer.lines.pop(0))
-            if result.stop_requested:
             check_bad_samples(self.parts, self.dataset, progress.bad_samples, microbatches)
+            if result.stop_requested:
                 own = stop.name or ("--exit-duration-in-mins" if over_time else None)
                 with self.watchdog.waiting("reasons to stop of all ranks"):
                     reasons = gather(self.grids, own)
