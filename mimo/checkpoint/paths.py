@@ -93,7 +93,7 @@ def _delete(folder: Path) -> None:
 
     A file that is still open may keep its folder on a network file system, and others may delete here too.
     """
-    problems: list[OSError] = []
+    problems: list[BaseException] = []
     try:
         gone = folder
         if not folder.name.startswith(_DELETED):
