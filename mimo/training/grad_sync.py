@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.transformer.moe.router import TopKRouter
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
@@ -31,6 +32,7 @@ class GradSync:
 
     def __init__(self, built: BuiltModel, grids: Grids, watchdog: Watchdog, spans: Spans) -> None:
         self.built, self.grids, self.watchdog, self.spans = built, grids, watchdog, spans
+        self._kept_biases: list[tuple[torch.Tensor, torch.Tensor]] = []
         for encoder in grids.layout.encoders:
             if encoder.name in built.wrapped:
                 start_in_order(built.wrapped[encoder.name])
@@ -48,6 +50,7 @@ class GradSync:
         The signature is the wheel's `finalize_model_grads_func`; `model`, `num_tokens` and `pg_collection` describe one
         module there and are not used.
         """
+        self._kept_biases = [(bias, bias.clone()) for bias in expert_biases(self.built.model)]
         for name, wrapped in self.built.wrapped.items():
             complete_registration(wrapped)
             with (self.watchdog.waiting("gradient reduction", module=name, group=self.grids.layout.grids[name].ranks),
@@ -55,6 +58,11 @@ class GradSync:
                 finalize_model_grads(
                     [wrapped], None, pg_collection=self.grids.collections[name], force_all_reduce=force_all_reduce
                 )
+
+    def undo_expert_biases(self) -> None:
+        """Put the routers' expert biases back to what they were before `finalize`: the step is not taken."""
+        for bias, kept in self._kept_biases:
+            bias.copy_(kept)
 
     def scale(self, num_tokens: torch.Tensor, participants: dict[str, torch.Tensor] | None = None) -> None:
         """Divide every gradient by the global number of target tokens.
@@ -70,6 +78,11 @@ class GradSync:
             if participants is not None and name in participants:
                 own_factor = factor * participation_correction(participants[name], self.grids.layout.grids[name].dp)
             wrapped.scale_gradients(own_factor.float())
+
+
+def expert_biases(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The expert biases of a rank's routers, which `GradSync.finalize` moves beside the optimizer."""
+    return [part.expert_bias for part in model.modules() if isinstance(part, TopKRouter) and part.enable_expert_bias]
 
 
 def participation_correction(participants: torch.Tensor, dp: int) -> torch.Tensor:

@@ -228,6 +228,8 @@ def train_step(
         success, grad_norm, num_zeros = parts.optimizer.step()
     if success:
         parts.scheduler.step(parts.config.train.global_batch_size)
+    else:
+        parts.grad_sync.undo_expert_biases()
     return StepResult(loss, int(num_tokens), int(text_tokens), int(image_tokens), success, grad_norm, num_zeros,
                       stop > 0, _work_of(parts, totals), int(bad_samples), int(unbalanced))
 

@@ -360,6 +360,42 @@ def test_bug_28_a_bad_gradient_on_one_rank_skips_the_step_on_all(pool: WorkerPoo
         assert len({*prints}) == 3
 
 
+def skip_with_router_bias(rank: int) -> list[dict[int, Any]]:
+    """Expert biases before the first step, after it, and after a second one in which the first lane has a NaN."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from mimo.training.step import train_step
+    from tests.support import equality, policy_moe
+
+    config = equality.parse([*policy_moe.FLAGS, "--llm-dp", "2", "--seq-length", "24", "--mock-max-length", "20"])
+    parts = equality.make_trainer(config, equality.validate(config, 2))
+    loader = equality.make_loader(config, parts.grids.layout, rank)
+    routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
+    step, spoils = parts.optimizer.step, iter((False, True))
+
+    def spoiled_step() -> Any:
+        if next(spoils) and rank == 0:
+            (wrapped,) = parts.built.wrapped.values()
+            wrapped.buffers[0].buckets[0].grad_data[0] = float("nan")
+        return step()
+
+    parts.optimizer.step = spoiled_step
+    biases = [{layer: router.expert_bias.clone() for layer, router in routers.items()}]
+    for taken in (True, False):
+        assert train_step(parts, loader.next_step()).success is taken
+        biases.append({layer: router.expert_bias.clone() for layer, router in routers.items()})
+    loader.close()
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return biases
+
+
+def test_bug_28_a_skipped_step_leaves_the_routers_expert_bias(pool: WorkerPool) -> None:
+    for before, taken, skipped in pool.run(skip_with_router_bias, world_size=2):
+        (layer,) = before
+        assert (taken[layer] != before[layer]).any() and (skipped[layer] == taken[layer]).all()
+
+
 # 29: overlapped reduction of encoder gradients, with no image in the last microbatch of a rank
 
 def test_bug_29_overlap_with_images_absent_on_some_encoder_ranks(pool: WorkerPool) -> None:
