@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -63,7 +64,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     sections["model_family"] = _config_type(registry.model_provider(str(model)), f"--model-provider {model}")
     sections["dataset"] = _config_type(run_type.find_dataset(str(dataset)), f"--dataset-provider {dataset}")
     _refuse_shared_names({"files": FileConfig, **sections})
-    instances = _apply_files(sections, files)
+    instances = _apply_files(sections, files, run_type.family_defaults)
     titles = {"model_family": f"{model} model" if model in registry.MODEL_PROVIDERS else "model-family",
               "dataset": f"{dataset} data" if ":" not in str(dataset) else "dataset"}
     flags = _parse_flags(instances, titles, argv, description)
@@ -138,13 +139,16 @@ def _refuse_shared_names(sections: dict[str, type]) -> None:
             owners[name] = section
 
 
-def _apply_files(sections: dict[str, type], files: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Section instances with the values of the files over the defaults."""
+def _apply_files(sections: dict[str, type], files: list[tuple[str, dict[str, Any]]],
+                 family_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Section instances with the values of the files over the defaults, those of the model family over its own."""
     owners = {name: (title, annotation) for title, section in sections.items()
               for name, annotation in toml_file.typed_fields(section).items()}
     toml_file.check_known({name: path for path, values in files for name in values if name not in owners},
                           list(owners))
     changes: dict[str, dict[str, Any]] = {title: {} for title in sections}
+    family_fields = toml_file.typed_fields(sections["model_family"])
+    changes["model_family"] |= {name: value for name, value in family_defaults.items() if name in family_fields}
     for path, values in files:
         for name, value in values.items():
             title, annotation = owners[name]

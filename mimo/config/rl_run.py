@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from mimo import registry
 from mimo.config import rl
@@ -35,6 +37,9 @@ class PromptDataConfig(DataConfig):
 @dataclass(frozen=True)
 class RlRunConfig(RunConfig):
     """A run of train_rl.py: a trainer's sections, and those of the algorithm and of the engine."""
+
+    # Each step of that size would move the routing of a trained model, whatever its reward.
+    family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_router_bias_update_rate": 0.0})
 
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     rl: RlConfig = field(default_factory=RlConfig)
@@ -90,7 +95,10 @@ def _check_engine_model(config: RlRunConfig) -> None:
         _refuse(not isinstance(provider, ImageProcessorProvider),
                 f"--model-provider {name} has no image processor for the rollout engine (check_processor)")
         provider.check_processor(config.model_family)
-    provider.hf_config(config.model_family)
+    depths = provider.hf_config(config.model_family).get("num_nextn_predict_layers")
+    _refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
+            "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "
+            "with num_nextn_predict_layers 0: loading passes over their weights")
 
 
 def _check_batch(config: RlRunConfig) -> None:
@@ -143,7 +151,9 @@ def _refuse_missing(config: RlRunConfig) -> None:
             f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
             "step are not known before the present one is over; leave it out")
     _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
-    for name in ("profile_steps", "timeline_interval"):
+    _refuse(not config.observe.timeline, "--no-timeline is for train_hetero.py: no timeline is recorded here; leave it "
+            "out")
+    for name in ("profile_steps", "timeline_interval", "peak_tflops"):
         given = vars(config.observe)[name]
         _refuse(bool(given), f"--{name.replace('_', '-')} {given} is for train_hetero.py; leave it out")
     family = vars(config.model_family)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from mimo import registry
 from mimo.config.checkpoint import CheckpointConfig
@@ -21,9 +23,12 @@ class RunConfig:
     """A run: one section per concern, plus the provider's and the data set's own flags.
 
     Attributes:
+        family_defaults: defaults of the model provider's fields that are others in this kind of run, where it has them.
         model_family: an instance of the model provider's `Config`.
         dataset: an instance of the data provider's `Config`.
     """
+
+    family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     train: TrainConfig = field(default_factory=TrainConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from mimo import registry
 from mimo.config.cli import parse_as, to_toml
 from mimo.config.rl import RlConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
@@ -53,9 +56,9 @@ def test_names_of_flags_are_those_of_no_other_section():
     ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
     ("--engine-tp 0", "--engine-tp 0 is below 1"),
     ("--engine-kv-cache-mib 0", "--engine-kv-cache-mib 0 is below 1"),
-    ("--rollout-timeout-s 0", "--rollout-timeout-s 0.0 is not above 0 and at most 1700"),
+    ("--rollout-timeout-s 0", "--rollout-timeout-s 0.0 is not above 0 and at most 604800"),
     ("--engine-start-timeout-s nan", "--engine-start-timeout-s nan is not above 0"),
-    ("--refit-timeout-s 1e4", "--refit-timeout-s 10000.0 is not above 0 and at most 1700"),
+    ("--refit-timeout-s 1e6", "--refit-timeout-s 1000000.0 is not above 0 and at most 604800"),
     ("--temperature 0", "--temperature 0.0 is not a number above 0"),
     ("--top-p 0.9 --importance-correction none", "--top-p 0.9 with --importance-correction none: rollouts then come"),
     ("--ref-load x", "--ref-load x with --kl-coeff 0, which needs no reference policy"),
@@ -74,6 +77,8 @@ def test_names_of_flags_are_those_of_no_other_section():
     ("--encoder-prefetch-depth 2", "--encoder-prefetch-depth 2 is for train_hetero.py: the prompts of the next step"),
     ("--profile-steps 1:2", "--profile-steps 1:2 is for train_hetero.py"),
     ("--timeline-interval 5", "--timeline-interval 5 is for train_hetero.py"),
+    ("--no-timeline", "--no-timeline is for train_hetero.py"),
+    ("--peak-tflops 900", "--peak-tflops 900.0 is for train_hetero.py"),
     ("--lane-loader per-lane", "--lane-loader per-lane: the first rank reads the prompts"),
     ("--dataset-provider digit", "--dataset-provider digit: unknown; built in are arithmetic, digits"),
     ("--dataset-provider digits", "--digits-text-only-fraction 0.3: the model takes no images; set it to 1"),
@@ -131,3 +136,31 @@ def test_an_engine_is_none_of_the_launchers_workers(monkeypatch):
         signal.signal(signal.SIGINT, before)
     assert "RANK" not in os.environ and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     assert "MASTER_ADDR" not in os.environ and os.environ["HF_TOKEN_PATH"] == "kept"
+
+
+HYBRID = ["--model-provider", "nemotron_h", *FLAGS[FLAGS.index("--num-layers") + 2:], "--kv-channels", "32",
+          "--num-query-groups", "1", "--mamba-num-heads", "4", "--mamba-head-dim", "8", "--mamba-num-groups", "2"]
+
+
+def test_routers_keep_their_expert_bias_unless_a_rate_is_given(tmp_path):
+    def rate(*flags: str, run_type: type[RunConfig] = RlRunConfig) -> float:
+        config = parse_as(run_type, ["--model-provider", "nemotron_h", *flags], "")
+        return config.model_family.moe_router_bias_update_rate
+
+    assert rate() == 0 and rate(run_type=RunConfig) == 1e-3
+    assert rate("--moe-router-bias-update-rate", "1e-3") == 1e-3
+    (tmp_path / "rate.toml").write_text("moe-router-bias-update-rate = 0.002")
+    assert rate("--config", str(tmp_path / "rate.toml")) == 0.002
+    parsed()  # a family without the flag
+
+
+def test_multi_token_prediction_of_a_config_json_is_refused(tmp_path):
+    """The flags then say nothing of it: sizes come from the file."""
+    sizes = registry.model_provider("nemotron_h").hf_config(parse_as(
+        RlRunConfig, [*HYBRID, "--hybrid-layer-pattern", "M*/*"], DESCRIPTION).model_family)
+    for depths, refused in ((1, True), (0, False)):
+        (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_nextn_predict_layers": depths}))
+        config = parse_as(RlRunConfig, [*HYBRID, "--hf-config", str(tmp_path)], DESCRIPTION)
+        with pytest.raises(ValueError, match="has num_nextn_predict_layers 1, layers of multi-token prediction") if (
+                refused) else contextlib.nullcontext():
+            validate_rl(config, 1)
