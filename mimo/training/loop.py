@@ -32,6 +32,7 @@ from mimo.training.bad_samples import check_bad_samples
 from mimo.training.balance import image_tokens, imbalance
 from mimo.training.data import open_loader
 from mimo.training.evaluate import Evaluation, evaluate
+from mimo.training.garbage import kept_objects
 from mimo.training.generate import greedy_decode
 from mimo.training.loader import StepLoader
 from mimo.training.moe_metrics import TRACKED, count_moe_layers, moe_losses
@@ -94,7 +95,8 @@ class TrainingLoop:
             STARTUP.enter(Phase.DATA)
             loader = self._open("train", prefetch=True)
             logger = self._start(loader)
-            stopped = self._train(loader, logger, stop, began)
+            with kept_objects():
+                stopped = self._train(loader, logger, stop, began)
             self._save(loader)
             if self.saver is not None:
                 self.saver.finish()
@@ -178,6 +180,7 @@ class TrainingLoop:
                                                       progress.iteration + 1, self.total_iterations)
         first = progress.iteration + 1
         STARTUP.enter(Phase.DATA)
+        self.watchdog.longest_s = 0.0  # the start says nothing of an iteration
         while progress.iteration < self.total_iterations:
             observer.begin_step()
             begin = time.perf_counter()

@@ -1,0 +1,28 @@
+"""What the garbage collector looks at while a run trains."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from mimo.training.garbage import kept_objects
+
+
+class Node:
+    """Refers to itself, so that only a collection ends it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_exists_is_passed_over_until_the_end() -> None:
+    before = Node()
+    early = weakref.ref(before)
+    with kept_objects():
+        late = weakref.ref(Node())
+        del before
+        gc.collect()
+        assert late() is None, "what came later is collected"
+        assert early() is not None, "what was there is not looked at"
+    gc.collect()
+    assert early() is None and gc.get_freeze_count() == 0
