@@ -58,6 +58,7 @@ class TextBatch:
         unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
         lengths: of each row, the tokens of each of its sequences, padding excluded.
         image_lengths: for each encoder module, the image tokens of each image.
+        padding: bool `[b, s]`, True at padding that is to leave routers as they are; None: nothing is.
     """
 
     keys: tuple[str, ...]
@@ -73,6 +74,7 @@ class TextBatch:
     unbalanced_image_tokens: int = 0
     lengths: tuple[tuple[int, ...], ...] = ()
     image_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    padding: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TextBatch:
         """The same batch with its tensors on `device` (asynchronous from pinned memory)."""

@@ -18,6 +18,7 @@ from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.fused_gradients import accumulate_into_main_grad
 from mimo.model.mimo_model import HeteroModel
+from mimo.model.padded_routing import install_padded_routing
 from mimo.model.residency import Residency
 from mimo.model.rotary import install_packed_rotary
 from mimo.model.split_qkv import install_split
@@ -92,6 +93,7 @@ def build_model(
     `watchdog` and `spans`, if any, are told what the model does.
     """
     install_packed_rotary()
+    install_padded_routing()
     install_split()
     impl = layer_impl(config, platform)
     logger.info(

@@ -146,9 +146,21 @@ class HeteroModel(MimoModel):
             decoder_input=embeddings,
             labels=labels if with_labels else None,
             packed_seq_params=packed_seq_params(packed),
+            padding_mask=self._padding(text),
             **({"mtp_inputs": MtpInputs.of(text)} if self.mtp is not None and with_labels else {}),
         )
         return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
+
+    def _padding(self, text: TextBatch) -> torch.Tensor | None:
+        """Padding in this rank's part of the rows, bool `[b, s / tp]`, that routers leave out; None for none."""
+        config = self.config
+        if text.padding is None or not config.num_moe_experts:
+            return None
+        if not config.sequence_parallel:
+            return text.padding
+        # The wheel takes the part of the row itself only where it embeds the tokens, too.
+        group = self.grids.collections[LANGUAGE].tp
+        return text.padding.chunk(group.size(), dim=1)[group.rank()]
 
     def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Word embeddings with each placeholder replaced by its encoder row, `[s, b, hidden]`."""

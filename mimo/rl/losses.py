@@ -6,6 +6,7 @@ The schedule divides gradients by the count of all microbatches and ranks togeth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,11 @@ def loss_metrics(totals: Totals) -> dict[str, float]:
     """Totals of the global batch as figures for the report: the loss by its own divisor, the others by tokens."""
     means = {name: totals.mean(name) for name in LOSS_SUMS if name not in ("loss", "loss_count", "tokens")}
     return {"loss": totals.mean("loss", "loss_count")} | means
+
+
+def loss_count(config: RlConfig, completion_lengths: Sequence[int]) -> int:
+    """The divisor of a batch whose completions have so many tokens: the sum of those of `token_weights`."""
+    return sum(completion_lengths) if config.loss_aggregation == "token-mean" else len(completion_lengths)
 
 
 def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tensor, torch.Tensor]:

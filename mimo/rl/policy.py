@@ -6,13 +6,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.config.rl import RlConfig
@@ -34,7 +35,7 @@ from mimo.rl.importance import (
 )
 from mimo.rl.kl import kl_of_sequences
 from mimo.rl.logprobs import log_probs
-from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_metrics, policy_loss
+from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_count, loss_metrics, policy_loss
 from mimo.rl.prompts import PromptSet
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
@@ -42,6 +43,8 @@ from mimo.rl.rows import PackedRows, pack_rows
 from mimo.rl.sampled import SampledTokens
 from mimo.rl.totals import Totals, add_totals
 from mimo.rl.vocab import VocabShard, log_normaliser
+from mimo.training.memory import peak_memory_bytes
+from mimo.training.moe_metrics import MoeLosses
 from mimo.training.step import TrainerParts, run_schedule
 
 Consume = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
@@ -60,6 +63,8 @@ class PolicyResult:
         num_tokens: of all sequences, prompts included.
         log_probs_s: seconds of the forward pass before the update.
         reference_s: seconds of that of the reference policy, the exchange of weights included; 0 without one.
+        moe_losses: load-balancing losses, as `mimo.training.moe_metrics` gives them; on language ranks alone.
+        peak_memory_bytes: by module, the highest of any of its ranks so far.
     """
 
     metrics: dict[str, float]
@@ -70,6 +75,8 @@ class PolicyResult:
     num_tokens: int
     log_probs_s: float = 0.0
     reference_s: float = 0.0
+    moe_losses: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -138,6 +145,8 @@ class PolicyTrainer:
         self.reference = reference
         groups, layout = parts.grids.collections.get(LANGUAGE), parts.grids.layout
         self._shard = VocabShard(vocab_size, groups.tp if groups is not None else None, config.temperature)
+        self._moe_losses = MoeLosses(parts.built.model, groups, parts.platform.device,
+                                     per_layer=parts.config.observe.moe_per_layer_logging)
         self._encoders = None
         if images is not None:
             self._encoders = EncoderSide(images, layout, parts.grids.rank, parts.config.lane_rows, prompts,
@@ -163,8 +172,10 @@ class PolicyTrainer:
             wrapped.zero_grad_buffer()
         parts.optimizer.zero_grad()
         totals: list[Totals] = []
+        count = self._scale_aux_losses(completions)
         self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), forward_only=False)
         everywhere = self._over_world(totals)
+        assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         parts.grad_sync.scale(everywhere.sums["loss_count"])
         metrics = loss_metrics(everywhere) | mismatch_metrics(everywhere) | penalty
         if self.reference is None:
@@ -175,8 +186,13 @@ class PolicyTrainer:
             success, grad_norm, num_zeros = parts.optimizer.step()
         if success:
             parts.scheduler.step(parts.config.train.global_batch_size)
+        else:
+            parts.grad_sync.undo_expert_biases()
+        with parts.watchdog.waiting("load-balancing losses and memory of all ranks"):
+            moe_losses = self._moe_losses.take(len(microbatches))
+            peaks = peak_memory_bytes(parts.grids, parts.platform)
         return PolicyResult(metrics, success, grad_norm, num_zeros, len(microbatches),
-                            sum(each.length for each in completions), fixed.old_s, fixed.reference_s)
+                            sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks)
 
     def microbatches(self, completions: Sequence[Completion]) -> list[PolicyMicrobatch]:
         """This rank's share of a global batch.
@@ -199,12 +215,17 @@ class PolicyTrainer:
         return [self._pack(members, [completions[member] for member in members], batches)
                 for members, batches in zip(own, encoders, strict=True)]
 
-    def old_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> list[torch.Tensor]:
-        """Log-probs of the policy as it is, `[t]` of each microbatch; empty but on the last stage. Collective."""
+    def old_log_probs(self, microbatches: Sequence[PolicyMicrobatch],
+                      temperature: float | None = None) -> list[torch.Tensor]:
+        """Log-probs of the policy as it is, `[t]` of each microbatch; empty but on the last stage. Collective.
+
+        `temperature` is in place of --temperature.
+        """
         found: list[torch.Tensor] = []
+        shard = self._shard if temperature is None else replace(self._shard, temperature=temperature)
 
         def collect(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-            found.append(log_probs(logits, microbatches[index].labels, self._shard)[0].detach())
+            found.append(log_probs(logits, microbatches[index].labels, shard)[0].detach())
             return found[-1].sum(), torch.ones((), dtype=torch.int32, device=logits.device), None
 
         model = self.parts.built.model
@@ -213,6 +234,17 @@ class PolicyTrainer:
             self._run(microbatches, collect, forward_only=True)
         set_training(model, True)
         return found
+
+    def _scale_aux_losses(self, completions: Sequence[Completion]) -> int:
+        """Have load-balancing losses weigh the same however the policy loss is averaged; returns its divisor.
+
+        Routers multiply them by the tokens of a microbatch, and gradients are divided by the divisor of the policy
+        loss: with the factor set here, what remains is their mean over the tokens of the global batch.
+        """
+        count = loss_count(self.config, [len(each.token_ids) for each in completions])
+        scale = torch.full((1,), count / sum(each.length for each in completions))
+        get_model_config(self.parts.built.model).moe_grad_scale_func = lambda: scale
+        return count
 
     def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:
         """Log-probs that the update does not change. Collective."""
@@ -292,7 +324,8 @@ class PolicyTrainer:
 
     def _text(self, packed: PackedRows, completions: Sequence[Completion], prompts: Sequence[np.ndarray]) -> TextBatch:
         """Packed rows as the language side of a microbatch; its own labels and loss mask are not used."""
-        length = packed.input_ids.shape[1]
+        length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
+        padding = (torch.arange(length) >= num_tokens)[None] if num_tokens < length else None
         keys: tuple[str, ...] = ("packed",)
         counts: dict[str, tuple[int, ...]] = {}
         placeholders: dict[str, torch.Tensor] = {}
@@ -300,7 +333,7 @@ class PolicyTrainer:
             keys, counts = self.images.text_parts(completions, self.parts.config.lane_rows)
             placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
         return TextBatch(keys, counts, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length),
-                         packed.position_ids, placeholders, sum(each.length for each in completions), packed.packed)
+                         packed.position_ids, placeholders, num_tokens, packed.packed, padding=padding)
 
     def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         """What a rank without the language model takes."""

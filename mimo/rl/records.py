@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from mimo.observe.trackers import Value
@@ -32,6 +32,9 @@ class PolicyRecord:
             reward, rollout-wait (of the trainer, for all of these), log-probs, reference (its log-probs, where there is
             one), update, and the whole iteration; beside it checkpoint, for which training stood still
             since the iteration before, where it did.
+        moe_losses: load-balancing losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers,
+            microbatches and data-parallel ranks; with per-layer logging also `moe/<name>_layer_<i>`.
+        peak_memory_bytes: by module, the highest memory of any of its ranks.
     """
 
     iteration: int
@@ -49,6 +52,8 @@ class PolicyRecord:
     figures: Mapping[str, float]
     refit_bytes: int
     seconds: Mapping[str, float]
+    moe_losses: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:
@@ -72,6 +77,8 @@ class PolicyRecord:
             "iteration-time": self.seconds["iteration"],
             **{f"{part}-s": seconds for part, seconds in self.seconds.items() if part != "iteration"},
             "refit-bytes": self.refit_bytes,
+            **self.moe_losses,
+            **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},
             "skipped-iterations": self.skipped_iterations,
             "success": self.success,
         }

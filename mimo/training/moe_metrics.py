@@ -6,6 +6,8 @@ the data-parallel group and averages with an operation gloo does not have, so th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,6 +20,33 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
+
+
+class MoeLosses:
+    """Reads the recorded losses of a run, step by step. Made collectively by the language grid's pipeline stages.
+
+    Args:
+        model: of this rank.
+        groups: the language grid's process groups; None on a rank that has no part of it, which reads nothing.
+        device: where the model is.
+        per_layer: also give the losses of each layer.
+    """
+
+    def __init__(self, model: Any, groups: ProcessGroupCollection | None, device: torch.device, *,
+                 per_layer: bool) -> None:
+        self._groups, self._per_layer, self._config = groups, per_layer, model.config
+        self._num_moe_layers = 0 if groups is None else count_moe_layers(model.language_model, groups, device)
+
+    def take(self, num_microbatches: int) -> dict[str, float]:
+        """Losses of the forward passes since the last call, empty without experts. Collective over it."""
+        if self._groups is None or not self._num_moe_layers:
+            return {}
+        config, kinds = self._config, self._config.moe_router_load_balancing_type
+        names = tuple(TRACKED[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in TRACKED)
+        return moe_losses(
+            self._groups, num_layers=config.num_layers + (config.mtp_num_layers or 0),
+            num_moe_layers=self._num_moe_layers, num_microbatches=num_microbatches, names=names,
+            per_layer=self._per_layer)
 
 
 def count_moe_layers(language_model: torch.nn.Module, groups: ProcessGroupCollection, device: torch.device) -> int:
@@ -36,7 +65,7 @@ def moe_losses(
     names: tuple[str, ...],
     per_layer: bool,
 ) -> dict[str, float]:
-    """Read and clear the recorded losses. Collective over the language grid's pp and dp groups.
+    """Read and clear the recorded losses. Collective over the language grid's pp, tp and dp groups.
 
     Args:
         groups: the language grid's process groups.
@@ -51,11 +80,10 @@ def moe_losses(
     losses: dict[str, float] = {}
     for name in names:
         tracker.ensure_initialized(name, num_layers, device=torch.cuda.current_device())
-        entry = tracker.metrics[name]
-        values = entry.values.clone()
+        values = tracker.metrics[name].values.clone()
         dist.all_reduce(values, group=groups.pp)
-        if entry.reduce_group is not None:
-            dist.all_reduce(values, group=entry.reduce_group)
+        # Each rank recorded its part. The tracker knows of whose sum only on stages that have a router.
+        dist.all_reduce(values, group=groups.tp_dp_cp if name == TRACKED["global_aux_loss"] else groups.tp_cp)
         dist.all_reduce(values, group=groups.dp_cp)
         layers = (values / (groups.dp_cp.size() * num_microbatches)).tolist()
         losses[name] = sum(layers) / max(num_moe_layers, 1)

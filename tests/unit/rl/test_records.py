@@ -12,7 +12,8 @@ RECORD = PolicyRecord(
     iteration=3, consumed_samples=48, skipped_iterations=0, policy_version=2, success=True, grad_norm=0.75,
     num_zeros=None, learning_rate=1e-3, batch_size=16, num_tokens=400, num_microbatches=2, world_size=4,
     figures=FIGURES, refit_bytes=1000,
-    seconds={"refit": 0.1, "rollout": 0.2, "reward": 0.0, "update": 0.3, "iteration": 1.0})
+    seconds={"refit": 0.1, "rollout": 0.2, "reward": 0.0, "update": 0.3, "iteration": 1.0},
+    moe_losses={"seq_load_balancing_loss": 1.25}, peak_memory_bytes={"language": 3000})
 
 
 def test_figures_have_the_names_of_a_training_run():
@@ -20,6 +21,7 @@ def test_figures_have_the_names_of_a_training_run():
     assert record["gen-kl"] == 2e-9 and record["reference-kl"] == 0.25 and "gen_kl" not in record
     assert record["tokens-per-s-per-gpu"] == 100 and record["iteration-time"] == 1.0 and record["update-s"] == 0.3
     assert record["policy-version"] == 2 and record["refit-bytes"] == 1000 and record["grad-norm"] == 0.75
+    assert record["seq_load_balancing_loss"] == 1.25 and record["peak-memory-bytes/language"] == 3000
     assert RECORD.headline == "reward 0.500"
 
 
