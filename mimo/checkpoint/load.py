@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,12 @@ from mimo.checkpoint.rng import restore_rng, rng_objects
 from mimo.checkpoint.state import Progress, RunState, Source, model_entries, optimizer_entries, stream_object
 from mimo.config.checkpoint import CheckpointConfig
 from mimo.observe.watchdog import Watchdog
+from mimo.protocols import LANGUAGE
+
+logger = logging.getLogger(__name__)
+
+# Keys of the layers of multi-token prediction.
+MTP = f"{LANGUAGE}.mtp."
 
 
 @dataclass
@@ -125,9 +132,10 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         fresh = _fresh_parts(state, common, held, flag) if wants_optimizer else None
         continued = [one for one in held if fresh is not None and one.saved.part not in fresh[one.saved.module]]
         entries = {"model": model_entries(state, saved), "optimizer": optimizer_entries(continued)}
-        _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer, flag=flag)
-        # Imported weights have no run whose flags could differ.
-        notes = [] if folder.name == paths.RELEASE else config_differences(common["config"], state.config)
+        notes = _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer, flag=flag,
+                       weights_only=weights_only)
+        if folder.name != paths.RELEASE:  # imported weights have no run whose flags could differ
+            notes += config_differences(common["config"], state.config)
         objects = {} if weights_only else _objects(state, flags, index, notes)
         # One replica of each weight reads it, as one wrote it, and the network carries it to the others.
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
@@ -167,7 +175,8 @@ def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -
         common, index = _open(state, folder)
         saved = state.saved()
         entries = {"model": model_entries(state, saved)}
-        _check(state, folder, common, index, entries, wants_optimizer=False, flag=flag)
+        for note in _check(state, folder, common, index, entries, wants_optimizer=False, flag=flag, weights_only=True):
+            logger.info("%s: %s", flag, note)
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
         _load(state, folder, {"model": read}, flag)
         broadcast_from_writers(saved, state.grids)
@@ -214,9 +223,14 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized],
 
 
 def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadata,
-           entries: dict[str, dict[str, ShardedTensor]], *, wants_optimizer: bool, flag: str = "--load") -> None:
-    """Compare what this run asks for with what the checkpoint holds; one error lists everything."""
-    missing, clashes = set(), set()
+           entries: dict[str, dict[str, ShardedTensor]], *, wants_optimizer: bool, weights_only: bool,
+           flag: str = "--load") -> list[str]:
+    """Compare what this run asks for with what the checkpoint holds; one error lists everything.
+
+    Returns:
+        On the first rank a note on what is passed over.
+    """
+    missing, clashes, notes = set(), set(), []
     metadata = index.state_dict_metadata
     stored = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
     requested = {entry.key: entry for group in entries.values() for entry in group.values()}
@@ -234,11 +248,17 @@ def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadat
     if state.grids.rank == 0:
         asked = set().union(*(report[2] for report in reports))
         left = {key for key in stored if key not in asked and _concerns(key, state, common, wants_optimizer)}
+        if weights_only and not any(key.startswith(MTP) for key in asked):
+            passed_over = {key for key in left if key.startswith(MTP)}
+            left -= passed_over
+            if passed_over:
+                notes.append(f"multi-token prediction ({len(passed_over)} tensors) is passed over: this run has none")
         gaps = {f"{key}: its pieces leave something out or overlap" for key in asked
                 if key in stored and not is_covered(stored[key])}
         error = _listing(f"{flag} {folder}", set().union(*(report[0] for report in reports)),
                          set().union(*(report[1] for report in reports)), left, gaps)
     raise_together(state.grids, error)
+    return notes
 
 
 def _concerns(key: str, state: RunState, common: dict[str, Any], wants_optimizer: bool) -> bool:

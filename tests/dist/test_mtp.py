@@ -96,6 +96,17 @@ def test_checkpoint_goes_on_on_another_layout(pool: WorkerPool, plain: Any, tmp_
     assert any("mtp.layers.1.eh_proj" in name for name in errors) == (model == "two-depths")
 
 
+def test_weights_load_without_multi_token_prediction(pool: WorkerPool, tmp_path: Path) -> None:
+    run(pool, "two-depths", "one-process", "--save", str(tmp_path))
+    flags = ("--hybrid-layer-pattern", "ME*-")
+    for notes in pool.run(mtp.load_weights_alone, (*flags, "--llm-pp", "2"), 2, str(tmp_path), world_size=2):
+        (note,) = [note for note in notes if "multi-token" in note]
+        assert note.startswith("multi-token prediction (") and note.endswith(" is passed over: this run has none")
+    left = r"in the checkpoint, but not in this run \(\d+\):\n(.*\n)*? +language\.mtp\."
+    with pytest.raises(RuntimeError, match=left):
+        pool.run(mtp.run_layout, (*flags, "--load", str(tmp_path)), 1, mtp.Rows(), world_size=1)
+
+
 def test_run_reports_the_losses(pool: WorkerPool, tmp_path: Path) -> None:
     """The whole loop, evaluation and MoE losses of several stages included."""
     flags = (*mtp.BASE, *MODELS["two-depths"].split(), *"--llm-pp 2 --eval-iters 1 --moe-per-layer-logging".split())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -167,6 +168,26 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, how: Rows) ->
     parts.watchdog.close()
     parts.grids.destroy()
     return outcome
+
+
+def load_weights_alone(rank: int, flags: tuple[str, ...], world_size: int, folder: str) -> list[str]:
+    """Load a checkpoint with --finetune and again as a reference policy does; notes of the first."""
+    from mimo.checkpoint import paths
+    from mimo.checkpoint.load import load_checkpoint, load_weights
+    from mimo.training.resume import run_state
+
+    config = parse_config(*flags, "--load", folder, "--finetune")
+    layout = validate(config, world_size)
+    parts = equality.make_trainer(config, layout)
+    loader = equality.make_loader(config, layout, rank)
+    state, found = run_state(parts, loader), paths.find(Path(folder), None)
+    assert found is not None
+    loaded = load_checkpoint(state, found, parts.watchdog)
+    load_weights(state, found, parts.watchdog, "--ref-load")
+    loader.close()
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return loaded.notes
 
 
 def run_loop(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> None:
