@@ -35,7 +35,7 @@ from mimo.training.evaluate import Evaluation, evaluate
 from mimo.training.garbage import kept_objects
 from mimo.training.generate import greedy_decode
 from mimo.training.loader import StepLoader
-from mimo.training.moe_metrics import TRACKED, count_moe_layers, moe_losses
+from mimo.training.moe_metrics import MoeLosses
 from mimo.training.mtp import mtp_losses
 from mimo.training.observer import StepObserver
 from mimo.training.resume import run_state, start
@@ -88,7 +88,9 @@ class TrainingLoop:
         failed = True
         try:
             self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
-            self._prepare_moe()
+            self.moe_losses = MoeLosses(
+                self.parts.built.model, self.grids.collections.get(LANGUAGE), self.platform.device,
+                per_layer=self.config.observe.moe_per_layer_logging)
             self.meter = FlopsMeter.of(self.config, self.provider, self.grids.layout,
                                        impl=layer_impl(self.config, self.platform),
                                        device_name=self.platform.device_name)
@@ -313,32 +315,9 @@ class TrainingLoop:
             optimizer_s=updates,
             timeline=observer.figures(largest_row),
             peak_memory_bytes={name: int(peak) for name, peak in peaks.items()},
-            moe_losses=self._moe_losses(),
+            moe_losses=self.moe_losses.take(num_microbatches(self.config)),
             mtp_losses=mtp_losses(self.parts.built.model.mtp, self.grids.collections.get(LANGUAGE)),
             **({} if self.meter is None else self.meter.figures(result.work, seconds)),
-        )
-
-    def _prepare_moe(self) -> None:
-        self.num_moe_layers = 0
-        model = self.parts.built.model
-        if LANGUAGE in self.grids.modules:
-            self.num_moe_layers = count_moe_layers(
-                model.language_model, self.grids.collections[LANGUAGE], self.platform.device
-            )
-
-    def _moe_losses(self) -> dict[str, float]:
-        if not self.num_moe_layers:
-            return {}
-        model_config = self.parts.built.model.config
-        kinds = model_config.moe_router_load_balancing_type
-        names = tuple(TRACKED[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in TRACKED)
-        return moe_losses(
-            self.grids.collections[LANGUAGE],
-            num_layers=model_config.num_layers + (model_config.mtp_num_layers or 0),
-            num_moe_layers=self.num_moe_layers,
-            num_microbatches=num_microbatches(self.config),
-            names=names,
-            per_layer=self.config.observe.moe_per_layer_logging,
         )
 
     def _next_step(self, loader: StepLoader) -> list[Microbatch]:
