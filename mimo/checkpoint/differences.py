@@ -41,7 +41,9 @@ def config_differences(saved: str, config: RunConfig) -> list[str]:
     before, now = (_flat({name: each[name] for name in theirs.keys() & own.keys()}) for each in (theirs, own))
     lines = []
     for name in sorted(before.keys() | now.keys()):
-        if not name.startswith("load_") and name not in _OF_A_START and before.get(name) != now.get(name):
+        # A switch that one of the two does not have is off there.
+        is_same = before.get(name, False) == now.get(name, False)
+        if not name.startswith("load_") and name not in _OF_A_START and not is_same:
             flag = "--" + name.replace("_", "-")
             lines.append(f"{flag} {_shown(now, name)} (checkpoint: {_shown(before, name)})")
     return lines

@@ -60,6 +60,7 @@ OTHER_FLAGS = {
     "--upgrade-package": "scripts/compile_requirements.sh",
     "--no-deps": "scripts/lib.sh",
     "--nproc-per-node": None,
+    "--no-build-isolation": None,
     "--address": None,
     "--num-gpus": None,
     "--shutdown-timeout": None,
