@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-# Ranks wait for one another in collectives of the host's group, which end after 1800 s.
-MAX_TIMEOUT_S = 1700.0
+from mimo.config.train import MAX_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ class RolloutConfig:
     refit_timeout_s: float = 300.0
     """Seconds of each wait while the engine takes the trainer's weights."""
     refit_verify: bool = False
-    """Compare checksums of all weights at every refit."""
+    """Compare checksums of all weights at every refit, and then the log-probs that engine and trainer give some
+    prompts."""
 
     @property
     def num_engine_workers(self) -> int:
@@ -83,8 +83,7 @@ def check_rollout(config: RolloutConfig, seq_length: int) -> None:
     for name in ("engine_start_timeout_s", "rollout_timeout_s", "refit_timeout_s"):
         value = vars(config)[name]
         if not 0 < value <= MAX_TIMEOUT_S:
-            raise ValueError(f"{_flag(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g}: ranks that wait for "
-                             "it give up after 1800 s")
+            raise ValueError(f"{_flag(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
     _check_placement(config)
     if config.rollout_timeout_s < config.refit_timeout_s:
         raise ValueError(f"--rollout-timeout-s {config.rollout_timeout_s}, which limits every call of the engine, is "
