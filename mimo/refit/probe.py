@@ -43,43 +43,52 @@ class ProbeReport:
 
 
 def compare_logprobs(engine: ScoresPrompts, prompts: Sequence[dict[str, Any]],
-                     trainer_logprobs: Sequence[Sequence[float]], tolerance: float) -> ProbeReport:
+                     trainer_logprobs: Sequence[Sequence[float | None]], tolerance: float,
+                     names: Sequence[str] = ()) -> ProbeReport:
     """Ask an engine for the log-probs of prompts and compare them with the trainer's.
 
     Args:
         engine: serves what it was given last.
         prompts: vLLM's: `{"prompt_token_ids": [...]}`.
         trainer_logprobs: of each prompt, of every token from the second on, as
-            `mimo.training.prompt_logprobs.prompt_logprobs` gives them.
+            `mimo.training.prompt_logprobs.prompt_logprobs` gives them; None for a token that is not compared.
         tolerance: largest difference that a token may have, in nats. A tensor that few tokens use, an expert's, shows
             in few of them, so a mean would hide it.
+        names: of the prompts, for messages; their numbers where none are given.
 
     Raises:
-        ValueError: the two sides do not have the same tokens, or none.
-        RefitError: a token's difference is larger than the tolerance, or a log-prob is not finite.
+        ValueError: the two sides do not have the same tokens, or none to compare.
+        RefitError: a token's difference is larger than the tolerance, or a log-prob is not finite; with prompt, token
+            and both values.
     """
     answers = engine.prompt_logprobs(prompts)
     lengths = [len(own) for own in trainer_logprobs]
-    if [len(own) for own in answers] != lengths or not sum(lengths):
+    if [len(own) for own in answers] != lengths:
         raise ValueError(f"the trainer's log-probs are of {lengths} tokens, the engine's of "
                          f"{[len(own) for own in answers]}")
     pairs = [((prompt, token + 1), theirs, ours)
              for prompt, (answer, own) in enumerate(zip(answers, trainer_logprobs, strict=True))
-             for token, (theirs, ours) in enumerate(zip(answer, own, strict=True))]
-    broken = [(place, theirs, ours) for place, theirs, ours in pairs if not math.isfinite(theirs - ours)]
+             for token, (theirs, ours) in enumerate(zip(answer, own, strict=True)) if ours is not None]
+    if not pairs:
+        raise ValueError(f"{len(prompts)} prompts have no token whose log-probs could be compared")
+
+    def told(pair: tuple[tuple[int, int], float, float]) -> str:
+        (prompt, token), theirs, ours = pair
+        return (f"token {token} of prompt {names[prompt] if names else prompt} has log-prob {theirs:.6g} in the engine "
+                f"and {ours:.6g} in the trainer")
+
+    broken = [pair for pair in pairs if not math.isfinite(pair[1] - pair[2])]
     if broken:
-        place, theirs, ours = broken[0]
-        raise RefitError(f"token {place[1]} of prompt {place[0]} has log-prob {theirs} in the engine and {ours} in the "
-                         f"trainer; {len(broken)} of {len(pairs)} tokens are like that")
-    differences = [(theirs - ours, place) for place, theirs, ours in pairs]
-    largest, worst = max((abs(difference), place) for difference, place in differences)
-    report = ProbeReport(largest, sum(abs(each) for each, _ in differences) / len(pairs),
-                         sum(map(_k3, (each for each, _ in differences))) / len(pairs), len(pairs), worst)
-    if largest > tolerance:
+        raise RefitError(f"{told(broken[0])}; {len(broken)} of {len(pairs)} tokens are like that")
+    differences = [theirs - ours for _, theirs, ours in pairs]
+    worst = max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
+    report = ProbeReport(abs(worst[1] - worst[2]), sum(map(abs, differences)) / len(pairs),
+                         sum(map(_k3, differences)) / len(pairs), len(pairs), worst[0])
+    if report.max_difference > tolerance:
         raise RefitError(
-            f"engine and trainer do not have the same weights: the log-probs of token {worst[1]} of prompt {worst[0]} "
-            f"differ by {largest:.3g} nats, which is more than {tolerance:g}; over {len(pairs)} tokens they differ by "
-            f"{report.mean_difference:.3g} on average, and k3 is {report.kl:.3g}")
+            f"engine and trainer do not have the same weights: {told(worst)}; they differ by "
+            f"{report.max_difference:.3g} nats, which is more than {tolerance:g}; over {len(pairs)} tokens they differ "
+            f"by {report.mean_difference:.3g} on average, and k3 is {report.kl:.3g}")
     return report
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from mimo.checkpoint.agree import from_first_rank
 from mimo.config.rl_run import RlRunConfig
@@ -17,6 +18,9 @@ from mimo.refit.options import RefitReport
 from mimo.refit.sender import WeightSender
 from mimo.rl.place import Pending, Place
 from mimo.rl.rollouts import Answers, Completion, Rollouts, RolloutSource, rollout_metrics
+
+if TYPE_CHECKING:
+    from mimo.rl.probe import RefitProbe
 
 # Seconds that ranks which only wait for the first one are more patient than it is: it can say what went wrong.
 FIRST_RANK_SPEAKS_S = 10.0
@@ -79,6 +83,7 @@ class Collector:
         devices: whether trainer and engine are on the same ones.
 
     Attributes:
+        probe: compares both sides' log-probs after every refit (`--refit-verify`); None: nothing does.
         report: of the last refit.
         refit_s: seconds of refits since the last `collect` began.
         waited_s: seconds since then that ranks waited for completions.
@@ -88,6 +93,7 @@ class Collector:
                  source: RolloutSource | None, held_out: RolloutSource | None, place: Place, devices: Devices) -> None:
         self.config, self.grids, self.watchdog, self.sender = config, grids, watchdog, sender
         self.source, self.held_out, self.place, self.devices = source, held_out, place, devices
+        self.probe: RefitProbe | None = None
         self.report: RefitReport | None = None
         self.waited_s = self.refit_s = 0.0
         self._version: int | None = None
@@ -141,9 +147,15 @@ class Collector:
         self.refit(iteration)
 
     def refit(self, iteration: int) -> None:
-        """Give the engine the weights as they are after so many updates, unless it has them."""
+        """Give the engine the weights as they are after so many updates, unless it has them.
+
+        Raises:
+            RefitError: with a `probe`, as its `compare`.
+        """
         if self._version == iteration:
             return
+        # Before the refit: where engine and trainer share devices, weights are away when the engine can answer.
+        expected = None if self.probe is None else self.probe.trainer_logprobs()
         limit_s = 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
         with self.watchdog.limit(limit_s), self.watchdog.waiting("refit of the rollout engine", version=iteration):
             self.devices.for_refit()
@@ -151,6 +163,10 @@ class Collector:
             self.refit_s += self.report.seconds["total"]
         with self.watchdog.limit(limit_s), self.watchdog.waiting("memory of the rollout engine"):
             self.devices.for_rollout()
+        if self.probe is not None and expected is not None:
+            with (self._patience() if self.source is not None else self._others_patience(),
+                  self.watchdog.waiting("log-probs of the rollout engine for --refit-verify", version=iteration)):
+                self.probe.compare(expected)
         self._version = iteration
 
     def evaluate(self, iteration: int, num_shown: int) -> HeldOut:

@@ -31,6 +31,7 @@ from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.long_prompts import fit_prompts
 from mimo.rl.place import Place
 from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.probe import RefitProbe
 from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
@@ -175,6 +176,9 @@ class RlLoop:
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
                                     from_first_rank(self.grids, padding), self._images, self._pixel_prompts(),
                                     self._reference)
+        if flags.refit_verify:
+            self.collector.probe = RefitProbe(self.config, self.policy, source.prompts if source is not None else None,
+                                              engine.client if engine is not None else None)
 
     def _prompts(self, split: str) -> PromptSet:
         """The prompts of a split, the same in the same order on every rank that opens them."""

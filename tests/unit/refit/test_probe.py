@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -33,13 +34,22 @@ def test_figures_of_a_probe() -> None:
 
 
 def test_one_token_beyond_the_tolerance_is_named() -> None:
-    with pytest.raises(RefitError, match=r"token 2 of prompt 0 differ by 0\.5 nats, which is more than 0\.21; over 3"):
-        compare_logprobs(Engine([[-1.0, -2.5], [-3.0]]), PROMPTS, OURS, 0.21)
+    engine = Engine([[-1.0, -2.5], [-3.0]])
+    for names, shown in (((), "0"), (("sum/3", "sum/4"), "sum/3")):
+        expected = (f"token 2 of prompt {shown} has log-prob -2.5 in the engine and -2 in the trainer; they differ by "
+                    "0.5 nats, which is more than 0.21; over 3")
+        with pytest.raises(RefitError, match=re.escape(expected)):
+            compare_logprobs(engine, PROMPTS, OURS, 0.21, names)
+
+
+def test_tokens_without_a_log_prob_of_the_trainer_are_not_compared() -> None:
+    report = compare_logprobs(Engine([[-9.0, -2.1], [-3.0]]), PROMPTS, [[None, -2.0], [-3.0]], 0.21)
+    assert (report.num_tokens, report.worst) == (2, (0, 2))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf])
 def test_a_log_prob_that_is_no_number_is_refused(wrong: float) -> None:
-    with pytest.raises(RefitError, match=f"token 1 of prompt 1 has log-prob {wrong} in the engine and -3.0 in the "
+    with pytest.raises(RefitError, match=f"token 1 of prompt 1 has log-prob {wrong} in the engine and -3 in the "
                                          "trainer; 1 of 3 tokens"):
         compare_logprobs(Engine([[-1.0, -2.0], [wrong]]), PROMPTS, OURS, 1.0)
 
@@ -47,5 +57,5 @@ def test_a_log_prob_that_is_no_number_is_refused(wrong: float) -> None:
 def test_both_sides_have_the_same_tokens() -> None:
     with pytest.raises(ValueError, match=r"the trainer's log-probs are of \[2, 1\] tokens, the engine's of \[1, 1\]"):
         compare_logprobs(Engine([[-1.0], [-3.0]]), PROMPTS, OURS, 1.0)
-    with pytest.raises(ValueError, match="are of"):
+    with pytest.raises(ValueError, match="2 prompts have no token"):
         compare_logprobs(Engine([[], []]), PROMPTS, [[], []], 1.0)

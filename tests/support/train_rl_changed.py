@@ -1,0 +1,29 @@
+"""`train_rl.py` whose engine gets, with the version that CHANGED names, one weight that the trainer does not have."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+from mimo.refit.options import RefitReport
+from mimo.refit.sender import WeightSender
+
+send = WeightSender.send
+
+
+def send_changed(self: WeightSender, version: str) -> RefitReport:
+    """Send it, then have the weight back."""
+    if version != os.environ["CHANGED"]:
+        return send(self, version)
+    weight = next(tensor for name, tensor in self.weights.prepare().items() if name.endswith("final_layernorm.weight"))
+    weight[0] += 4
+    try:
+        return send(self, version)
+    finally:
+        weight[0] -= 4
+
+
+if __name__ == "__main__":
+    WeightSender.send = send_changed  # type: ignore[method-assign]
+    runpy.run_path(str(Path(__file__).resolve().parents[2] / "train_rl.py"), run_name="__main__")
