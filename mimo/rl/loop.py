@@ -36,6 +36,7 @@ from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import Rollouts, RolloutSource, rollout_metrics
+from mimo.training.garbage import kept_objects
 from mimo.training.offload import Offload
 from mimo.training.resume import start
 from mimo.training.setup import setup_trainer
@@ -79,7 +80,8 @@ class RlLoop:
                                format_records=format_policy_steps)
             for line in lines:
                 logger.message(line)
-            stopped = self._train(logger, stop, began)
+            with kept_objects():
+                stopped = self._train(logger, stop, began)
             self._save()
             if self.saver is not None:
                 self.saver.finish()
@@ -212,6 +214,7 @@ class RlLoop:
         limit_s = (flags.exit_duration_in_mins or float("inf")) * 60
         if not progress.iteration and not self._is_done:
             self._evaluate(logger)
+        self.watchdog.longest_s = 0.0  # the start says nothing of an iteration
         while not self._is_done:
             self._iterate(logger)
             over_time = time.monotonic() - began > limit_s
@@ -298,4 +301,5 @@ class RlLoop:
             success=result.success, grad_norm=result.grad_norm, num_zeros=result.num_zeros,
             learning_rate=next(iter(rates.values())), batch_size=self.config.train.global_batch_size,
             num_tokens=result.num_tokens, num_microbatches=result.num_microbatches,
-            world_size=self.grids.layout.world_size, figures=figures, refit_bytes=report.wire_bytes, seconds=seconds)
+            world_size=self.grids.layout.world_size, figures=figures, refit_bytes=report.wire_bytes, seconds=seconds,
+            moe_losses=result.moe_losses, peak_memory_bytes=result.peak_memory_bytes)

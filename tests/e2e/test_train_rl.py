@@ -35,6 +35,7 @@ def test_three_steps_train_on_completions_of_the_weights_as_they_are(tmp_path: P
         assert 0 <= step["gen-kl"] < 1e-5 and step["max-abs-dlogp"] < 1e-3
         assert step["importance-ratio"] == pytest.approx(1, abs=1e-4) and step["importance-clipped-fraction"] == 0
         assert 0 < step["completion-length"] <= 12 and step["refit-bytes"] > 100_000
+        assert 0.9 < step["seq_load_balancing_loss"] < 4 and step["peak-memory-bytes/language"] > 1e8
     assert steps[2]["entropy"] < steps[0]["entropy"] - 0.02, "the weights have changed"
     assert done.stdout.strip().splitlines()[-1] == f"reward: {steps[2]['reward']:.4f}"
 
