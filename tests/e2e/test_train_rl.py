@@ -91,6 +91,7 @@ def test_held_out_prompts_are_scored_before_during_and_after(tmp_path: Path) -> 
     assert done.stdout.strip().splitlines()[-1] == f"reward: {found[3]['reward validation']:.4f}"
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["sync", "one-step-off"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: str) -> None:
     flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--rollout-mode", mode, "--train-iters", "4"]
