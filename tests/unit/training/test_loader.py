@@ -378,7 +378,8 @@ def test_whoever_asks_why_nothing_comes_sees_a_busy_loader(prefetch):
     assert not reading.status().busy
 
 
-def test_a_save_does_not_wait_for_data_that_is_being_read():
+def in_the_middle_of_a_read():
+    """A provider that holds back its data, and a loader that has handed out two steps and reads the third."""
     provider = Held()
     provider.let_go.set()
     reading = loader(layout(), 1, provider, prefetch=True)
@@ -387,6 +388,11 @@ def test_a_save_does_not_wait_for_data_that_is_being_read():
         time.sleep(0.01)
     provider.let_go.clear()
     reading.next_step()  # and begins to read the one after it
+    return provider, reading
+
+
+def test_a_save_does_not_wait_for_data_that_is_being_read():
+    provider, reading = in_the_middle_of_a_read()
     expected = {"consumed_samples": 8, "streams": {"language/0": {"consumed": 8, "lanes": 1}}}
     states = []
     saving = threading.Thread(target=lambda: states.append(reading.state_dict()), daemon=True)
@@ -399,14 +405,7 @@ def test_a_save_does_not_wait_for_data_that_is_being_read():
 
 
 def test_a_loader_that_waits_for_its_last_data_to_close_is_busy():
-    provider = Held()
-    provider.let_go.set()
-    reading = loader(layout(), 1, provider, prefetch=True)
-    reading.next_step()
-    while reading.status().busy:
-        time.sleep(0.01)
-    provider.let_go.clear()
-    reading.next_step()  # and begins to read the one after it
+    provider, reading = in_the_middle_of_a_read()
     closing = threading.Thread(target=reading.close)
     closing.start()
     closing.join(0.2)
