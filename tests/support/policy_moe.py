@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from mimo.config.cli import parse
 from mimo.config.rl import RlConfig
-from mimo.config.validate import validate
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.rollouts import Completion
-from tests.support import equality
 from tests.support.global_state import Piece, read_parameters
-from tests.support.policy_updates import completions
+from tests.support.policy_updates import completions, make_trainer
 
 # Its second layer has experts, whose routers have a bias.
 FLAGS = """--model-provider deepseek_v3 --dataset-provider mock --device cpu --no-bf16 --transformer-impl local
@@ -45,12 +41,6 @@ class Outcome:
     error: str = ""
 
 
-def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig) -> Any:
-    """A small mixture of experts on this rank, with microbatches as long as the algorithm says."""
-    run = parse([*FLAGS, "--seq-length", str(config.max_tokens_per_microbatch), *flags])
-    return equality.make_trainer(run, validate(run, world_size))
-
-
 def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, alike: bool = False) -> Outcome:
     """One update on this rank of a layout.
 
@@ -61,7 +51,7 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
         config: the algorithm.
         alike: all completions have the same tokens.
     """
-    parts = make_trainer(flags, world_size, config)
+    parts = make_trainer(flags, world_size, config, FLAGS)
     found = [dataclasses.replace(each, reward=1.0) for each in completions(0)]
     if alike:
         found = [_as(each, found[0]) for each in found]

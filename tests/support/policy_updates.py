@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -84,10 +85,12 @@ def other_reference(parts: Any) -> ReferencePolicy:
     return reference
 
 
-def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig) -> Any:
+MODEL = (*FLAGS, *MOE, "--adam-eps", "1e-4", "--lr", "1e-2")
+
+
+def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig, model: Sequence[str] = MODEL) -> Any:
     """A small mixture of experts on this rank, with microbatches as long as the algorithm says."""
-    run = parse([*FLAGS, *MOE, "--adam-eps", "1e-4", "--lr", "1e-2", "--seq-length",
-                 str(config.max_tokens_per_microbatch), *flags])
+    run = parse([*model, "--seq-length", str(config.max_tokens_per_microbatch), *flags])
     return equality.make_trainer(run, validate(run, world_size))
 
 
