@@ -170,7 +170,9 @@ class Bench:
             config = quiet(candidate.config)
             configs.append(replace(config, train=replace(config.train, train_iters=iterations)))
         names = [f"{label}: {candidate.name}" for candidate, label in turns]
-        return run_all(configs, names, self.folder, self.chosen.gpus, self.chosen.warmup_steps,
+        # Warmup sees every global batch that is timed; the same ones in all runs, whose losses are compared.
+        num_batches = min(self.chosen.warmup_steps, self.chosen.steps)
+        return run_all(configs, names, self.folder, self.chosen.gpus, self.chosen.warmup_steps, num_batches,
                        self.chosen.memory_limit_gib, fresh=self.chosen.fresh_processes)
 
     def best(self, kind: str) -> Candidate | None:

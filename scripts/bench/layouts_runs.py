@@ -79,7 +79,7 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
 
 
 def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ranks: int, warmup: int,
-            memory_limit_gib: float | None, *, fresh: bool = False) -> list[Outcome]:
+            num_batches: int, memory_limit_gib: float | None, *, fresh: bool = False) -> list[Outcome]:
     """Run all, in order.
 
     One launch runs them one after the other in the same processes, up to one that fails: the next launch goes on behind
@@ -91,6 +91,7 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         folder: gets a folder for each run.
         ranks: processes.
         warmup: iterations of each run that are not in its figures.
+        num_batches: the runs' first global batches, which they repeat.
         memory_limit_gib: what a rank may use; None for all there is.
         fresh: a launch for every run.
     """
@@ -104,8 +105,6 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         flags.write_text(to_toml(replace(config, observe=replace(config.observe, run_dir=str(place)))),
                          encoding="utf-8")
         folders.append(place)
-        # Warmup sees every global batch that is timed.
-        num_batches = max(1, min(warmup, config.train.train_iters - warmup))
         runs.append({"flags": str(flags), "folder": str(place), "num_batches": num_batches})
     outcomes: list[Outcome] = []
     while len(outcomes) < len(runs):

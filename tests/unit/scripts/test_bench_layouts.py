@@ -91,16 +91,19 @@ class Runs:
 
     Attributes:
         made: configuration and name of each.
+        num_batches: how many batches each start of runs repeats.
         changes: what to change of the outcome of a run whose name has a word.
     """
 
     def __init__(self) -> None:
         self.made: list[tuple[RunConfig, str]] = []
+        self.num_batches: list[int] = []
         self.changes: dict[str, dict[str, Any]] = {}
 
-    def __call__(self, configs: Any, names: Any, folder: Path, ranks: int, warmup: int, limit: Any,
-                 fresh: bool) -> list[Outcome]:
+    def __call__(self, configs: Any, names: Any, folder: Path, ranks: int, warmup: int, num_batches: int,
+                 limit: Any, fresh: bool) -> list[Outcome]:
         assert ranks == 4
+        self.num_batches.append(num_batches)
         self.made += zip(configs, names, strict=True)
         return [self.outcome(config, name) for config, name in zip(configs, names, strict=True)]
 
@@ -148,6 +151,13 @@ def test_runs_differ_in_layout_and_microbatches_alone(runs):
     for config in configs:
         same = {name: value for name, value in vars(config.train).items() if name != "micro_batch_size"}
         assert same == {name: vars(configs[0].train)[name] for name in same} and config.model == configs[0].model
+
+
+@pytest.mark.parametrize(("steps", "search_steps"), [(4, 1), (1, 4), (2, 2)])
+def test_all_runs_repeat_the_same_batches_and_warmup_has_seen_them(runs, steps, search_steps):
+    assert layouts.main([*FLAGS, "--rounds", "1", "--warmup-steps", "3", "--steps", str(steps), "--search-steps",
+                         str(search_steps)]) == 0
+    assert len(runs.num_batches) >= 3 and set(runs.num_batches) == {min(3, steps)}
 
 
 def test_out_of_memory_is_a_row_and_not_the_end(runs, capsys):
@@ -232,12 +242,12 @@ def started(monkeypatch) -> list[list[str]]:
 def test_runs_share_their_processes_up_to_one_that_fails(started, tmp_path, capsys):
     config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
     names = ["one", "bad", "two", "three"]
-    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, None)
+    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, 1, None)
     assert started == [names, ["two", "three"]]
     assert [outcome.error for outcome in found] == ["", OUT_OF_MEMORY, "", ""] and found[3].tokens_per_s == 200
     assert "bad: out-of-memory-rank1: no room" in capsys.readouterr().err
     started.clear()
-    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, None, fresh=True)
+    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, 1, None, fresh=True)
     assert started == [[name] for name in names] and [bool(outcome.error) for outcome in found] == [0, 1, 0, 0]
 
 
@@ -245,7 +255,7 @@ def test_folders_of_an_earlier_invocation_count_for_nothing(started, tmp_path):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "done").touch()
     config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
-    assert [outcome.error for outcome in layouts_runs.run_all([config], ["bad"], tmp_path, 2, 1, None)] == [
+    assert [outcome.error for outcome in layouts_runs.run_all([config], ["bad"], tmp_path, 2, 1, 1, None)] == [
         OUT_OF_MEMORY]
 
 
