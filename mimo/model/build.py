@@ -25,6 +25,7 @@ from mimo.model.split_qkv import install_split
 from mimo.observe.spans import Spans
 from mimo.observe.watchdog import Watchdog
 from mimo.platform.base import Platform
+from mimo.platform.quiet import quieten_transformer_engine
 from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ def build_model(
     install_padded_routing()
     install_split()
     impl = layer_impl(config, platform)
+    if impl == "transformer_engine":
+        quieten_transformer_engine()
     logger.info(
         "layers: %s (--transformer-impl %s), parameters in %s",
         impl,

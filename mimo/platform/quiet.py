@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import warnings
@@ -25,3 +26,12 @@ def quieten_wheel() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, message=r"\w+ is experimental and still under active")
     # The wheel's calls, which torch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    # Transformer Engine, of a package that is none of its business here.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, message="Detected a Jax installation")
+
+
+def quieten_transformer_engine() -> None:
+    """Hide what Transformer Engine says about how the wheel calls it. Imports it: its import shows its own warnings."""
+    importlib.import_module("transformer_engine.pytorch")
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message="Relying on pointer-based detection")
