@@ -30,8 +30,9 @@ def said(folder: Path, *options: str) -> str:
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()
     (package / "pytorch.py").write_text(ENGINE)
-    return subprocess.run([sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{SCRIPT}"],
-                          cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    script = f"import sys; sys.path.insert(0, {str(folder)!r})\n{SCRIPT}"
+    return subprocess.run([sys.executable, *options, "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stderr
 
 
 def test_how_the_wheel_calls_transformer_engine_is_not_shown(tmp_path: Path) -> None:
