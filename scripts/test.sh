@@ -13,7 +13,7 @@ limit_s=2400
 if [[ "${1:-}" == --slow ]]; then
     shift
     marks="not gpu"
-    limit_s=5400
+    limit_s=10800
 fi
 
 setup_venv cpu-dev
