@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
 
+from mimo.grid.node_groups import NodeGroups
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 
@@ -77,6 +78,7 @@ class Grids:
         grids: the wheel's grid of each module.
         collections: this rank's process groups, for the modules it holds.
         host: gloo group of the whole world, for host-side messages, with `HOST_TIMEOUT`.
+        nodes: reductions over the world on the host.
     """
 
     def __init__(self, layout: Layout, backend: str) -> None:
@@ -91,6 +93,8 @@ class Grids:
                 self._create_groups(name, spec, backend)
             self.host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
             self._extra_groups.append(self.host)
+            self.nodes = NodeGroups(self.host, HOST_TIMEOUT)
+            self._extra_groups += self.nodes.groups
         except BaseException:
             self.destroy()
             raise

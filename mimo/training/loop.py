@@ -274,10 +274,11 @@ class TrainingLoop:
         maxima += [value if name in self.grids.modules else 0.0 for value in own for name in names]
         maxima.append(float(self.saver is not None and self.saver.is_writing))
         images, unbalanced = image_tokens(microbatches)
-        row = observer.row(microbatches)
-        agreed = torch.tensor([*maxima, *images, *unbalanced, *row], dtype=torch.float64)
-        with self.watchdog.waiting("maxima of the step's figures over the world"):
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.grids.host)
+        row, summed_row = observer.row(microbatches)
+        with self.watchdog.waiting("figures of the step over the world"):
+            agreed, summed = self.grids.nodes.reduce(
+                torch.tensor([*maxima, *images, *unbalanced, *row], dtype=torch.float64),
+                torch.tensor(summed_row, dtype=torch.float64))
         largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
         largest, largest_row = largest[: -len(row)], largest[-len(row) :]
         data_wait_s, bridge_wait_s, prefetch_s, *by_module, writing = largest[: len(maxima)]
@@ -313,7 +314,7 @@ class TrainingLoop:
             checkpoint_s=self._taken_checkpoint_s(),
             forward_backward_s=schedules,
             optimizer_s=updates,
-            timeline=observer.figures(largest_row),
+            timeline=observer.figures(largest_row, summed.tolist()),
             peak_memory_bytes={name: int(peak) for name, peak in peaks.items()},
             moe_losses=self.moe_losses.take(num_microbatches(self.config)),
             mtp_losses=mtp_losses(self.parts.built.model.mtp, self.grids.collections.get(LANGUAGE)),

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from mimo.batch import Microbatch
 from mimo.checkpoint.agree import gather
@@ -39,8 +35,6 @@ class StepObserver:
         self._profiler = StepProfiler(flags, parts.spans, grids.rank, cuda=parts.platform.name == "cuda")
         self._signal = TimelineSignal()
         self._intervals: list[Interval] = []
-        self._summed = torch.zeros(0, dtype=torch.float64)
-        self._summing: Any = None
         self.lines: list[str] = []
 
     def begin_step(self) -> None:
@@ -61,33 +55,29 @@ class StepObserver:
             for line in gather(self._grids, self._profiler.close()):
                 self._say(line)
 
-    def row(self, microbatches: Sequence[Microbatch]) -> list[float]:
-        """This rank's numbers of the step, of which every rank has to give the maximum over all to `figures`.
+    def row(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[float]]:
+        """This rank's numbers of the step, of which every rank has to give `figures` what they are over all.
 
-        Collective over the world.
+        Returns:
+            those whose maxima it wants, and those whose sums.
         """
         requested = float(self._signal.take())
         if not self.spans.enabled:
-            return [requested]
+            return [requested], []
         self._intervals = self.spans.intervals()
         own = self._timeline.own(self._intervals, microbatches)
-        self._summed = torch.tensor(own, dtype=torch.float64)
-        # Under way while the caller agrees on the maxima: these are most of what the timeline costs.
-        self._summing = dist.all_reduce(self._summed, group=self._grids.host, async_op=True)
-        return [requested, *own]
+        return [requested, *own], own
 
-    def figures(self, largest: Sequence[float]) -> dict[str, float]:
+    def figures(self, largest: Sequence[float], summed: Sequence[float]) -> dict[str, float]:
         """The timeline's figures, and the Gantt where it is due. Collective over the world.
 
         Args:
-            largest: the maximum of what `row` gave, over all ranks.
+            largest: the maxima over all ranks of what `row` gave.
+            summed: the sums.
         """
         if not self.spans.enabled:
             return {}
         requested, *largest = largest
-        with self._watchdog.waiting("sums of the timeline over the world"):
-            self._summing.wait()
-        summed = self._summed.tolist()
         if requested or self._gantt.is_due(self._iteration):
             with self._watchdog.waiting("timeline of all ranks"):
                 lanes = self._timeline.lanes(summed)

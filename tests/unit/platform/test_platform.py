@@ -23,6 +23,7 @@ def run_python(code, **environment):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_installed_twice_is_one_object_and_one_log_line():
     out = run_python(
         "import logging; logging.basicConfig(level='INFO')\n"
@@ -78,6 +79,7 @@ def compiled_fusions(rank):
     return jit_fuser(double) is double, tuple(out.shape), os.environ["TORCHDYNAMO_DISABLE"]
 
 
+@pytest.mark.slow
 def test_megatron_fusions_are_not_compiled(pool):
     assert pool.run(compiled_fusions) == [(True, (2, 1, 2), "1")] * 2
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.launch import ROOT
 
 # Shows its own deprecations, as Transformer Engine does.
@@ -35,6 +37,7 @@ def said(folder: Path, *options: str) -> str:
                           check=True).stderr
 
 
+@pytest.mark.slow
 def test_how_the_wheel_calls_transformer_engine_is_not_shown(tmp_path: Path) -> None:
     shown = said(tmp_path)
     assert "something else" in shown and "pointer-based" not in shown

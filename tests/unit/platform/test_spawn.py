@@ -104,6 +104,7 @@ def hang(rank):
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_named_and_killed(pool):
     pool.run(process_id)  # processes are up: the limit is for the call alone
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]|ranks \[1\]"):
