@@ -285,9 +285,8 @@ class TrainingLoop:
         peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
         most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
         self._go_on_saving(bool(writing))
-        rates = current_learning_rates(
-            self.config, self.parts.scheduler, self.provider.encoders(self.config.model_family)
-        )
+        rates = current_learning_rates(self.config, self.parts.scheduler,
+                                       self.provider.encoders(self.config.model_family))
         return StepRecord(
             iteration=self.progress.iteration,
             consumed_samples=self.progress.consumed_samples,
