@@ -1,4 +1,4 @@
-"""One rank of the family test on GPUs: `torchrun families_worker.py FOLDER IMPL`, all layouts of its number of ranks.
+"""One rank of the family test: `torchrun families_worker.py FOLDER IMPL [DEVICE]`, all layouts of its number of ranks.
 
 Prints one line of JSON on rank 0: for each family and layout the largest difference from Hugging Face's logits, and the
 names whose exported tensors are not the source's.
@@ -21,23 +21,22 @@ MOE = {1: ["--llm-dp 1"], 2: ["--llm-tp 2 --sequence-parallel --llm-ep 2", "--ll
 LLAVA = {1: ["--layout colocated"], 2: ["--encoder-dp 1"]}
 
 
-def main(folder: str, impl: str) -> None:
+def main(folder: str, impl: str, device_type: str = "cuda") -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from mimo.platform import get_platform
 
-    platform = get_platform("cuda")
+    platform = get_platform(device_type)
     platform.set_device(int(os.environ["LOCAL_RANK"]))
     platform.init_process_group(rank, world_size, 120)
     without_mamba_kernels()
     from tests.support import deepseek, hf_families
 
     found: dict[str, Any] = {}
-    device = ["--device", "cuda", "--transformer-impl", impl]
+    device = ["--device", device_type, "--transformer-impl", impl, "--watchdog-timeout-s", "200"]
     for name in hf_families.MODELS:
-        layouts = LLAVA if name in hf_families.LLAVA_MODELS else MOE if name in ("qwen3-moe", "mixtral") else TEXT
         source = Path(folder) / name
         expected = share(hf_families.save_hf(rank, name, str(source)) if rank == 0 else None)
-        for number, flags in enumerate(layouts[world_size]):
+        for number, flags in enumerate(layouts_of(name)[world_size]):
             out = Path(folder) / f"{name}-{world_size}-{number}"
             ours = hf_families.logits_of(rank, name, str(source), (*flags.split(), *device), world_size, str(out))
             errors = [float((logits.cpu()[:, : hf_families.VOCAB_SIZE] - expected[key]).abs().max())
@@ -55,6 +54,15 @@ def main(folder: str, impl: str) -> None:
     if rank == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
+
+
+def layouts_of(name: str) -> dict[int, list[str]]:
+    """Flags of the layouts of a model, by number of processes."""
+    from tests.support.hf_families import LLAVA_MODELS, NEMOTRON_MODELS
+
+    if name in LLAVA_MODELS:
+        return LLAVA
+    return MOE if name in ("qwen3-moe", "mixtral", *NEMOTRON_MODELS) else TEXT
 
 
 def without_mamba_kernels() -> None:

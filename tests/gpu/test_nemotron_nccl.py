@@ -12,6 +12,8 @@ from tests.gpu.test_equality_nccl import launch
 from tests.support.equality import Outcome, assert_equal
 
 pytestmark = pytest.mark.gpu
+# The first step compiles the kernels of Mamba-2, and times several forms of each: over a minute.
+PATIENT = ("--watchdog-timeout-s", "240")
 
 
 def oracle_of(folder: Path, model: str) -> Outcome:
@@ -20,7 +22,7 @@ def oracle_of(folder: Path, model: str) -> Outcome:
     if (saved / "0.pt").exists():
         outcome: Outcome = torch.load(saved / "0.pt", weights_only=False)
         return outcome
-    return launch(saved, 1, "oracle", *TINY.split(), *MODELS[model].split())[0]
+    return launch(saved, 1, "oracle", *TINY.split(), *MODELS[model].split(), *PATIENT)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -29,5 +31,5 @@ def test_equal_to_one_gpu(tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
     if torch.cuda.device_count() < num_processes:
         pytest.skip(f"needs {num_processes} GPUs")
     oracle = oracle_of(tmp_path_factory.getbasetemp(), model)
-    flags = (*grids.split(), *TINY.split(), *MODELS[model].split())
+    flags = (*grids.split(), *TINY.split(), *MODELS[model].split(), *PATIENT)
     assert_equal(oracle, launch(tmp_path / "layout", num_processes, "layout", *flags))
