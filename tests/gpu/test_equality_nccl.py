@@ -45,8 +45,9 @@ def launch(folder: Path, num_processes: int, what: str, *flags: str) -> list[Out
         what,
         *flags,
     ]
+    # Megatron's router multiplies by Transformer Engine where it is installed, in TF32 unless it may not.
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0",
-                                "TRITON_F32_DEFAULT": "ieee"}  # not TF32
+                                "NVIDIA_TF32_OVERRIDE": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_processes)]

@@ -11,7 +11,7 @@ from tests.dist.test_nemotron import LAYOUTS, MODELS, TINY
 from tests.gpu.test_equality_nccl import launch
 from tests.support.equality import Outcome, assert_equal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(650)]
 # The first step compiles the kernels of Mamba-2, and times several forms of each: over a minute.
 PATIENT = ("--watchdog-timeout-s", "240")
 
