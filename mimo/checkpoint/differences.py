@@ -41,8 +41,10 @@ def config_differences(saved: str, config: RunConfig) -> list[str]:
     before, now = (_flat({name: each[name] for name in theirs.keys() & own.keys()}) for each in (theirs, own))
     lines = []
     for name in sorted(before.keys() | now.keys()):
-        # A switch that one of the two does not have is off there.
-        is_same = before.get(name, False) == now.get(name, False)
+        # A switch that one of the two does not have is off there; a value that it does not have is not set, which is
+        # not 0.
+        is_same = (before[name] == now[name] if name in before and name in now
+                   else before.get(name, False) is now.get(name, False))
         if not name.startswith("load_") and name not in _OF_A_START and not is_same:
             flag = "--" + name.replace("_", "-")
             lines.append(f"{flag} {_shown(now, name)} (checkpoint: {_shown(before, name)})")

@@ -102,12 +102,14 @@ class Schedule:
         index: schedules begun in this run, this one included.
         num_microbatches: of this schedule.
         forward, backward: passes done.
+        is_over: it belongs to an iteration before the one that the rank has told.
     """
 
     index: int
     num_microbatches: int
     forward: int
     backward: int
+    is_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class RankStatus:
         parts = [f"iteration {self.iteration}"] if self.iteration is not None else []
         if self.microbatch is not None:
             parts.append(f"microbatch {self.microbatch}")
-        elif self.schedule is not None:
+        elif self.schedule is not None and not self.schedule.is_over:
             parts.append(format_schedule(self.schedule))
         return ", ".join(parts)
 

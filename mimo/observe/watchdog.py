@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
@@ -135,7 +136,7 @@ class Watchdog:
         who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
         current_wait: innermost open wait.
         last_change: monotonic time of the last progress or transition, seconds.
-        longest_s: longest time between two of them outside `limit` contexts; a trainer that has started sets it to 0.
+        longest_s: longest time between two of them outside `limit` contexts, since `forget_longest`.
         timeout_s: seconds without progress that are a stall; infinite where nothing is.
         iteration, microbatch: the last ones told; None before the first.
         at_stall: called after the summary of a stall, each for a few seconds at most.
@@ -170,6 +171,7 @@ class Watchdog:
         self.groups: Callable[[], tuple[stall_status.GroupStatus, ...]] | None = None
         self.on_device = False
         self._rank = rank
+        self._earlier_schedules = 0  # index of the last one before this iteration
         self._extra_s = 0.0
         self._report_path = report_path
         self._gil_slack_s = gil_slack_s
@@ -183,8 +185,11 @@ class Watchdog:
                 conclusion.start(self._on_stall_elsewhere)
 
     def progress(self, *, iteration: int | None = None, microbatch: int | None = None) -> None:
-        """Tell that work moved on. A new iteration without a microbatch forgets the last one's."""
+        """Tell that work moved on: `iteration` has begun, or is over. A new one forgets microbatch and passes."""
         if iteration is not None:
+            if iteration != self.iteration:
+                last = self.schedule() if self.schedule is not None else None
+                self._earlier_schedules = last.index if last is not None else 0
             self.iteration = iteration
             self.microbatch = None
         if microbatch is not None:
@@ -198,6 +203,11 @@ class Watchdog:
             self.longest_s = max(self.longest_s, now - self.last_change)
         self.last_change = now
         return now
+
+    def forget_longest(self) -> None:
+        """What has taken long so far, up to now, says nothing of what follows."""
+        self.moved()
+        self.longest_s = 0.0
 
     def waiting(self, what: str, *, peers: RankSource = None, group: RankSource = None, on_loader: bool = False,
                 is_work: bool = False, **details: object) -> Wait:
@@ -257,10 +267,10 @@ class Watchdog:
         parts = [f"{self.who}: no progress for {now - self.last_change:.1f} s"]
         if self.iteration is not None:
             parts.append(f"iteration {self.iteration}")
-        schedule = self.schedule() if self.schedule is not None else None
+        schedule = self._schedule_status()
         if self.microbatch is not None:
             parts.append(f"microbatch {self.microbatch}")
-        elif schedule is not None:
+        elif schedule is not None and not schedule.is_over:
             parts.append(format_schedule(schedule))
         waits = "; inside ".join(map(str, self.waits(now)))
         return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; in no announced wait")
@@ -274,9 +284,13 @@ class Watchdog:
             waits=self.waits(now),
             blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
             stack=_stack_lines(frame) if frame is not None else (),
-            schedule=self.schedule() if self.schedule is not None else None,
+            schedule=self._schedule_status(),
             loader=self.loader() if self.loader is not None else None, groups=self._group_statuses(),
             on_device=self.on_device, stopped_pids=stopped_siblings())
+
+    def _schedule_status(self) -> stall_status.Schedule | None:
+        found = self.schedule() if self.schedule is not None else None
+        return found and replace(found, is_over=found.index <= self._earlier_schedules)
 
     def _group_statuses(self) -> tuple[stall_status.GroupStatus, ...]:
         found: list[tuple[stall_status.GroupStatus, ...]] = [()]

@@ -192,7 +192,11 @@ class RlLoop:
 
     def _pixel_prompts(self) -> PromptSet | None:
         """Where this rank takes the pixels of completions from, if it encodes images."""
-        return self._prompts("train") if needs_pixels(self.grids.layout, self.grids.rank) else None
+        if not needs_pixels(self.grids.layout, self.grids.rank):
+            return None
+        # Measures them once more.
+        with self.watchdog.limit(float("inf")), self.watchdog.waiting("the prompts' measures", is_work=True):
+            return self._prompts("train")
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
         """Prompts of a split, and how they are completed and scored."""
@@ -214,7 +218,7 @@ class RlLoop:
         limit_s = (flags.exit_duration_in_mins or float("inf")) * 60
         if not progress.iteration and not self._is_done:
             self._evaluate(logger)
-        self.watchdog.longest_s = 0.0  # the start says nothing of an iteration
+        self.watchdog.forget_longest()  # the start says nothing of an iteration
         while not self._is_done:
             self._iterate(logger)
             over_time = time.monotonic() - began > limit_s
@@ -238,6 +242,7 @@ class RlLoop:
         """Completions, and one update on them."""
         self.devices.take_seconds()  # of the start and of evaluations: no part of this iteration
         began, version = time.perf_counter(), self.progress.iteration
+        self.watchdog.progress(iteration=version + 1)
         goes_ahead = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.total_iterations
         rollouts = self.collector.collect(version)
         if goes_ahead:
@@ -252,7 +257,7 @@ class RlLoop:
             self.progress.consumed_samples += self.config.train.global_batch_size
         else:
             self.progress.skipped_iterations += 1
-        self.watchdog.progress(iteration=self.progress.iteration)
+        self.watchdog.progress()
         report = self.collector.report
         assert report is not None, "collecting refits, or has refitted"
         seconds = {"memory": self.devices.take_seconds(), "refit": self.collector.refit_s,

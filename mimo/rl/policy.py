@@ -325,7 +325,8 @@ class PolicyTrainer:
     def _text(self, packed: PackedRows, completions: Sequence[Completion], prompts: Sequence[np.ndarray]) -> TextBatch:
         """Packed rows as the language side of a microbatch; its own labels and loss mask are not used."""
         length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
-        padding = (torch.arange(length) >= num_tokens)[None] if num_tokens < length else None
+        # Also where there is none: without a mask routers take the tokens of every lane for as many as their own.
+        padding = (torch.arange(length) >= num_tokens)[None]
         keys: tuple[str, ...] = ("packed",)
         counts: dict[str, tuple[int, ...]] = {}
         placeholders: dict[str, torch.Tensor] = {}

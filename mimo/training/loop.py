@@ -182,14 +182,14 @@ class TrainingLoop:
                                                       progress.iteration + 1, self.total_iterations)
         first = progress.iteration + 1
         STARTUP.enter(Phase.DATA)
-        self.watchdog.longest_s = 0.0  # the start says nothing of an iteration
+        self.watchdog.forget_longest()  # the start says nothing of an iteration
         while progress.iteration < self.total_iterations:
             observer.begin_step()
             begin = time.perf_counter()
+            self.watchdog.progress(iteration=progress.iteration + 1)
             self.watchdog.loader = loader.status  # an evaluation has had its own
-            with self.watchdog.waiting(
-                "data", iteration=progress.iteration + 1, state=loader.describe, on_loader=True
-            ), self.parts.spans.span(Kind.DATA_WAIT, "data"):
+            with (self.watchdog.waiting("data", state=loader.describe, on_loader=True),
+                  self.parts.spans.span(Kind.DATA_WAIT, "data")):
                 microbatches = loader.next_step()
                 left = self.total_iterations - progress.iteration - 1
                 coming = loader.peek(min(left, steps_ahead(train.encoder_prefetch_depth, len(microbatches))))
@@ -202,7 +202,7 @@ class TrainingLoop:
                 progress.consumed_samples += train.global_batch_size
             else:
                 progress.skipped_iterations += 1
-            self.watchdog.progress(iteration=progress.iteration)
+            self.watchdog.progress()
             progress.bad_samples += result.bad_samples
             seconds = time.perf_counter() - begin
             observer.end_step()

@@ -162,8 +162,8 @@ def run_schedule(
     """Forward (and backward) of a step's microbatches; returns what the loss function reported, in order."""
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
-    begin_schedule(parts, microbatches)
     parts.schedule_spans.begin(len(microbatches))
+    begin_schedule(parts, microbatches)
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
     train = parts.config.train

@@ -46,6 +46,22 @@ def test_microbatches_of_equal_load_weigh_as_one(pool, world_size, flags):
     assert_same_updates(one, found, 4 // world_size)
 
 
+def test_loads_of_all_lanes_are_one(pool):
+    """Lanes whose rows differ in length add up their loads as one row of all completions has them.
+
+    Megatron weighs this loss, which is that of all lanes together, by the tokens of one: half as much as one lane does.
+    """
+    kind = ("--moe-router-load-balancing-type", "global_aux_loss")
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
+    (expected,) = pool.run(policy_moe.update, kind, 1, config, world_size=1)
+    found = pool.run(policy_moe.update, (*kind, "--llm-dp", "2", "--llm-ep", "2"), 2, config, world_size=2)
+    (alone,) = expected.results
+    for (result,) in (outcome.results for outcome in found):
+        assert (result.num_microbatches, result.num_tokens) == (1, alone.num_tokens)
+        assert result.moe_losses == pytest.approx(alone.moe_losses, rel=1e-5)
+        assert 2 * result.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "world_size", "flags"), [
     ("seq_aux_loss", 2, "--llm-pp 2"), ("aux_loss", 4, "--llm-pp 2 --llm-tp 2 --sequence-parallel"),
     ("global_aux_loss", 2, "--llm-tp 2 --sequence-parallel"),

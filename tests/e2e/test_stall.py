@@ -70,7 +70,7 @@ def test_a_rank_that_sleeps_in_its_forward_pass(tmp_path: Path) -> None:
     first, reason = summary.splitlines()[:2]
     assert "everybody waits for rank 2 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
     assert "in no announced wait" in reason and "forward_that_sleeps: time.sleep" in reason
-    assert "place: iteration 1, microbatch 1 of 4" in summary
+    assert "place: iteration 2, microbatch 1 of 4" in summary
     assert "rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0)" in summary
     assert "in all_reduce with ranks 1-2" in summary
     assert "rank 0 (vision grid" in summary and "waiting for bridge send_forward" in summary
@@ -95,6 +95,7 @@ def test_a_lane_without_data(tmp_path: Path) -> None:
     first, reason = summary.splitlines()[:2]
     assert "everybody waits for rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
     assert "its data loader has no data: streams language/0 of this rank" in reason
+    assert summary.splitlines()[2].startswith("place: iteration 2, no progress for "), summary
     assert "StallingStream" in output or "stalling_data.py" in output, "where it waited, as a Python stack"
 
 

@@ -15,6 +15,14 @@ def test_flags_of_another_program_are_no_differences():
     assert found == ["--lr 0.0001 (checkpoint: 0.0002)"]
 
 
+def test_a_value_of_0_is_not_one_that_is_not_set():
+    unset, zero = (to_toml(parse([*FLAGS, *more])) for more in ((), ("--encoder-weight-decay", "0")))
+    assert config_differences(unset, parse([*FLAGS, "--encoder-weight-decay", "0"])) == [
+        "--encoder-weight-decay 0.0 (checkpoint: not set)"]
+    assert config_differences(zero, parse(FLAGS)) == ["--encoder-weight-decay not set (checkpoint: 0.0)"]
+    assert config_differences(unset, parse(FLAGS)) == config_differences(unset, parse([*FLAGS, "--no-bf16"]))[1:]
+
+
 def test_flags_of_a_start_are_no_differences_and_those_of_a_model_are():
     before = to_toml(parse([*FLAGS, "--run-dir", "here"]))
     assert config_differences(before, parse([*FLAGS, "--run-dir", "there", "--num-layers", "7"])) == [

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 
+from mimo.observe.stall_status import Schedule
 from mimo.observe.watchdog import Watchdog
 
 WHO = "rank 3 (language grid tp 1 dp 0 pp 0, lane 0)"
 STALL = f"""
 import sys, threading, time
 from pathlib import Path
+from mimo.observe.stall_status import Schedule
 from mimo.observe.watchdog import Watchdog
 report = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 watchdog = Watchdog(0.5, {WHO!r}, report_path=report)
@@ -58,6 +60,12 @@ def test_the_longest_time_without_progress_leaves_out_phases_with_a_limit_of_the
         watchdog.progress()
         now += 300
     assert (watchdog.longest_s, watchdog.last_change) == (5, now)
+    now += 90
+    watchdog.forget_longest()
+    now += 2
+    with watchdog.waiting("data"):
+        pass
+    assert watchdog.longest_s == 2, "what was before does not count, nor does the time up to there"
 
 
 def test_stall_outside_every_wait(start):
@@ -79,6 +87,7 @@ def test_report_that_cannot_be_written_still_reaches_stderr(start, tmp_path):
 CONCLUDES = """
 import sys, threading, time
 from mimo.observe.stall_status import RankProcess
+from mimo.observe.stall_status import Schedule
 from mimo.observe.watchdog import Watchdog
 
 class Conclusion:
@@ -187,6 +196,7 @@ time.sleep(600)
 def test_a_stuck_interpreter_lock_still_ends_the_process(start):
     process = start("""
 import ctypes
+from mimo.observe.stall_status import Schedule
 from mimo.observe.watchdog import Watchdog
 watchdog = Watchdog(0.5, "rank 0", gil_slack_s=0.5)
 
@@ -208,6 +218,23 @@ def test_state_without_a_thread():
     assert watchdog.describe().endswith("; in no announced wait")
     watchdog.progress(iteration=2)
     assert "microbatch" not in watchdog.describe()
+    watchdog.close()
+
+
+def test_passes_of_the_iteration_before_are_not_told():
+    """While a rank waits for data its last passes are those of the iteration before."""
+    watchdog, passes = Watchdog(0, "rank 0"), Schedule(1, 4, 4, 4)
+    watchdog.schedule = lambda: passes
+    assert "all 4 microbatches" in watchdog.describe()
+    watchdog.progress(iteration=2)
+    assert watchdog.describe().startswith("rank 0: no progress for") and "microbatches" not in watchdog.describe()
+    assert watchdog.status().where() == "iteration 2"
+    assert watchdog.status().schedule == Schedule(1, 4, 4, 4, is_over=True)
+    passes = Schedule(2, 4, 1, 0)
+    watchdog.progress()
+    assert watchdog.status().where() == "iteration 2, microbatch 1 of 4 (forward 1, backward 0 done)"
+    watchdog.progress(iteration=2)
+    assert watchdog.status().schedule == passes
     watchdog.close()
 
 
