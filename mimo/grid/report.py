@@ -13,7 +13,7 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 MAX_RANKS_LISTED = 16
 MAX_LINES = 10
 ANY_IMAGE_SIZE = 512
-"""Pixels a side of the example image for an encoder that takes any size, or what it takes next below."""
+"""Pixels a side of the example image for an encoder that takes any size, or the next below that it takes."""
 
 
 def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -> str:
@@ -102,7 +102,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     if not layout.encoders:
         return lines
     spec = provider.token_spec(config.model_family)
-    side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
+    most = min(ANY_IMAGE_SIZE, spec.max_image_size or ANY_IMAGE_SIZE)
+    side = max(most // spec.size_multiple, 1) * spec.size_multiple
     height, width = spec.image_shape if spec.image_size else (side, side)
     hidden, dtype, dtype_bytes = _element(config, provider)
     for encoder in layout.encoders:
