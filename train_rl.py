@@ -1,8 +1,9 @@
-"""Reinforcement learning of a text model: GRPO and its kin, with completions from a vLLM engine.
+"""Reinforcement learning of a text or vision-language model: GRPO and its kin, with completions from a vLLM engine.
 
 Examples:
-    torchrun --nproc-per-node 2 train_rl.py --device cpu --llm-dp 2 --global-batch-size 64 --train-iters 100
-    python train_rl.py --load-hf model --tokenizer model --device cpu --train-iters 10
+    python train_rl.py --config scripts/configs/rl_arithmetic_model.toml --config scripts/configs/rl_arithmetic.toml
+    torchrun --nproc-per-node 2 train_rl.py --config scripts/configs/rl_digits_model.toml \
+        --config scripts/configs/rl_digits.toml --load runs/digits_cpu/checkpoints --finetune --save runs/digits_rl
 """
 
 from __future__ import annotations

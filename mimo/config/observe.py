@@ -40,8 +40,8 @@ class ObserveConfig:
     mlflow_experiment: str | None = None
     """Experiment there; left out: mimo-hetero."""
     peak_tflops: float | None = None
-    """TFLOP/s that a GPU can reach, for MFU; left out: dense bf16 of H100, H200, B200 by the device's name, else no
-    MFU."""
+    """TFLOP/s that a GPU can reach, for MFU; left out: dense bf16 of H100, H200, B200, GB200 by the device's name, else
+    no MFU."""
     moe_per_layer_logging: bool = False
     """Also log MoE auxiliary losses of each layer."""
 

@@ -53,12 +53,14 @@ class ScheduleConfig:
     lr_warmup_samples: int = 0
     """Samples of linear warm-up."""
     lr_decay_iters: int | None = None
-    """Iterations over which to decay; left out: the whole run."""
+    """Iteration at which the decay ends, counted from the start of the run, warm-up included; afterwards --min-lr. Left
+    out: the whole run."""
     lr_decay_samples: int | None = None
-    """Samples over which to decay; left out: the whole run."""
+    """Samples at which the decay ends, counted from the start of the run, warm-up included; afterwards --min-lr. Left
+    out: the whole run."""
     lr_wsd_decay_iters: int | None = None
-    """WSD: length of the final decay in iterations."""
+    """WSD: length of the final decay in iterations; it ends where the decay ends."""
     lr_wsd_decay_samples: int | None = None
-    """WSD: length of the final decay in samples."""
+    """WSD: length of the final decay in samples; it ends where the decay ends."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """WSD: shape of the final decay."""

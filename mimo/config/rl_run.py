@@ -11,6 +11,7 @@ from mimo import registry
 from mimo.config import rl
 from mimo.config.data import DataConfig
 from mimo.config.rl import RlConfig
+from mimo.config.rl_sections import PromptDataConfig, RlLayoutConfig, RlObserveConfig, RlOptimConfig, RlTrainConfig
 from mimo.config.rollout import RolloutConfig, check_rollout
 from mimo.config.run import RunConfig
 from mimo.config.train import TrainConfig
@@ -24,24 +25,17 @@ Flags win over --config files, later files over earlier ones. Keys of a file are
 
 
 @dataclass(frozen=True)
-class PromptDataConfig(DataConfig):
-    """Data: which prompts."""
-
-    dataset_provider: str = "arithmetic"
-    """Prompt data set: a name (arithmetic, digits, gsm8k) or pkg.module:attr."""
-    skip_long_prompts: bool = False
-    """Leave out the prompts of files to which --seq-length leaves no room for --max-completion-tokens; without it they
-    are refused before the run begins."""
-
-
-@dataclass(frozen=True)
 class RlRunConfig(RunConfig):
     """A run of train_rl.py: a trainer's sections, and those of the algorithm and of the engine."""
 
     # Each step of that size would move the routing of a trained model, whatever its reward.
     family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_router_bias_update_rate": 0.0})
 
+    train: RlTrainConfig = field(default_factory=RlTrainConfig)
+    layout: RlLayoutConfig = field(default_factory=RlLayoutConfig)
+    optim: RlOptimConfig = field(default_factory=RlOptimConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    observe: RlObserveConfig = field(default_factory=RlObserveConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 

@@ -45,6 +45,7 @@ SEQ_LENGTH=8192
 # Length and learning rate, in samples of SEQ_LENGTH tokens: 10^12 tokens.
 TRAIN_SAMPLES=122070313
 LR_WARMUP_SAMPLES=1024000
+# The decay's end, counted from sample 0. The recipe has it here: its last LR_WARMUP_SAMPLES samples train at --min-lr.
 LR_DECAY_SAMPLES=121046313
 LR_WSD_DECAY_SAMPLES=18310547
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -47,6 +48,29 @@ def test_names_of_flags_are_those_of_no_other_section():
     others = {name for field in dataclasses.fields(RunConfig) if field.default_factory is not dataclasses.MISSING
               for name in typed_fields(field.default_factory)}
     assert not (others | set(typed_fields(RlConfig))) & set(typed_fields(RolloutConfig))
+
+
+def test_sections_of_their_own_keep_types_and_defaults_of_the_trainer():
+    changed = {("data", "dataset_provider")}
+    for section in dataclasses.fields(RunConfig):
+        ours, theirs = getattr(RlRunConfig(), section.name), getattr(RunConfig(), section.name)
+        if theirs is None:
+            continue
+        types = typed_fields(type(ours))
+        for name, kind in typed_fields(type(theirs)).items():
+            assert types[name] == kind, name
+            assert (section.name, name) in changed or vars(ours)[name] == vars(theirs)[name], name
+
+
+def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for flag in ("micro-batch-size", "eval-iters", "encoder-prefetch-depth", "dry-run", "world-size", "lane-loader",
+                 "timeline", "timeline-interval", "profile-steps", "peak-tflops", "llm-only",
+                 "no-correct-encoder-grad-for-partial-participation"):
+        assert re.search(rf"--{flag}(,? [^ ]+)? train_hetero\.py only", text), flag
+    assert "--global-batch-size INT Completions of one iteration; a multiple of --completions-per-prompt." in text
 
 
 @pytest.mark.parametrize(("flags", "expected"), [

@@ -1,0 +1,83 @@
+"""The trainer's sections as train_rl.py has them: flags that mean something else there, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mimo.config.data import DataConfig
+from mimo.config.layout import LayoutConfig
+from mimo.config.observe import ObserveConfig
+from mimo.config.optim import OptimConfig
+from mimo.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class RlTrainConfig(TrainConfig):
+    """Run: batch sizes, length, evaluation, device, safety."""
+
+    micro_batch_size: int = 1
+    """train_hetero.py only: --max-tokens-per-microbatch makes the microbatches."""
+    global_batch_size: int = 8
+    """Completions of one iteration; a multiple of --completions-per-prompt."""
+    seq_length: int = 2048
+    """Most tokens of a prompt with its completion, after image expansion."""
+    train_samples: int | None = None
+    """Length of the run in completions; schedules then count completions."""
+    eval_interval: int = 0
+    """Iterations between evaluations of --eval-prompts; 0: only before the first update and at the end."""
+    eval_iters: int = 0
+    """train_hetero.py only: --eval-prompts says how large an evaluation is."""
+    num_generations: int = 20
+    """Completions of held-out prompts printed at the end of the last evaluation; needs --eval-prompts."""
+    encoder_prefetch_depth: int = 0
+    """train_hetero.py only."""
+    dry_run: bool = False
+    """train_hetero.py only; it plans the same grids."""
+    world_size: int | None = None
+    """train_hetero.py only."""
+
+
+@dataclass(frozen=True)
+class RlLayoutConfig(LayoutConfig):
+    """Grids: which ranks hold the encoder, which the language model, and how each is split."""
+
+    llm_only: bool = False
+    """train_hetero.py only: a model with an encoder is trained with it."""
+
+
+@dataclass(frozen=True)
+class RlOptimConfig(OptimConfig):
+    """Optimizer: one per module, clipped by one global norm."""
+
+    correct_encoder_grad_for_partial_participation: bool = False
+    """train_hetero.py only."""
+
+
+@dataclass(frozen=True)
+class PromptDataConfig(DataConfig):
+    """Data: which prompts."""
+
+    dataset_provider: str = "arithmetic"
+    """Prompt data set: a name (arithmetic, digits, gsm8k) or pkg.module:attr."""
+    lane_loader: Literal["routed", "per-lane"] = "routed"
+    """train_hetero.py only."""
+    skip_long_prompts: bool = False
+    """Leave out the prompts of files to which --seq-length leaves no room for --max-completion-tokens; without it they
+    are refused before the run begins."""
+
+
+@dataclass(frozen=True)
+class RlObserveConfig(ObserveConfig):
+    """Logging: the run folder, TensorBoard, the console."""
+
+    timeline: bool = True
+    """train_hetero.py only."""
+    timeline_interval: int = 0
+    """train_hetero.py only."""
+    profile_steps: str | None = None
+    """train_hetero.py only."""
+    profile_ranks: str | None = None
+    """Ranks that --memory-snapshot records, such as 0,2; left out: all."""
+    peak_tflops: float | None = None
+    """train_hetero.py only."""
