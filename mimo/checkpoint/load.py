@@ -122,7 +122,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         ValueError: everything that is missing, left over or of another shape or dtype, or what is damaged. Nothing was
             changed unless the checkpoint is damaged.
     """
-    with watchdog.limit(float("inf")), watchdog.waiting("checkpoint to load", folder=str(folder)):
+    with watchdog.on_files("checkpoint to load", folder=str(folder)):
         common, index = _open(state, folder)
         flags = _taken(state.config.checkpoint, flag)
         weights_only = flags.finetune or folder.name == paths.RELEASE
@@ -171,7 +171,7 @@ def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -
     Raises:
         ValueError: as `load_checkpoint`.
     """
-    with watchdog.limit(float("inf")), watchdog.waiting("weights to load", folder=str(folder)):
+    with watchdog.on_files("weights to load", folder=str(folder)):
         common, index = _open(state, folder)
         saved = state.saved()
         entries = {"model": model_entries(state, saved)}

@@ -109,7 +109,7 @@ class Saver:
                 there before is touched.
         """
         began = time.perf_counter()
-        with self._watchdog.limit(float("inf")), self._watchdog.waiting("checkpoint", iteration=progress.iteration):
+        with self._watchdog.on_files("checkpoint", iteration=progress.iteration):
             self.finish()
             write, common = self._prepare(progress)
             self._pending = _Pending(progress.iteration, write, common)
@@ -143,7 +143,7 @@ class Saver:
         if self._pending is None:
             return
         iteration = self._pending.iteration
-        with self._watchdog.limit(float("inf")), self._watchdog.waiting("checkpoint files", iteration=iteration):
+        with self._watchdog.on_files("checkpoint files", iteration=iteration):
             while self._pending is not None:
                 self._advance()
 

@@ -73,7 +73,7 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
             left over, of another shape or dtype, or stored in part; nothing is changed then), or a file is damaged.
         ReportedElsewhereError: on the other ranks then.
     """
-    with watchdog.limit(float("inf")), watchdog.waiting("checkpoint to load", folder=source.path):
+    with watchdog.on_files("checkpoint to load", folder=source.path):
         folder = _find(state, source)
         contents = _read(state, source, folder)
         saved = state.saved()

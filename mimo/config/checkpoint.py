@@ -41,6 +41,9 @@ class CheckpointConfig:
     """Taken for scripts written for Megatron-LM: optimizer state is always saved so that every layout can load it."""
     ckpt_verify: bool = True
     """Compare every tensor that is read with the checksum it was saved with."""
+    checkpoint_timeout_s: float = 3600.0
+    """Seconds that one save, or one load of a checkpoint or of pretrained weights, may take before the run reports what
+    it waits for and ends with code 17; 0: any time. With --async-save: that training waits for the files of a save."""
     exit_duration_in_mins: float | None = None
     """Minutes after which the run saves and exits, counted from its start."""
     load_hf: str = ""

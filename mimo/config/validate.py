@@ -110,6 +110,9 @@ def _check_train(config: RunConfig) -> None:
                           "num_generations": 0})
     _refuse(not 0 < train.watchdog_timeout_s <= MAX_TIMEOUT_S,
             f"--watchdog-timeout-s {train.watchdog_timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
+    files_s = config.checkpoint.checkpoint_timeout_s
+    _refuse(not 0 <= files_s <= MAX_TIMEOUT_S,
+            f"--checkpoint-timeout-s {files_s} is not at least 0 and at most {MAX_TIMEOUT_S:g} (a week)")
     peak = config.observe.peak_tflops
     _refuse(peak is not None and not peak > 0, f"--peak-tflops {peak} is not above 0")
     _refuse(train.train_iters is not None and train.train_samples is not None,

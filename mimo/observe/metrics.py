@@ -166,6 +166,16 @@ class StepRecord:
         return {**figures, **losses}
 
 
+def _forget_later(run_dir: Path, iteration: int) -> None:
+    """Delete what an earlier run left of later iterations; readers would take it for this one's."""
+    for old in run_dir.glob("timeline/step-*.json"):
+        number = old.stem.removeprefix("step-")
+        if number.isdigit() and int(number) > iteration:
+            old.unlink(missing_ok=True)
+    if iteration == 0:
+        (run_dir / "startup.json").unlink(missing_ok=True)
+
+
 class RunLogger:
     """Writes a run's figures on the logging rank; on every other rank each call returns at once.
 
@@ -208,10 +218,7 @@ class RunLogger:
         run_dir = Path(observe.run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if self._resume_iteration == 0:
-                # Of an earlier run in this folder; readers would take them for this one's.
-                for old in (*run_dir.glob("timeline/step-*.json"), run_dir / "startup.json"):
-                    old.unlink(missing_ok=True)
+            _forget_later(run_dir, self._resume_iteration)
             (run_dir / "run_config.toml").write_text(config_toml, encoding="utf-8")
             self._keep(run_dir / "metrics.jsonl", JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
         except OSError as error:
@@ -299,10 +306,17 @@ class RunLogger:
         if self._console is not None:
             self._flush_pending()
             self._console.close()
+        if failed:
+            self.mark_failed()
         for tracker in self._trackers:
-            if not (failed and isinstance(tracker, BackgroundTracker)):
-                tracker.close()
+            tracker.close()
         self._trackers = []
+
+    def mark_failed(self) -> None:
+        """Tell servers that the run ends with an error; they get nothing more. On any thread."""
+        for tracker in self._trackers:
+            if isinstance(tracker, BackgroundTracker):
+                tracker.mark_failed()
 
     def _flush_pending(self) -> None:
         """Print the line of the iterations that have none yet."""

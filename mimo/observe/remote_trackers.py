@@ -11,19 +11,41 @@ import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from mimo.config.observe import ObserveConfig
+from mimo.observe.errors import within_limit
 from mimo.observe.trackers import Tracker, Value, curves
 
 # Iterations that a slow server may fall behind before figures are left out.
 MAX_BEHIND = 1000
 # Seconds that the end of a run waits for what is still on its way; that of two trackers is less than a signal's grace.
 CLOSE_LIMIT_S = 8.0
+# Seconds that a server may take to start a run; MLflow's own retries go on for 16 minutes.
+OPEN_LIMIT_S = 60.0
+# Seconds for the word that a run has failed.
+FAIL_LIMIT_S = 2.0
 DEFAULT_EXPERIMENT = "mimo-hetero"
 # Servers whose URI may be a bare word, as that of a folder is.
 NO_FOLDERS = ("databricks", "databricks-uc", "uc")
+
+
+# Trackers whose threads were left behind at the end.
+_left: list[str] = []
+
+
+def are_left() -> bool:
+    """Whether a tracker has not come to its end; its package may then wait for its server as the interpreter exits."""
+    return bool(_left)
+
+
+class RemoteTracker(Tracker, Protocol):
+    """A tracker on a server."""
+
+    def mark_failed(self) -> None:
+        """Tell the server that the run ends with an error. On any thread."""
+        ...
 
 
 class WandbTracker:
@@ -41,6 +63,9 @@ class WandbTracker:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+    def mark_failed(self) -> None:
+        """The server sees for itself that the process is gone."""
 
 
 def is_folder(uri: str) -> bool:
@@ -80,6 +105,10 @@ class MlflowTracker:
         """Mark the run as finished."""
         self._client.set_terminated(self._run_id)
 
+    def mark_failed(self) -> None:
+        """Mark the run as failed; otherwise it would be shown as running for ever."""
+        self._client.set_terminated(self._run_id, status="FAILED")
+
 
 class BackgroundTracker:
     """A tracker on a thread of its own. What fails there is said once, and the run goes on.
@@ -92,7 +121,7 @@ class BackgroundTracker:
         say: told about the first failure, on that thread.
     """
 
-    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, tracker: RemoteTracker, say: Callable[[str], None]) -> None:
         self._name, self._tracker, self._say = name, tracker, say
         self._said = self._closed = False
         self._queue: queue.Queue[tuple[int, int, dict[str, Value]] | None] = queue.Queue(MAX_BEHIND)
@@ -120,7 +149,18 @@ class BackgroundTracker:
                 continue
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
+            _left.append(self._name)
             self.fail(f"has not taken everything {CLOSE_LIMIT_S:.0f} s after the end")
+
+    def mark_failed(self) -> None:
+        """Try for a moment to tell the server that the run ends with an error; figures on their way are left."""
+        def tell() -> None:
+            with _Failing(self.fail):
+                self._tracker.mark_failed()
+
+        if not self._closed:
+            self._closed = True
+            within_limit(tell, FAIL_LIMIT_S)
 
     def fail(self, what: str) -> None:
         """Say what went wrong, unless something was said before."""
@@ -168,6 +208,25 @@ class _Opening:
             raise ValueError(f"{self._flag}: cannot be started: {type(error).__name__}: {error}") from error
 
 
+def _open_in_time(build: Callable[[], RemoteTracker]) -> RemoteTracker:
+    """What `build` gives, on another thread; raises what it raises, or TimeoutError."""
+    opened: list[RemoteTracker] = []
+    errors: list[Exception] = []
+
+    def open_it() -> None:
+        try:
+            opened.append(build())
+        except Exception as error:
+            errors.append(error)
+
+    within_limit(open_it, OPEN_LIMIT_S)
+    if errors:
+        raise errors[0]
+    if not opened:
+        raise TimeoutError(f"no answer within {OPEN_LIMIT_S:.0f} s")
+    return opened[0]
+
+
 def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], None]) -> list[Tracker]:
     """The trackers that the flags ask for.
 
@@ -179,13 +238,13 @@ def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], N
     Raises:
         ValueError: one cannot be started; names the flag.
     """
-    opened: dict[str, Tracker] = {}
+    opened: dict[str, RemoteTracker] = {}
     run_dir = Path(observe.run_dir)
     if observe.wandb_project is not None:
         with _Opening(f"--wandb-project {observe.wandb_project}"):
             opened["Weights & Biases"] = WandbTracker(observe.wandb_project, observe.wandb_name, run_dir, config_toml)
     if observe.mlflow_uri is not None:
-        with _Opening(f"--mlflow-uri {observe.mlflow_uri}"):
-            opened["MLflow"] = MlflowTracker(observe.mlflow_uri, observe.mlflow_experiment or DEFAULT_EXPERIMENT,
-                                             run_dir, config_toml)
+        uri, experiment = observe.mlflow_uri, observe.mlflow_experiment or DEFAULT_EXPERIMENT
+        with _Opening(f"--mlflow-uri {uri}"):
+            opened["MLflow"] = _open_in_time(lambda: MlflowTracker(uri, experiment, run_dir, config_toml))
     return [BackgroundTracker(name, tracker, say) for name, tracker in opened.items()]

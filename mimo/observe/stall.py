@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 SUMMARY_FILE = "stall-summary.txt"
 
 
-def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path) -> Watchdog:
+def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_timeout_s: float = 0.0) -> Watchdog:
     """The watchdog of this rank, with the process groups in place. Collective over the world.
 
     Args:
         timeout_s: seconds without progress that are a stall.
         grids: process groups.
         run_dir: gets `stall-rankN.txt` of every rank and `stall-summary.txt`.
+        files_timeout_s: seconds without progress that are one in a save or a load; 0: none are.
     """
     folder, places = Path(run_dir), rank_places(grids.layout)
 
@@ -51,8 +52,8 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path) -> Watchd
         default: Any = dist.distributed_c10d._get_default_store()
         conclusion = StallStore(default.clone(), process, len(places), write, holder=_holder(places),
                                 run=name[0])
-    return Watchdog(timeout_s, grids.describe(), report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank,
-                    conclusion=conclusion)
+    return Watchdog(timeout_s, grids.describe(), files_timeout_s=files_timeout_s,
+                    report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank, conclusion=conclusion)
 
 
 def _holder(places: dict[int, RankPlace]) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from mimo.observe import stall_status
 from mimo.observe.errors import STDERR_FD, WRITE_LIMIT_S, exit_now, within_limit, write_report
@@ -138,6 +138,7 @@ class Watchdog:
         last_change: monotonic time of the last progress or transition, seconds.
         longest_s: longest time between two of them outside `limit` contexts, since `forget_longest`.
         timeout_s: seconds without progress that are a stall; infinite where nothing is.
+        files_timeout_s: seconds for which `on_files` contexts may go without; infinite for any time.
         iteration, microbatch: the last ones told; None before the first.
         at_stall: called after the summary of a stall, each for a few seconds at most.
         schedule: gives the state of forward and backward passes, where a trainer has one.
@@ -146,13 +147,14 @@ class Watchdog:
         on_device: whether kernels of an accelerator run behind the main thread's back.
     """
 
-    def __init__(self, timeout_s: float, who: str, *, report_path: Path | None = None, gil_slack_s: float = 30.0,
-                 rank: int = 0, conclusion: Conclusion | None = None) -> None:
+    def __init__(self, timeout_s: float, who: str, *, files_timeout_s: float = 0.0, report_path: Path | None = None,
+                 gil_slack_s: float = 30.0, rank: int = 0, conclusion: Conclusion | None = None) -> None:
         """Start watching.
 
         Args:
             timeout_s: seconds without progress that are a stall; 0 or less never is one.
             who: the rank in words.
+            files_timeout_s: the same for saves and loads.
             report_path: where the report goes besides standard error, for example `run_dir/stall-rank3.txt`.
             gil_slack_s: seconds past the limit after which the interpreter's lock must be stuck.
             rank: global rank.
@@ -163,6 +165,7 @@ class Watchdog:
         self.last_change = time.monotonic()
         self.longest_s = 0.0
         self.timeout_s = timeout_s if timeout_s > 0 else math.inf
+        self.files_timeout_s = files_timeout_s if files_timeout_s > 0 else math.inf
         self.iteration: int | None = None
         self.microbatch: int | None = None
         self.at_stall: list[Callable[[], None]] = []
@@ -242,6 +245,14 @@ class Watchdog:
             # In this order, the reverse of `time_left`'s: the shorter limit must never meet the phase's own age.
             self.moved()
             self._extra_s = outer
+
+    @contextmanager
+    def on_files(self, what: str, **details: Any) -> Iterator[None]:
+        """Context of a save or a load, which may take `files_timeout_s`; see `waiting`."""
+        limit_s = self.files_timeout_s
+        said = None if math.isinf(limit_s) else f"--checkpoint-timeout-s {limit_s:g}"
+        with self.limit(limit_s), self.waiting(what, **details, limit=said):
+            yield
 
     def time_left(self, usual_s: float, since: float = -math.inf) -> float:
         """Seconds until the main thread has gone too long without progress.

@@ -59,7 +59,8 @@ class RlLoop:
         self.prompt_provider = prompts
         self.total_iterations = train_iterations(config)
         self.is_logging_rank = grids.rank == grids.layout.language.rank_at(pp=-1)
-        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir)
+        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir,
+                                      config.checkpoint.checkpoint_timeout_s)
         self.progress = Progress()
         self.place = Place()
         self.saver: Saver | None = None
@@ -75,9 +76,7 @@ class RlLoop:
             # Closed below where all goes well; after an error it ends with this process.
             engine = self._start_engine()
             self._connect(engine)
-            logger = RunLogger(self.config.observe, active=self.is_logging_rank, total_iterations=self.total_iterations,
-                               config_toml=to_toml(self.config), resume_iteration=self.progress.iteration,
-                               format_records=format_policy_steps)
+            logger = self._open_records()
             for line in lines:
                 logger.message(line)
             with kept_objects():
@@ -98,6 +97,14 @@ class RlLoop:
                     logger.close(failed=failed)
             stop.close()
             self.watchdog.close(failed=failed)
+
+    def _open_records(self) -> RunLogger:
+        with self.watchdog.waiting("start of the run's records", is_work=True):
+            logger = RunLogger(self.config.observe, active=self.is_logging_rank,
+                               total_iterations=self.total_iterations, config_toml=to_toml(self.config),
+                               resume_iteration=self.progress.iteration, format_records=format_policy_steps)
+        self.watchdog.at_stall.append(logger.mark_failed)
+        return logger
 
     def _set_up(self) -> list[str]:
         """Prompts, model and optimizer, at the weights that the run starts from; lines that say which these are."""
@@ -127,7 +134,7 @@ class RlLoop:
         """Both splits, on the first rank; every rank stops where prompts are too long, before any model is built."""
         self._splits: dict[str, PromptSet] = {}
         error = None
-        with self.watchdog.limit(float("inf")), self.watchdog.waiting("the first rank, which measures the prompts"):
+        with self.watchdog.on_files("the first rank, which measures the prompts"):
             if self.grids.rank == 0:
                 try:
                     self._splits = {split: self._prompts(split) for split in ("train", "valid")}
@@ -195,7 +202,7 @@ class RlLoop:
         if not needs_pixels(self.grids.layout, self.grids.rank):
             return None
         # Measures them once more.
-        with self.watchdog.limit(float("inf")), self.watchdog.waiting("the prompts' measures", is_work=True):
+        with self.watchdog.on_files("the prompts' measures", is_work=True):
             return self._prompts("train")
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:

@@ -175,7 +175,7 @@ class _RefLoadHf(HfPaths):
 
 
 def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Watchdog) -> None:
-    with watchdog.limit(float("inf")), watchdog.waiting("weights of the reference policy"):
+    with watchdog.on_files("weights of the reference policy"):
         report = load_hf(state.built, state.grids, provider, state.config.model_family, hf)
     absent = [f"{module} {name}" for module, names in report.absent.items() for name in names]
     raise_together(state.grids, f"{hf.flag(hf.of(LANGUAGE))} does not have all weights of the reference policy; "

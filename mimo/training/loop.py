@@ -68,7 +68,8 @@ class TrainingLoop:
         language = grids.layout.language
         # The rank whose loss is complete first, as in Megatron: last stage, first lane.
         self.is_logging_rank = grids.rank == language.rank_at(pp=-1)
-        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir)
+        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir,
+                                      config.checkpoint.checkpoint_timeout_s)
         self.progress = Progress()
         self.saver: Saver | None = None
         # Time that checkpoints took since the last record.
@@ -160,13 +161,15 @@ class TrainingLoop:
             # It is there: a finished run that is started again has nothing to write.
             self.saver.last_iteration = self.progress.iteration or None
         STARTUP.enter(Phase.RECORDS)
-        logger = RunLogger(
-            self.config.observe,
-            active=self.is_logging_rank,
-            total_iterations=self.total_iterations,
-            config_toml=to_toml(self.config),
-            resume_iteration=self.progress.iteration,
-        )
+        with self.watchdog.waiting("start of the run's records", is_work=True):
+            logger = RunLogger(
+                self.config.observe,
+                active=self.is_logging_rank,
+                total_iterations=self.total_iterations,
+                config_toml=to_toml(self.config),
+                resume_iteration=self.progress.iteration,
+            )
+        self.watchdog.at_stall.append(logger.mark_failed)
         for line in lines:
             logger.message(line)
         if self.meter is not None and self.meter.peak is not None:

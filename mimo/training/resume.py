@@ -67,7 +67,7 @@ def start(
     if flags.has_pretrained:
         from mimo.weights.load import HfPaths, load_hf
 
-        with watchdog.limit(float("inf")), watchdog.waiting("pretrained weights"):
+        with watchdog.on_files("pretrained weights"):
             load_hf(state.built, state.grids, provider, family,
                     HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from))
             state.optimizer.reload_model_params()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 from mimo.config.run import RunConfig
 from mimo.config.validate_observe import check_device
 from mimo.grid.spec import Layout
-from mimo.observe.errors import STDERR_FD, fail_fast
+from mimo.observe.errors import STDERR_FD, exit_now, fail_fast
+from mimo.observe.remote_trackers import are_left
 from mimo.observe.startup import STARTUP, Phase
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
@@ -62,11 +64,15 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
     STARTUP.open()
     _show_log(rank)
     quieten_wheel()
+    # A request for a Gantt, which comes too early, or in a program that makes none, must not end the process.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     platform = get_platform(config.train.device)
     check_device(config.observe, platform.name)
     config = replace(config, train=replace(config.train, device=platform.name))
     with fail_fast(f"rank {rank}"):
         _with_groups(config, layout, platform, rank, world_size, body, longest_wait_s)
+    if are_left():
+        exit_now(0)
     return 0
 
 

@@ -59,7 +59,7 @@ class DecoderConfig:
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
     """Load-balancing loss of the router."""
     moe_aux_loss_coeff: float = 1e-3
-    """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies that loss by all tokens, padding
+    """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by all tokens, padding
     included, and the gradient is divided by the target tokens: with few targets it weighs more. In train_rl.py it is
     the mean over all tokens but padding."""
     hidden_dropout: float = 0.0

@@ -87,6 +87,18 @@ def test_a_rank_with_too_few_microbatches(tmp_path: Path) -> None:
     assert "its step has 3 microbatches, that of the other ranks 4" in reason
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["save", "async-save"])
+def test_a_rank_whose_checkpoint_is_never_written(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    process = start(tmp_path, 2, *MOCK, "--save", str(tmp_path / "saved"), "--save-interval", "1",
+                    "--checkpoint-timeout-s", str(TIMEOUT_S), *flags, fault="save:1")
+    summary, output = summary_of(process, tmp_path)
+    first, reason = summary.splitlines()[:2]
+    assert "everybody waits for rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
+    assert f"--checkpoint-timeout-s {TIMEOUT_S:g}" in reason and "checkpoint" in reason, summary
+    assert "write_that_stays" in output, "where the writer is, as a Python stack"
+
+
 def test_a_lane_without_data(tmp_path: Path) -> None:
     process = start(tmp_path, 2, "--dataset-provider", "tests.support.stalling_data:provider",
                     "--train-iters", "3")

@@ -3,6 +3,7 @@ used of theirs. test_real_trackers.py has the packages themselves."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import threading
@@ -53,8 +54,8 @@ class MlflowClient:
         note("text", run_id, text, artifact_file)
     def log_batch(self, run_id, metrics):
         note("batch", run_id, {metric.key: [metric.value, metric.step] for metric in metrics})
-    def set_terminated(self, run_id):
-        note("terminated", run_id)
+    def set_terminated(self, run_id, status=None):
+        note("terminated", run_id, *([status] if status else []))
 '''
 ENTITIES = '''
 class Metric:
@@ -146,9 +147,31 @@ def test_a_dry_run_needs_no_package(monkeypatch):
     check_observe(ObserveConfig(wandb_project="p", mlflow_uri="u"), 2, None, dry_run=True)
 
 
+def test_a_server_that_does_not_answer_is_an_error(tmp_path, fake, monkeypatch):
+    fake("mlflow")
+    monkeypatch.setattr(remote_trackers, "OPEN_LIMIT_S", 0.1)
+    release = threading.Event()
+    client = importlib.import_module("mlflow").MlflowClient
+    monkeypatch.setattr(client, "get_experiment_by_name", lambda *_: release.wait())
+    with pytest.raises(ValueError, match="--mlflow-uri http://host: cannot be started: TimeoutError: no answer within"):
+        RunLogger(ObserveConfig(run_dir=str(tmp_path), mlflow_uri="http://host"), active=True, total_iterations=1,
+                  config_toml="")
+    release.set()
+
+
+def test_a_run_that_fails_is_not_shown_as_running(tmp_path, fake):
+    calls = fake("mlflow")
+    logger = RunLogger(ObserveConfig(run_dir=str(tmp_path), mlflow_uri="http://host"), active=True, total_iterations=1,
+                       config_toml="")
+    logger.close(failed=True)
+    logger.close(failed=True)
+    assert [call for call in calls() if call[0] == "terminated"] == [["terminated", "r", "FAILED"]]
+
+
 def test_a_tracker_that_hangs_holds_up_nobody(monkeypatch):
     monkeypatch.setattr(remote_trackers, "MAX_BEHIND", 2)
     monkeypatch.setattr(remote_trackers, "CLOSE_LIMIT_S", 0.2)
+    monkeypatch.setattr(remote_trackers, "_left", [])
     release, said = threading.Event(), []
 
     class Hanging:
@@ -163,5 +186,6 @@ def test_a_tracker_that_hangs_holds_up_nobody(monkeypatch):
         tracker.log(step, step, {})
     tracker.close()
     tracker.close()
+    assert remote_trackers.are_left()
     release.set()
     assert said == ["MLflow is 2 iterations behind; the run goes on, its figures are in metrics.jsonl"]
