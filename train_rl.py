@@ -4,6 +4,7 @@ Examples:
     python train_rl.py --config scripts/configs/rl_arithmetic_model.toml --config scripts/configs/rl_arithmetic.toml
     torchrun --nproc-per-node 2 train_rl.py --config scripts/configs/rl_digits_model.toml \
         --config scripts/configs/rl_digits.toml --load runs/digits_cpu/checkpoints --finetune --save runs/digits_rl
+The second starts from what scripts/rl/digits_cpu.sh trains first.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 #SBATCH --signal=B:TERM@600
 #SBATCH --output=%x-%j.out
 #
-# The recipe on few nodes, to compare its loss with a homogeneous run of the same recipe.
+# The recipe on few nodes, to compare its loss with that of a homogeneous run, which README.md makes of this file.
 # sbatch --account=... --partition=... scripts/sbatch/parity_9n_gbs192.sh, from the top of the checkout; see README.md.
 set -euo pipefail
 
@@ -45,6 +45,7 @@ SEQ_LENGTH=8192
 # Length and learning rate, in samples of SEQ_LENGTH tokens: 3 * 10^11 tokens.
 TRAIN_SAMPLES=36621094
 LR_WARMUP_SAMPLES=1024000
+# The decay's end, counted from sample 0. The recipe has it here: its last LR_WARMUP_SAMPLES samples train at --min-lr.
 LR_DECAY_SAMPLES=35597094
 LR_WSD_DECAY_SAMPLES=5493164
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -9,17 +10,21 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data import character_tokenizer
 from mimo import registry
 from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, parse_command
 from mimo.config.cli import FileConfig, parse, parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.toml_file import flag_name, typed_fields
 from mimo.config.validate import run_world_size, validate
+from mimo.grid.report import dry_run_report
+from mimo.observe.flops import PEAK_TFLOPS
 from tests.support.digit_shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +37,7 @@ OTHER_FLAGS = {
     "--out": "scripts/data_stats.py",
     "--output": "scripts/report.py",
     "--image-size": "scripts/prepare_digits.py",
+    "--nproc": "scripts/run_hetero_mock.sh",
     "--run": "scripts/bench/train.py",
     "--repeats": "scripts/bench/startup.py",
     "--warmup-runs": "scripts/bench/startup.py",
@@ -65,7 +71,7 @@ OTHER_FLAGS = {
     "--num-gpus": None,
     "--shutdown-timeout": None,
     "--requeue": None,
-    "--signal": None,
+    **dict.fromkeys(("--non-interactive", "--sample-type", "--split-parts"), None),
     "--account": None,
     "--partition": None,
     "--ntasks-per-node": None,
@@ -83,15 +89,21 @@ def commands(page: Path) -> list[str]:
     return [command for line in lines if (command := line.split("#")[0].strip())]
 
 
+def docstring_examples(script: str) -> list[str]:
+    """Commands under `Examples:` in the docstring of a script."""
+    text = ast.get_docstring(ast.parse((ROOT / script).read_text())) or ""
+    return [line.strip() for line in text.partition("Examples:\n")[2].splitlines()]
+
+
 def training_commands(script: str = "train_hetero.py") -> list[tuple[int | None, list[str]]]:
     """Processes (None without torchrun) and flags of every command that starts a trainer."""
     found = []
-    for page in PAGES:
-        for command in commands(page):
-            launcher, entry, flags = command.partition(script)
-            if entry:
-                processes = re.search(r"--nproc-per-node (\d+)", launcher)
-                found.append((int(processes[1]) if processes else None, shlex.split(flags)))
+    typed = [*(command for page in PAGES for command in commands(page)), *docstring_examples(script)]
+    for command in typed:
+        launcher, entry, flags = command.partition(script)
+        if entry:
+            processes = re.search(r"--nproc-per-node (\d+)", launcher)
+            found.append((int(processes[1]) if processes else None, shlex.split(flags)))
     return found
 
 
@@ -105,13 +117,18 @@ def test_the_readme_shows_the_examples_as_they_are() -> None:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("data") / "shards")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages have a reader make in datasets."""
+    folder = tmp_path_factory.mktemp("data")
+    write_shards(folder / "digits8")
+    (folder / "own").symlink_to(folder / "digits8" / "digits")
+    character_tokenizer.write(folder / "characters")
+    return folder
 
 
 @pytest.mark.parametrize(("processes", "flags"), training_commands(),
                          ids=[str(place) for place in range(len(training_commands()))])
-def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_path: Path, shards: Path,
+def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_path: Path, data: Path,
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -119,18 +136,26 @@ def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_
     llava = registry.model_provider("llava")
     (tmp_path / "config.json").write_text(json.dumps(llava.hf_config(llava.Config())))
     flags = [str(tmp_path) if flag.startswith("models/") else flag for flag in flags]
-    flags = [f"{shards}{flag.removeprefix('shards')}" if flag.startswith("shards/") else flag for flag in flags]
+    flags = [f"{data}{flag.removeprefix('datasets')}" if flag.startswith("datasets/") else flag for flag in flags]
     if "--print-config" in flags:
         with pytest.raises(SystemExit) as ended:
             parse(flags)
         assert ended.value.code == 0
         return
     config = parse(flags)
-    validate(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
+    layout = validate(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
+    # As with --dry-run.
+    assert dry_run_report(config, layout, registry.model_provider(config.model.model_provider)).startswith("layout ")
 
 
 @pytest.mark.parametrize(("processes", "flags"), training_commands("train_rl.py"))
-def test_every_command_of_reinforcement_learning_is_accepted(processes: int | None, flags: list[str]) -> None:
+def test_every_command_of_reinforcement_learning_is_accepted(processes: int | None, flags: list[str], tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "valid.jsonl").touch()
+    flags = [*flags, "--qa-folder", str(tmp_path)] if "own_prompts:provider" in flags else flags
     config = parse_as(RlRunConfig, flags, DESCRIPTION)
     validate_rl(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
 
@@ -167,6 +192,26 @@ def test_every_flag_exists() -> None:
         assert named <= known, f"{page.name}: {sorted(named - known)}"
     for flag, script in OTHER_FLAGS.items():
         assert script is None or flag in (ROOT / script).read_text(), f"{script} has no {flag}"
+
+
+def test_lists_of_what_is_built_in_are_complete() -> None:
+    def missing(names: Iterable[str], path: str, form: str = "`{}`") -> list[str]:
+        text = (ROOT / path).read_text()
+        return [f"{path}: {name}" for name in names if form.format(name) not in text]
+
+    architectures = [name for provider in registry.MODEL_PROVIDERS
+                     for name in getattr(registry.model_provider(provider), "hf_architectures", ())]
+    assert not [
+        *missing(registry.MODEL_PROVIDERS, "docs/providers.md"),
+        *missing(registry.DATASET_PROVIDERS, "docs/data.md"),
+        *missing(registry.DATASET_PROVIDERS, "README.md"),
+        *missing(registry.REWARDS, "docs/rl.md"),
+        *missing(architectures, "docs/checkpoints.md"),
+        *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/data.py", "({})"),
+        *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_sections.py", "({})"),
+        *missing([", ".join(sorted(registry.REWARDS))], "mimo/config/rl.py", "({})"),
+        *missing({name.split()[0] for name, _ in PEAK_TFLOPS}, "mimo/config/observe.py", " {}"),
+    ]
 
 
 def test_links_lead_somewhere() -> None:
