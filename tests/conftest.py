@@ -16,7 +16,6 @@ if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu do without
 # Of tests/dist, by file: every test, or those whose id has one of these words.
 FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_bad_input.py": ("missing_image",),
-    "test_bridge.py": ("test_evaluation_between_steps[encoder-tp2",),
     "test_checkpoint_bugs.py": ("",),
     "test_checkpoint_resume.py": ("to_the_bit[tp2]", "to_the_bit[disjoint-llm-dp2]", "continues[llm-tp2]",
                                   "continues[from-colocated-to-disjoint]"),
@@ -31,7 +30,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_language_model.py": ("",),
     "test_mtp.py": ("pytorch[two-depths-pp2]", "pytorch[packed-tp2]", "label_of", "reports", "unread"),
     "test_mamba_mixer.py": ("",),
-    "test_nemotron.py": ("one_process[ep2-tp2]", "one_process[pp2]", "one_by_one[tp2]"),
+    "test_nemotron.py": ("one_process[ep2-tp2]", "one_process[pp2]"),
     "test_nemotron_h.py": ("",),
     "test_offload.py": ("[disjoint-overlap-bf16]", "says_so"),
     "test_packed_attention.py": ("tp2", "positions"),
