@@ -1,4 +1,4 @@
-"""Looks before a job: GPUs, NCCL between all of them, paths, disk space; or, without Slurm, the layout of a script.
+"""Looks before a job: GPUs, packages, NCCL, paths, disk space; or, without Slurm, the layout of a script.
 
     python scripts/preflight.py --dry-run scripts/sbatch/prod_33n_gbs768_ep8.sh
     srun python scripts/preflight.py --gpus-per-node 8 -- FLAGS OF train_hetero.py
@@ -6,9 +6,10 @@
 The first runs the script as far as its launch command on any machine, has the trainer check its flags for as many
 ranks as the script has GPUs, and prints the topology.
 
-The second, one process a node, checks on every node the GPUs, the paths in the trainer's flags and the space for its
-checkpoints, then sums over the GPUs of each node and over those of all nodes. Nodes that do not answer are named, and
-so are those behind a network that fails. Outside of Slurm it checks this host alone. The first node prints one report.
+The second, one process a node, checks on every node the GPUs, Transformer Engine and the kernels of Mamba-2 layers
+where the trainer's flags ask for them, the paths in these and the space for checkpoints, then sums over the GPUs of
+each node and over those of all nodes. Nodes that do not answer are named, and so are those behind a network that fails.
+Outside of Slurm it checks this host alone. The first node prints one report.
 
 Exit code: 0 where nothing is wrong, 1 where a check failed, 2 for flags or a script that cannot work.
 """

@@ -52,7 +52,7 @@ def check_gpus(expected: int, findings: Findings) -> None:
         findings.problems.append(f"GPUs: nvidia-smi did not answer in {NVIDIA_SMI_LIMIT_S:g} s")
         return
     if done.returncode:
-        findings.problems.append(f"GPUs: nvidia-smi: {_last_line(done.stdout + done.stderr)}")
+        findings.problems.append(f"GPUs: nvidia-smi: {last_line(done.stdout + done.stderr)}")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -117,6 +117,7 @@ def check_space(save: Path, wanted: Checkpoints, findings: Findings) -> None:
                                  "--save-interval")
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """The last line with anything on it, in which programs say what was wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no message"

@@ -9,8 +9,9 @@ from pathlib import Path
 from mimo.config.run import RunConfig
 from preflight_checks.board import Board
 from preflight_checks.host import Findings, check_gpus, check_read, check_space, check_written
+from preflight_checks.packages import check_mamba_kernels, check_transformer_engine
 from preflight_checks.reach import ENDED, pairs_of, run_check
-from preflight_checks.run_plan import checkpoints, read_paths, written_paths
+from preflight_checks.run_plan import checkpoints, has_mamba_layers, read_paths, written_paths
 
 CONTINUE, PAIRS, READY, NOT_READY = "continue", "pairs", "ready", "not ready"
 # Problems that the report lists; the rest is counted.
@@ -28,7 +29,7 @@ def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
     """
     place, device = board.place, _device(config)
     nodes = list(range(len(place.hosts)))
-    findings = check_host(config, device, place.gpus_per_node)
+    findings = check_host(config, device, place.gpus_per_node, timeout_s)
     board.post("host", asdict(findings))
     report = Report(board, device, config) if place.is_first else None
     # A check ends within twice its time, and nodes are apart by that much again. The others wait for as long as the
@@ -54,11 +55,16 @@ def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
     return 0 if verdict == READY else 1
 
 
-def check_host(config: RunConfig, device: str, gpus_per_node: int) -> Findings:
+def check_host(config: RunConfig, device: str, gpus_per_node: int, timeout_s: float) -> Findings:
     """What this node can say by itself."""
     findings = Findings()
     if device == "cuda":
         check_gpus(gpus_per_node, findings)
+        if config.model.transformer_impl == "transformer_engine":
+            # The first node waits for as long as this may take, and a little is left for the rest.
+            check_transformer_engine(timeout_s / 2, findings)
+        if has_mamba_layers(config):
+            check_mamba_kernels(findings)
     check_read(read_paths(config), findings)
     check_written(written_paths(config), findings)
     wanted = checkpoints(config)

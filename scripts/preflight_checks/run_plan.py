@@ -13,6 +13,7 @@ from mimo.data_request import data_request
 from mimo.grid.plan import total_parameters
 from mimo.grid.report import dry_run_report
 from mimo.protocols import StagedProvider
+from providers.common.hybrid import MAMBA
 
 # Fields that name what a run reads, of whichever section has them.
 READ_PATHS = ("data_path", "valid_data_path", "tokenizer", "load_nemotron_checkpoint", "load_hf", "load_vision_from",
@@ -52,6 +53,11 @@ def plan(config: RunConfig, world_size: int) -> str:
             layout, provider, config.model_family, micro_batch_size=train.micro_batch_size,
             seq_length=train.seq_length, seed=train.seed, split="train"))
     return dry_run_report(planned, layout, provider)
+
+
+def has_mamba_layers(config: RunConfig) -> bool:
+    """Whether the decoder has Mamba-2 layers."""
+    return MAMBA in getattr(config.model_family, "hybrid_layer_pattern", "")
 
 
 def read_paths(config: RunConfig) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -17,8 +18,9 @@ from preflight_checks import nodes
 from preflight_checks.board import Board, Place
 from preflight_checks.host import Findings, check_gpus, check_read, check_space, check_written, format_size
 from preflight_checks.job_script import read_directives
+from preflight_checks.packages import check_mamba_kernels, check_transformer_engine
 from preflight_checks.reach import pairs_of
-from preflight_checks.run_plan import Checkpoints, checkpoints, read_paths, written_paths
+from preflight_checks.run_plan import Checkpoints, checkpoints, has_mamba_layers, read_paths, written_paths
 
 from mimo.config.cli import parse
 
@@ -115,6 +117,55 @@ def test_a_host_without_nvidia_smi(tmp_path, monkeypatch):
     findings = Findings()
     check_gpus(8, findings)
     assert findings.problems == ["GPUs: there is no nvidia-smi; 8 GPUs are needed"]
+
+
+@pytest.mark.parametrize(("code", "problem"), [
+    (None, "cannot be imported by "), ("", None), ("import time; time.sleep(60)", "was not imported in 2 s"),
+    ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10; scripts/setup.sh gpu"),
+])
+def test_transformer_engine_is_imported_and_not_only_found(tmp_path, monkeypatch, code, problem):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if code is not None:
+        (package / "pytorch.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    findings = Findings()
+    check_transformer_engine(2.0 if code and "sleep" in code else 60.0, findings)
+    assert len(findings.problems) == (problem is not None) and len(findings.facts) == (problem is None)
+    assert problem is None or problem in findings.problems[0], findings.problems
+
+
+def test_mamba_layers_without_their_kernels_are_a_warning(monkeypatch):
+    there: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in there else None)
+    findings = Findings()
+    check_mamba_kernels(findings)
+    there.add("mamba_ssm")
+    check_mamba_kernels(findings)
+    first, second = findings.warnings
+    assert "without mamba_ssm and causal_conv1d, " in first and first.endswith(" mamba-ssm causal-conv1d")
+    assert "without causal_conv1d, " in second and findings.problems == []
+    there.add("causal_conv1d")
+    check_mamba_kernels(findings)
+    assert len(findings.warnings) == 2 and findings.facts == ["kernels of Mamba-2 layers are installed"]
+
+
+@pytest.mark.parametrize(("flags", "device", "asked"), [
+    (["--transformer-impl", "transformer_engine"], "cuda", {"engine"}), ([], "cuda", set()),
+    (["--model-provider", "nemotron-moe-vlm-tiny", "--transformer-impl", "local"], "cuda", {"mamba"}),
+    (["--model-provider", "nemotron-moe-vlm-tiny", "--hybrid-layer-pattern", "*E*E"], "cuda", set()),
+    (["--model-provider", "nemotron-moe-vlm-tiny"], "cpu", set()),
+])
+def test_packages_are_asked_for_by_the_flags(monkeypatch, flags, device, asked):
+    seen: set[str] = set()
+    monkeypatch.setattr(nodes, "check_gpus", lambda *_: None)
+    monkeypatch.setattr(nodes, "check_transformer_engine", lambda *_: seen.add("engine"))
+    monkeypatch.setattr(nodes, "check_mamba_kernels", lambda *_: seen.add("mamba"))
+    monkeypatch.setattr(nodes, "check_written", lambda *_: None)
+    config = parse([*MOCK[:-2], *flags])
+    nodes.check_host(config, device, 1, 60.0)
+    assert seen == asked and has_mamba_layers(config) == ("nemotron" in "".join(flags) and "*E*E" not in flags)
 
 
 def test_paths_and_sizes_come_from_the_flags_of_the_run(tmp_path):
