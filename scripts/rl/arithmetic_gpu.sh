@@ -4,7 +4,7 @@
 #
 #   scripts/rl/arithmetic_gpu.sh colocated [flags of train_rl.py ...]   # trainer and engine on one GPU, in turns
 #   scripts/rl/arithmetic_gpu.sh separate [flags of train_rl.py ...]    # on two
-#   PYTHON=python3                                   # an environment with the extra rl-gpu; left out: .venv
+#   PYTHON=python3                                   # an environment with the extra rl-gpu; left out: .venv, set up
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

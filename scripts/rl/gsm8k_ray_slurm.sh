@@ -17,8 +17,10 @@
 #
 #   sbatch --account=... --partition=... scripts/rl/gsm8k_ray_slurm.sh [flags of train_rl.py ...]
 #
-# From the top of the checkout, after editing the paths. Flags behind the script's name win over its own. The job goes
-# back into the queue as those of scripts/sbatch do (README.md there), and goes on from its last checkpoint.
+# From the top of the checkout, after editing the paths. PYTHON is one with the extra rl-gpu (scripts/setup.sh rl-gpu).
+# Flags behind the script's name win over its own, but for --train-iters, --save and --run-dir: edit TRAIN_ITERS and
+# RUN_DIR. The job goes back into the queue as those of scripts/sbatch do (README.md there), and goes on from its last
+# checkpoint.
 set -euo pipefail
 
 # ---- paths: edit these; all nodes have to see them under the same name -----------------------------------------------
@@ -41,13 +43,17 @@ RAY_PORT=6379
 RAY_TIMEOUT_S=600
 # Also in FLAGS, and what the job is requeued by.
 TRAIN_ITERS=200
+# FLAGS has those behind the script's name.
+# shellcheck disable=SC2034 # read by common.sh
+TAKES_FLAGS=1
 
 # shellcheck source=scripts/sbatch/common.sh
 source "${SLURM_SUBMIT_DIR:?submit this file with sbatch, from the top of the checkout}/scripts/sbatch/common.sh"
+refuse_flags --train-iters TRAIN_ITERS --save RUN_DIR --run-dir RUN_DIR -- "$@"
 SITE_PATHS=(PYTHON MODEL DATA RUN_DIR)
 require_set "${SITE_PATHS[@]}" GPUS_PER_NODE TRAINER_NODES ENGINE_NODES RAY_PORT TRAIN_ITERS
 check_paths
-[[ -x "$(dirname "$PYTHON")/ray" ]] || die "PYTHON=$PYTHON: has no ray beside it; install the extra rl-gpu"
+[[ -x "$(dirname "$PYTHON")/ray" ]] || die "PYTHON=$PYTHON: has no ray beside it; scripts/setup.sh rl-gpu sets it up"
 ((SLURM_JOB_NUM_NODES == TRAINER_NODES + ENGINE_NODES)) ||
     die "the job has $SLURM_JOB_NUM_NODES nodes, the script uses TRAINER_NODES $TRAINER_NODES + ENGINE_NODES \
 $ENGINE_NODES: change #SBATCH --nodes"

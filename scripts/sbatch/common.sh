@@ -32,6 +32,27 @@ die() {
     exit 2
 }
 
+# Words behind a script's name reach only what hands them on, and says so by TAKES_FLAGS=1.
+[[ -v TAKES_FLAGS ]] || (($# == 0)) || die "$*: this script takes no flags; edit those in it"
+
+# Refuse flags that the job is requeued by, and that a variable of the script sets: pairs of flag and variable, a lone
+# --, then what was typed.
+refuse_flags() {
+    local -A variables=()
+    local word flag
+    while [[ "$1" != -- ]]; do
+        variables[$1]="$2"
+        shift 2
+    done
+    for word in "${@:2}"; do
+        # The trainer reads --train_iters as --train-iters, too.
+        flag="${word%%=*}"
+        flag="${flag//_/-}"
+        [[ -z "$flag" || -z "${variables[$flag]:-}" ]] ||
+            die "$flag: the job is requeued by what the script sets; edit ${variables[$flag]} in it instead"
+    done
+}
+
 # Refuse variables that are not set or empty.
 require_set() {
     local name

@@ -230,6 +230,19 @@ def test_an_error_of_a_job_is_named_and_not_requeued(place, values, mode, expect
     assert not asked.exists() or "requeue" not in asked.read_text()
 
 
+@pytest.mark.parametrize(("arguments", "flag", "variable"), [
+    (("--train-iters", "100"), "--train-iters", "TRAIN_ITERS"), (("--lr", "2e-6", "--train_iters=400"), "--train-iters",
+                                                                "TRAIN_ITERS"),
+    (("--save", "/elsewhere"), "--save", "RUN_DIR"), (("--save=/elsewhere",), "--save", "RUN_DIR"),
+    (("--run-dir", "/elsewhere"), "--run-dir", "RUN_DIR"),
+])
+def test_what_a_job_is_requeued_by_is_no_flag(place, arguments, flag, variable):
+    job = submit(place, *arguments)
+    output = end(job)
+    assert job.returncode == 2 and output.startswith(f"error: {flag}: ") and f"edit {variable} in it" in output
+    assert not (place / "srun").exists() and not (place / "scontrol").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "expected"), [
     ("preflight_code", "preflight failed with exit code 1"), ("ray_code", "Ray did not come up; see"),
@@ -282,7 +295,7 @@ def test_a_recipe_on_gpus_trains_and_goes_on_from_there(name, tmp_path):
     """The flags of both stages are those that the trainers take."""
     noted = tmp_path / "noted"
     python = tmp_path / "python"
-    python.write_text(f'#!{BASH}\nprintf "%s\\n" "$*" >>"{noted}"\n')
+    python.write_text(f'#!{BASH}\n[[ "$1" == -c ]] || printf "%s\\n" "$*" >>"{noted}"\n')
     python.chmod(0o755)
     (tmp_path / "supervised").mkdir()
     done = subprocess.run([BASH, RL / f"{name}.sh", "separate", "--train-iters", "3"], capture_output=True, text=True,
@@ -294,3 +307,30 @@ def test_a_recipe_on_gpus_trains_and_goes_on_from_there(name, tmp_path):
     assert config.checkpoint.save == f"{tmp_path}/checkpoints"
     policy = parse_as(RlRunConfig, reinforced[1].split(), "")
     assert policy.train.train_iters == 3 and policy.observe.run_dir == f"{tmp_path}/separate"
+
+
+RECIPES = {"arithmetic_cpu": "rl-cpu", "digits_cpu": "rl-cpu", "arithmetic_gpu": "rl-gpu", "digits_gpu": "rl-gpu"}
+
+
+@pytest.mark.parametrize(("name", "extra"), RECIPES.items())
+def test_a_recipe_wants_vllm_before_its_supervised_run(name, extra, tmp_path):
+    python = tmp_path / "python"
+    # Without the packages of this environment.
+    python.write_text(f'#!{BASH}\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    for given in (python, tmp_path / "nowhere"):
+        done = subprocess.run([BASH, RL / f"{name}.sh", "colocated"], capture_output=True, text=True, timeout=60,
+                              check=False, env=os.environ | {"PYTHON": str(given), "RUNS": str(tmp_path / "runs")})
+        assert done.returncode == 2 and f"PYTHON={given} is no Python with the extra {extra} (" in done.stderr
+        assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("name", "extra"), RECIPES.items())
+def test_a_recipe_sets_up_what_it_needs(name, extra, tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    with (tmp_path / "scripts" / "lib.sh").open("a") as library:
+        library.write('setup_venv() { say "setting up $1"; return 1; }\n')
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    done = subprocess.run([BASH, tmp_path / "scripts" / "rl" / f"{name}.sh", "colocated"], capture_output=True,
+                          text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (1, f"setting up {extra}\n")

@@ -222,12 +222,12 @@ def cluster(tmp_path):
     return tmp_path
 
 
-def submit(folder: Path, **settings: str) -> subprocess.Popen[str]:
+def submit(folder: Path, *arguments: str, **settings: str) -> subprocess.Popen[str]:
     """Start a job's script as Slurm does."""
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
                    "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    return subprocess.Popen([BASH, str(folder / "job.sh")], env=environment | settings, text=True, cwd=folder,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen([BASH, str(folder / "job.sh"), *arguments], env=environment | settings, text=True,
+                            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def end(job: subprocess.Popen[str]) -> str:
@@ -348,6 +348,12 @@ def test_a_job_checks_its_paths_and_nodes_first(cluster, name, value, expected):
     output = end(job)
     assert job.returncode == 2 and expected in output
     assert not (cluster / "preflight").exists()
+
+
+def test_flags_behind_a_name_that_nothing_would_read_are_refused(cluster):
+    job = submit(cluster, "--lr", "1e-4")
+    output = end(job)
+    assert job.returncode == 2 and output == "error: --lr 1e-4: this script takes no flags; edit those in it\n"
 
 
 def wait_for(*paths: Path) -> None:
