@@ -11,7 +11,8 @@ from preflight_checks.host import Findings, last_line
 
 def check_transformer_engine(timeout_s: float, findings: Findings) -> None:
     """Import Transformer Engine in a process of its own: one that was built for another torch is found there."""
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    # As the trainer does, torch comes first: with it libraries such as NCCL, which Transformer Engine takes for loaded.
+    command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
     needed = "--transformer-impl transformer_engine: the package"
     try:
         done = subprocess.run(command, text=True, capture_output=True, timeout=timeout_s, check=False)
