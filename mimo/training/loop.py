@@ -360,7 +360,8 @@ class TrainingLoop:
         per_step = num_microbatches(self.config) * self.config.train.micro_batch_size
         steps = [self._next_step(loader) for _ in range(-(-wanted // per_step))]
         self._close(loader)
-        decoded = [sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)]
-        for key, expected, answer in decoded[:wanted]:
+        # A split of fewer samples comes round again.
+        decoded = {sample[0]: sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)}
+        for key, expected, answer in list(decoded.values())[:wanted]:
             text, truth = (self.dataset.decode(self.config.dataset, tokens) for tokens in (answer, expected))
             logger.message(f"  {key}: read {text!r}, is {truth!r}")
