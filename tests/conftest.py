@@ -62,7 +62,8 @@ SLOW = (
     "test_a_pack_without_a_decodable_image", "at_once_and_after_a_few_rows[1-", "test_lanes_that_are_not_neighbours",
     "own_loader_of_each_lane_reads[1-2-", "lose_and_repeat_nothing[3-4-1]", "test_rows_of_a_blend_continue",
     "test_results_do_not_bring_megatron_along", "test_packs_of_a_worker_do_not_depend",
-    "test_the_examples_train[",
+    "test_the_examples_train[", "test_the_run_tells_how_long_it_stood_still",
+    "test_emulation_after_megatron_is_an_error", "test_peak_memory_sees_a_freed_tensor",
 )
 
 

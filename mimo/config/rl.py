@@ -21,6 +21,9 @@ class RlConfig:
     """Reward: a name (exact-match, gsm8k, math-verify, multiple-choice) or pkg.module:fn."""
     completions_per_prompt: int = 8
     """Completions sampled for each prompt; they are each other's baseline."""
+    updates_per_rollout: int = 1
+    """Optimizer steps on the completions of one rollout, each on an equal part of the prompts, in their order. Ratios
+    are those to the policy before the first of them."""
     temperature: float = 1.0
     """Divides the logits, of the rollouts and of the trainer alike; at least 0.01."""
     top_p: float = 1.0
@@ -102,6 +105,7 @@ def validate(config: RlConfig, *, llm_tp: int = 1, sequence_parallel: bool = Fal
     _check_loss(config)
     _check_reference(config)
     _check_importance(config)
+    _refuse(config.updates_per_rollout < 1, f"--updates-per-rollout {config.updates_per_rollout} is below 1")
     _refuse(config.completions_per_prompt < 1, f"--completions-per-prompt {config.completions_per_prompt} is below 1")
     _refuse(config.advantage == "rloo" and config.completions_per_prompt < 2,
             f"--advantage rloo with --completions-per-prompt {config.completions_per_prompt}: there are no others to "

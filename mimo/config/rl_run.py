@@ -102,6 +102,12 @@ def _check_batch(config: RlRunConfig) -> None:
             f"--global-batch-size {train.global_batch_size} counts completions; it is not divisible by "
             f"--completions-per-prompt {each}; nearest are {train.global_batch_size // each * each or each} and "
             f"{-(-train.global_batch_size // each) * each}")
+    updates, dp, prompts = algorithm.updates_per_rollout, config.layout.llm_dp, train.global_batch_size // each
+    _refuse(prompts % updates != 0, f"--updates-per-rollout {updates} does not divide the {prompts} prompts that "
+            f"--global-batch-size {train.global_batch_size} and --completions-per-prompt {each} make")
+    _refuse(train.global_batch_size // updates % dp != 0,
+            f"--updates-per-rollout {updates}: {train.global_batch_size // updates} completions of an update do not "
+            f"divide over --llm-dp {dp}")
     _refuse(train.micro_batch_size != 1, f"--micro-batch-size {train.micro_batch_size}: microbatches are made by "
             "--max-tokens-per-microbatch; leave it at 1")
     _refuse(budget < train.seq_length, f"--max-tokens-per-microbatch {budget} is below --seq-length "

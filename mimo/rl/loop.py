@@ -30,7 +30,8 @@ from mimo.rl.engine import Engine, refit_options, start_engine
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.long_prompts import fit_prompts
 from mimo.rl.place import Place
-from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.policy import PolicyTrainer
+from mimo.rl.policy_results import PolicyResult
 from mimo.rl.probe import RefitProbe
 from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
@@ -260,9 +261,8 @@ class RlLoop:
         if goes_ahead:
             self.collector.settle(version + 1)
         self.progress.iteration += 1
-        if result.success:
-            self.progress.consumed_samples += self.config.train.global_batch_size
-        else:
+        self.progress.consumed_samples += result.num_trained
+        if not result.success:
             self.progress.skipped_iterations += 1
         self.watchdog.progress()
         report = self.collector.report

@@ -1,4 +1,4 @@
-"""One policy update: rollouts of a global batch to microbatches, log-probs, loss, gradients, a step."""
+"""Policy updates: rollouts of a global batch to microbatches, log-probs, loss, gradients, steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from mimo.rl.importance import (
 from mimo.rl.kl import kl_of_sequences
 from mimo.rl.logprobs import log_probs
 from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_count, loss_metrics, policy_loss
+from mimo.rl.policy_results import FixedLogProbs, PolicyResult, UpdateResult
 from mimo.rl.prompts import PromptSet
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
@@ -48,35 +49,6 @@ from mimo.training.moe_metrics import MoeLosses
 from mimo.training.step import TrainerParts, run_schedule
 
 Consume = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
-
-
-@dataclass(frozen=True)
-class PolicyResult:
-    """What one update did, equal on all ranks.
-
-    Attributes:
-        metrics: figures of the global batch by name.
-        success: whether parameters were updated.
-        grad_norm: global norm before clipping; None when skipped.
-        num_zeros: zero gradients, where logged.
-        num_microbatches: of each data-parallel rank.
-        num_tokens: of all sequences, prompts included.
-        log_probs_s: seconds of the forward pass before the update.
-        reference_s: seconds of that of the reference policy, the exchange of weights included; 0 without one.
-        moe_losses: load-balancing losses, as `mimo.training.moe_metrics` gives them; on language ranks alone.
-        peak_memory_bytes: by module, the highest of any of its ranks so far.
-    """
-
-    metrics: dict[str, float]
-    success: bool
-    grad_norm: float | None
-    num_zeros: int | None
-    num_microbatches: int
-    num_tokens: int
-    log_probs_s: float = 0.0
-    reference_s: float = 0.0
-    moe_losses: dict[str, float] = field(default_factory=dict)
-    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,22 +77,6 @@ class PolicyMicrobatch:
         """Of values of every completion of the global batch, those of this microbatch at their positions, `[t]`."""
         own = values[list(self.members)].to(self.labels.device)
         return self.sampled.spread(torch.cat([own, own.new_zeros(self.sampled.num_sequences - len(own))]))
-
-
-@dataclass
-class FixedLogProbs:
-    """Of each microbatch float32 `[t]`, without gradient; empty but on the last stage.
-
-    Attributes:
-        old: by the policy before the update.
-        reference: by the reference policy; None without one.
-        old_s, reference_s: seconds that they took.
-    """
-
-    old: list[torch.Tensor]
-    reference: list[torch.Tensor] | None
-    old_s: float
-    reference_s: float
 
 
 class PolicyTrainer:
@@ -153,21 +109,45 @@ class PolicyTrainer:
                                          params_dtype(parts.config))
 
     def update(self, completions: Sequence[Completion]) -> PolicyResult:
-        """Take one step on the completions of a global batch. Collective over the world.
+        """Take --updates-per-rollout steps on the completions of a global batch. Collective over the world.
 
         Args:
-            completions: all of them, the same on every rank.
+            completions: all of them, those of a prompt one behind the other, the same on every rank.
 
         Raises:
-            ValueError: the loss is not finite (with --check-for-nan-in-loss), before anything is updated, naming the
-                completions; or a sequence does not fit a microbatch.
+            ValueError: a loss is not finite (with --check-for-nan-in-loss), before anything is updated by it, naming
+                the completions; or a sequence does not fit a microbatch.
             ReportedElsewhereError: as above, on ranks that do not hold those completions' losses.
         """
-        parts = self.parts
+        parts, size = self.parts, len(completions) // self.config.updates_per_rollout
         parts.built.residency.require("a policy update", *KINDS)
-        microbatches = self.microbatches(completions)
+        starts = range(0, len(completions), size)
+        by_update = [self.microbatches(completions[start:start + size], start) for start in starts]
+        microbatches = list(itertools.chain.from_iterable(by_update))
         fixed = self._fixed_log_probs(microbatches)
         scores, penalty = self._advantages(completions, microbatches, fixed)
+        results, first = [], 0
+        for start, own in zip(starts, by_update, strict=True):
+            last = first + len(own)
+            results.append(self._step(completions[start:start + size], own, fixed.part(first, last), scores))
+            first = last
+        totals = add_totals([each.totals for each in results])
+        metrics = loss_metrics(totals) | mismatch_metrics(totals) | penalty
+        if self.reference is None:
+            del metrics["reference_kl"]
+        with parts.watchdog.waiting("load-balancing losses and memory of all ranks"):
+            moe_losses = self._moe_losses.take(len(microbatches))
+            peaks = peak_memory_bytes(parts.grids, parts.platform)
+        norms = [each.grad_norm for each in results if each.grad_norm is not None]
+        return PolicyResult(
+            metrics, all(each.success for each in results), size * sum(each.success for each in results),
+            sum(norms) / len(norms) if norms else None, results[-1].num_zeros, len(microbatches),
+            sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks)
+
+    def _step(self, completions: Sequence[Completion], microbatches: list[PolicyMicrobatch], fixed: FixedLogProbs,
+              scores: torch.Tensor) -> UpdateResult:
+        """One optimizer step on a part of the global batch; `scores` are the advantages of all of it. Collective."""
+        parts = self.parts
         for wrapped in parts.built.wrapped.values():
             wrapped.zero_grad_buffer()
         parts.optimizer.zero_grad()
@@ -177,28 +157,23 @@ class PolicyTrainer:
         everywhere = self._over_world(totals)
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         parts.grad_sync.scale(everywhere.sums["loss_count"])
-        metrics = loss_metrics(everywhere) | mismatch_metrics(everywhere) | penalty
-        if self.reference is None:
-            del metrics["reference_kl"]
-        if parts.config.train.check_for_nan_in_loss and not math.isfinite(metrics["loss"]):
-            _refuse_loss(microbatches, totals if parts.counts_losses else [], metrics["loss"])
+        loss = loss_metrics(everywhere)["loss"]
+        if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
+            _refuse_loss(microbatches, totals if parts.counts_losses else [], loss)
         with parts.watchdog.waiting("optimizer step", group=parts.world):
             success, grad_norm, num_zeros = parts.optimizer.step()
         if success:
-            parts.scheduler.step(parts.config.train.global_batch_size)
+            parts.scheduler.step(len(completions))
         else:
             parts.grad_sync.undo_expert_biases()
-        with parts.watchdog.waiting("load-balancing losses and memory of all ranks"):
-            moe_losses = self._moe_losses.take(len(microbatches))
-            peaks = peak_memory_bytes(parts.grids, parts.platform)
-        return PolicyResult(metrics, success, grad_norm, num_zeros, len(microbatches),
-                            sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks)
+        return UpdateResult(everywhere, success, grad_norm, num_zeros)
 
-    def microbatches(self, completions: Sequence[Completion]) -> list[PolicyMicrobatch]:
-        """This rank's share of a global batch.
+    def microbatches(self, completions: Sequence[Completion], start: int = 0) -> list[PolicyMicrobatch]:
+        """This rank's share of a global batch, or of a part of it.
 
         Args:
-            completions: of the global batch.
+            completions: of the batch or part.
+            start: number of the first of them in the global batch.
 
         Raises:
             ValueError: a sequence is longer than a microbatch, or they do not divide over the data-parallel ranks.
@@ -212,7 +187,7 @@ class PolicyTrainer:
         if self.parts.grids.rank not in language.ranks:
             return [self._without_text(batches) for batches in encoders]
         own = plan[language.coordinates(self.parts.grids.rank)["dp"]]
-        return [self._pack(members, [completions[member] for member in members], batches)
+        return [self._pack([start + member for member in members], [completions[each] for each in members], batches)
                 for members, batches in zip(own, encoders, strict=True)]
 
     def old_log_probs(self, microbatches: Sequence[PolicyMicrobatch],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from mimo.config.rl import RlConfig
 from tests.support import policy_updates
-from tests.support.global_state import assemble
+from tests.support.global_state import assemble, worst_errors
 from tests.support.policy_updates import LENGTHS, PROMPTS, Outcome
 from tests.support.same_updates import TOLERANCE, assert_same_updates
 from tests.support.spawn import WorkerPool
@@ -74,6 +75,37 @@ def test_kl_off_the_reward_is_the_same_for_every_layout_and_budget(pool, expecte
     assert_same_updates(expected, found, num_microbatches)
     assert abs(expected.results[0].metrics["kl_penalty"]) > 0.01
     assert expected.results[0].metrics["loss"] != expected_of(CONFIG).results[0].metrics["loss"]
+
+
+def test_updates_of_one_rollout_take_the_ratios_to_the_policy_before_the_first(pool):
+    """Against the same done by hand: two updates of one step each, the second with log-probs from before the first."""
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=100)
+    (expected,) = pool.run(policy_updates.update_by_halves, config, world_size=1)
+    two = dataclasses.replace(config, updates_per_rollout=2)
+    (found,) = pool.run(policy_updates.update, (), 1, two, False, 1, world_size=1)
+    (result,), (first, second) = found.results, expected.results
+    errors = worst_errors(assemble(expected.after), [found.after])
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+    assert first.metrics["ratio"] == pytest.approx(1, abs=1e-6) and abs(second.metrics["ratio"] - 1) > 1e-3
+    assert second.metrics["clipped_low"] + second.metrics["clipped_high"] > 0
+    tokens = [sum(LENGTHS[:4]), sum(LENGTHS[4:])]
+    for name, value in result.metrics.items():
+        of_both = [each.metrics[name] for each in (first, second)]
+        mean = max(of_both) if "max" in name else sum(map(operator.mul, of_both, tokens)) / sum(tokens)
+        assert value == pytest.approx(mean, rel=1e-4, abs=1e-6), name
+    assert result.grad_norm == pytest.approx((first.grad_norm + second.grad_norm) / 2, rel=TOLERANCE)
+    assert (result.success, result.num_trained, result.num_microbatches) == (True, len(LENGTHS), 2)
+    assert result.num_tokens == first.num_tokens + second.num_tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="two-updates-{}".format)
+def test_every_layout_and_budget_takes_the_same_two_steps(pool, expected_of, layout):
+    world_size, flags, budget, _ = LAYOUTS[layout]
+    two = dataclasses.replace(CONFIG, updates_per_rollout=2)
+    expected = expected_of(two)
+    found = pool.run(policy_updates.update, tuple(flags.split()), world_size,
+                     dataclasses.replace(two, max_tokens_per_microbatch=budget), world_size=world_size)
+    assert_same_updates(expected, found, found[0].results[0].num_microbatches)
 
 
 def test_the_gradient_norm_is_not_multiplied_by_data_parallel_ranks(pool):

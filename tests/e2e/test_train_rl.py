@@ -92,9 +92,10 @@ def test_held_out_prompts_are_scored_before_during_and_after(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["sync", "one-step-off"])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: str) -> None:
-    flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--rollout-mode", mode, "--train-iters", "4"]
+@pytest.mark.parametrize(("mode", "updates"), [("sync", 2), ("one-step-off", 1)])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: str, updates: int) -> None:
+    flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--rollout-mode", mode, "--train-iters", "4",
+             "--updates-per-rollout", str(updates)]
     whole, parts, saved = tmp_path / "whole", tmp_path / "parts", ["--save", str(tmp_path / "saved")]
     done = torchrun(2, *flags, "--run-dir", str(whole), script="train_rl.py")
     assert done.returncode == 0, done.stdout[-3000:]
@@ -113,6 +114,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: st
         assert mine["reward"] == other["reward"] and mine["completion-length"] == other["completion-length"]
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert mine["grad-norm"] == pytest.approx(other["grad-norm"], rel=1e-4)
+        assert mine["ratio"] == pytest.approx(other["ratio"], rel=1e-5)
+    # Half of the tokens are trained on after a first update on the others.
+    assert any(abs(step["ratio"] - 1) > 1e-4 for step in expected) == (updates > 1)
+    assert [step["consumed_samples"] for step in expected] == [32, 64, 96, 128]
     if mode == "one-step-off":
         # Completions of the policy before differ from what the present one would have said; the weights make up for it.
         assert all(step["gen-kl"] > 1e-7 for step in expected[1:]) and expected[0]["gen-kl"] < 1e-9

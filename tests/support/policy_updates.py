@@ -16,7 +16,8 @@ from mimo.config.cli import parse
 from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
 from mimo.observe.errors import ReportedElsewhereError
-from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.policy import PolicyTrainer
+from mimo.rl.policy_results import PolicyResult
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
 from tests.support import equality
@@ -26,7 +27,7 @@ from tests.support.policy_steps import FLAGS, VOCAB_SIZE
 PROMPTS = ((3, 4), (5,), (7, 8, 9, 10), (11, 12))
 LENGTHS = (9, 4, 1, 12, 6, 15, 3, 7)
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --qk-layernorm --moe-aux-loss-coeff 0".split()
-NUM_UPDATES = 2
+NUM_ROLLOUTS = 2
 
 
 @dataclass
@@ -94,7 +95,8 @@ def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig, mode
     return equality.make_trainer(run, validate(run, world_size))
 
 
-def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, spoil: bool = False) -> Outcome:
+def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, spoil: bool = False,
+           num_rollouts: int = NUM_ROLLOUTS) -> Outcome:
     """Take steps on this rank of a layout.
 
     Args:
@@ -103,6 +105,7 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
         world_size: number of processes.
         config: the algorithm; with --kl-coeff the reference is `other_reference`.
         spoil: make the loss NaN.
+        num_rollouts: each of other completions.
     """
     parts = make_trainer(flags, world_size, config)
     outcome = Outcome(before=read_parameters(parts.built.model))
@@ -113,9 +116,25 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
             for parameter in parts.built.model.parameters():
                 parameter.fill_(math.nan)
     try:
-        outcome.results = [trainer.update(completions(step)) for step in range(NUM_UPDATES)]
+        outcome.results = [trainer.update(completions(step)) for step in range(num_rollouts)]
     except (ValueError, ReportedElsewhereError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
+    outcome.after = read_parameters(parts.built.model)
+    parts.watchdog.close()
+    parts.grids.destroy()
+    return outcome
+
+
+def update_by_halves(rank: int, config: RlConfig) -> Outcome:
+    """One update on each half of the completions, alone; the log-probs of both are those before the first."""
+    parts = make_trainer((), 1, config)
+    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=other_reference(parts))
+    outcome, found = Outcome(), completions(0)
+    middle = len(found) // 2
+    fixed = [trainer._fixed_log_probs(trainer.microbatches(half)) for half in (found[:middle], found[middle:])]
+    for half, log_probs in zip((found[:middle], found[middle:]), fixed, strict=True):
+        with mock.patch.object(trainer, "_fixed_log_probs", lambda _, given=log_probs: given):
+            outcome.results.append(trainer.update(half))
     outcome.after = read_parameters(parts.built.model)
     parts.watchdog.close()
     parts.grids.destroy()

@@ -18,7 +18,8 @@ from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.registry import model_provider
-from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.policy import PolicyTrainer
+from mimo.rl.policy_results import PolicyResult
 from mimo.rl.reference import ReferencePolicy, reference_policy
 from tests.support import equality, hf_families, policy_updates
 from tests.support.policy_steps import FLAGS, VOCAB_SIZE

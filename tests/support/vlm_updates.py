@@ -17,7 +17,8 @@ from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, Sample
 from mimo.rl.advantages import advantages
 from mimo.rl.images import ImageTokens, needs_pixels
-from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.policy import PolicyTrainer
+from mimo.rl.policy_results import PolicyResult
 from mimo.rl.prompts import Normalisation, Prompt
 from mimo.rl.rollouts import Completion
 from tests.support import equality

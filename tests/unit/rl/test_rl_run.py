@@ -98,6 +98,8 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
      "--rollout-mode one-step-off with --engine-placement colocated: the engine cannot generate beside the update"),
     ("--hidden-dropout 0.1", "--hidden-dropout 0.1: the policy that is trained"),
     ("--dry-run", "--dry-run is for train_hetero.py"),
+    ("--updates-per-rollout 0", "--updates-per-rollout 0 is below 1"),
+    ("--updates-per-rollout 3", "--updates-per-rollout 3 does not divide the 4 prompts that --global-batch-size 16 and"),
     ("--encoder-prefetch-depth 2", "--encoder-prefetch-depth 2 is for train_hetero.py: the prompts of the next step"),
     ("--profile-steps 1:2", "--profile-steps 1:2 is for train_hetero.py"),
     ("--timeline-interval 5", "--timeline-interval 5 is for train_hetero.py"),
@@ -112,6 +114,13 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
 def test_what_makes_no_sense_or_is_not_there_is_refused_by_name(flags, expected):
     with pytest.raises(ValueError, match=expected):
         validate_rl(parsed(*flags.split()), 1)
+
+
+def test_the_completions_of_an_update_divide_over_its_ranks():
+    validate_rl(parsed("--llm-dp", "8", "--updates-per-rollout", "2"), 8)
+    with pytest.raises(ValueError, match="--updates-per-rollout 4: 4 completions of an update do not divide over "
+                       "--llm-dp 8"):
+        validate_rl(parsed("--llm-dp", "8", "--updates-per-rollout", "4"), 8)
 
 
 def test_a_model_without_its_encoder_is_refused():
