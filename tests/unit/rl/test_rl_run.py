@@ -99,7 +99,7 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--hidden-dropout 0.1", "--hidden-dropout 0.1: the policy that is trained"),
     ("--dry-run", "--dry-run is for train_hetero.py"),
     ("--updates-per-rollout 0", "--updates-per-rollout 0 is below 1"),
-    ("--updates-per-rollout 3", "--updates-per-rollout 3 does not divide the 4 prompts that --global-batch-size 16 and"),
+    ("--updates-per-rollout 3", "--updates-per-rollout 3 does not divide the 4 prompts that --global-batch-size 16"),
     ("--encoder-prefetch-depth 2", "--encoder-prefetch-depth 2 is for train_hetero.py: the prompts of the next step"),
     ("--profile-steps 1:2", "--profile-steps 1:2 is for train_hetero.py"),
     ("--timeline-interval 5", "--timeline-interval 5 is for train_hetero.py"),
