@@ -15,7 +15,6 @@ if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu do without
 
 # Of tests/dist, by file: every test, or those whose id has one of these words.
 FAST_DIST: dict[str, tuple[str, ...]] = {
-    "test_bad_input.py": ("missing_image",),
     "test_checkpoint_bugs.py": ("",),
     "test_checkpoint_resume.py": ("to_the_bit[tp2]", "to_the_bit[disjoint-llm-dp2]", "continues[llm-tp2]",
                                   "continues[from-colocated-to-disjoint]"),
@@ -33,7 +32,7 @@ FAST_DIST: dict[str, tuple[str, ...]] = {
     "test_nemotron.py": ("one_process[ep2-tp2]", "one_process[pp2]"),
     "test_nemotron_h.py": ("",),
     "test_offload.py": ("[disjoint-overlap-bf16]", "says_so"),
-    "test_packed_attention.py": ("tp2", "positions"),
+    "test_packed_attention.py": ("positions",),
     "test_radio.py": ("published", "norms_names", "to_the_bit"),
     "test_recorded_bugs.py": ("test_bug_6", "test_bug_7", "test_bug_8", "test_bug_9", "test_bug_10", "test_bug_22",
                               "every_layout[llm-tp2]", "test_bug_28", "test_bug_29"),
