@@ -157,7 +157,7 @@ class PolicyTrainer:
         everywhere = self._over_world(totals)
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         parts.grad_sync.scale(everywhere.sums["loss_count"])
-        loss = loss_metrics(everywhere)["loss"]
+        loss = everywhere.mean("loss", "loss_count")
         if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
             _refuse_loss(microbatches, totals if parts.counts_losses else [], loss)
         with parts.watchdog.waiting("optimizer step", group=parts.world):
