@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mimo", "providers", "data")
 SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")) + sorted(ROOT.glob("train_*.py"))
 REQUIREMENTS = sorted((ROOT / "scripts" / "requirements").glob("*.txt"))
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 100
 
 TOP_LEVEL = {
     "pyproject.toml", "train_hetero.py", "train_rl.py", "mimo", "providers", "data", "scripts", "tests", "docs",
