@@ -12,7 +12,7 @@ from mimo.config.run import RunConfig
 _OF_A_START = frozenset({
     "load", "save", "ckpt_step", "finetune", "run_dir", "tensorboard_dir", "progress", "log_interval", "device",
     "watchdog_timeout_s", "checkpoint_timeout_s", "exit_duration_in_mins", "save_interval", "keep_last", "async_save",
-    "dry_run", "world_size", "ckpt_verify",
+    "dry_run", "world_size", "ckpt_verify", "allow_difference",
 })
 
 

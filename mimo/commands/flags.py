@@ -73,6 +73,8 @@ class ImportFlags:
     """Model family, as for training; left out: the one for the architecture that config.json names."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the parameters: bfloat16 for runs with --bf16, float32 for runs with --no-bf16."""
+    allow_difference: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")] = ()
+    """Flag, such as norm-epsilon, whose value may differ from that of config.json; it may be given several times."""
 
 
 @dataclass(frozen=True)

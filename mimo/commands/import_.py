@@ -11,6 +11,7 @@ from mimo.commands.flags import ImportFlags
 from mimo.commands.model import CONFIG_JSON, provider_name, takes_hf_config
 from mimo.commands.progress import tensor_bar
 from mimo.config.cli import parse, to_toml
+from mimo.config.validate import check_allowed_differences
 from mimo.grid.text import counted, format_bytes
 from mimo.weights.import_checkpoint import import_hf
 
@@ -34,7 +35,9 @@ def import_(flags: ImportFlags, run_flags: list[str]) -> int:
     if flags.dtype == "float32":
         own.append("--no-bf16")
         shown.append("--no-bf16")
+    own += [word for key in flags.allow_difference for word in ("--allow-difference", key)]
     config = parse([*own, *run_flags])
+    check_allowed_differences(config)
     with tensor_bar("importing") as progress:
         folder = import_hf(source, flags.save, provider, config.model_family, torch_dtype(flags.dtype), progress,
                            to_toml(config))

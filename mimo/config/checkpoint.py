@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import tyro
+
+from mimo.config.toml_file import field_name
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -52,6 +56,10 @@ class CheckpointConfig:
     """Folder of a Hugging Face vision tower (CLIP, SigLIP) or model whose tower the encoders start from."""
     load_language_from: str = ""
     """Folder of a Hugging Face language model, or model whose language part the language module starts from."""
+    allow_difference: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Flag, such as norm-epsilon, whose value may differ from that of the weights, the checkpoint or the data stream
+    that the run goes on from; it may be given several times. Every other difference that changes what the model
+    computes or which samples come next is refused."""
 
     @property
     def load_is_save(self) -> bool:
@@ -66,6 +74,11 @@ class CheckpointConfig:
             return False
         folder, name = os.path.split(_real(self.load))
         return folder != _real(self.save) or not (name.startswith("iter_") or name == "release")
+
+    @property
+    def allowed_differences(self) -> frozenset[str]:
+        """The fields that --allow-difference names, however each is spelled."""
+        return frozenset(field_name(key) for key in self.allow_difference)
 
     @property
     def has_pretrained(self) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from mimo import registry
 from mimo.config.optim import OptimConfig, ScheduleConfig
 from mimo.config.run import RunConfig
+from mimo.config.toml_file import field_name, flag_name
 from mimo.config.train import MAX_TIMEOUT_S
 from mimo.config.validate_observe import check_device, check_observe
 from mimo.config.validate_prefetch import check_prefetch
@@ -101,7 +104,7 @@ def _refuse_below(section: Any, bounds: dict[str, float]) -> None:
     """Raise for the first field of `section` below its bound (or not a number); None is never below."""
     for name, least in bounds.items():
         value = getattr(section, name)
-        _refuse(value is not None and not value >= least, f"{_flag(name)} {value} is below {least}")
+        _refuse(value is not None and not value >= least, f"{flag_name(name)} {value} is below {least}")
 
 
 def _check_train(config: RunConfig) -> None:
@@ -137,7 +140,7 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     _refuse(model.transformer_impl == "transformer_engine" and config.train.device == "cpu",
             "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
     if not encoders:
-        given = [f"{_flag(name)} {getattr(config.optim, name)}"
+        given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
                  if getattr(config.optim, name) is not None]
         if config.ddp.encoder_ddp_overlap:
@@ -148,12 +151,12 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
 def _check_optim(optim: OptimConfig) -> None:
     for name in ("lr", "encoder_lr", "projector_lr", "adam_eps"):
         value = getattr(optim, name)
-        _refuse(value is not None and not value > 0, f"{_flag(name)} {value} is not above 0")
+        _refuse(value is not None and not value > 0, f"{flag_name(name)} {value} is not above 0")
     _refuse_below(optim, {"min_lr": 0, "weight_decay": 0, "encoder_weight_decay": 0, "clip_grad": 0})
     _refuse(optim.min_lr > optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
     for name in ("adam_beta1", "adam_beta2"):
         value = getattr(optim, name)
-        _refuse(not 0 <= value < 1, f"{_flag(name)} {value} is not in [0, 1)")
+        _refuse(not 0 <= value < 1, f"{flag_name(name)} {value} is not in [0, 1)")
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -201,7 +204,7 @@ def _check_ddp(config: RunConfig) -> None:
             f"--ddp-num-buckets {ddp.ddp_num_buckets} and --ddp-bucket-size {ddp.ddp_bucket_size}: set one of them")
     for field in ("ddp_num_buckets", "ddp_bucket_size"):
         _refuse(vars(ddp)[field] is not None and not ddp.overlap_grad_reduce,
-                f"{_flag(field)} {vars(ddp)[field]} needs --overlap-grad-reduce: without it there is one bucket")
+                f"{flag_name(field)} {vars(ddp)[field]} needs --overlap-grad-reduce: without it there is one bucket")
     if ddp.overlap_param_gather:
         _refuse(not ddp.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
         _refuse(not config.optim.use_distributed_optimizer,
@@ -222,12 +225,24 @@ def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
             seq_length=train.seq_length, seed=train.seed, split=split))
 
 
+def check_allowed_differences(config: RunConfig) -> None:
+    """Raise ValueError for a key of --allow-difference that is no flag of the run."""
+    known = [field.name for section in vars(config).values() if section is not None for field in fields(section)]
+    for key in config.checkpoint.allow_difference:
+        if field_name(key) not in known:
+            near = difflib.get_close_matches(field_name(key), known, n=3, cutoff=0.6)
+            hint = f"; did you mean {' or '.join(flag_name(name)[2:] for name in near)}?" if near else ""
+            raise ValueError(f"--allow-difference {key}: the run has no flag {flag_name(field_name(key))}; give the "
+                             f"name of a flag whose value may differ, such as norm-epsilon{hint}")
+
+
 def _check_checkpoint(config: RunConfig) -> None:
     flags = config.checkpoint
+    check_allowed_differences(config)
     _refuse_below(flags, {"save_interval": 1, "keep_last": 1, "ckpt_step": 0})
     for field in ("save_interval", "keep_last"):
         _refuse(vars(flags)[field] is not None and flags.save is None,
-                f"{_flag(field)} {vars(flags)[field]} needs --save, the folder of the checkpoints")
+                f"{flag_name(field)} {vars(flags)[field]} needs --save, the folder of the checkpoints")
     _refuse(flags.async_save and flags.save is None, "--async-save needs --save, the folder of the checkpoints")
     _refuse(flags.ckpt_step is not None and flags.load is None, f"--ckpt-step {flags.ckpt_step} needs --load")
     _refuse(flags.finetune and flags.load is None,
@@ -243,10 +258,6 @@ def _check_checkpoint(config: RunConfig) -> None:
     provider = registry.model_provider(config.model.model_provider)
     source = provider.megatron_source(config.model_family) if isinstance(provider, MegatronSourceProvider) else None
     if source is not None and flags.has_pretrained:
-        given = [_flag(name) for name in ("load_hf", "load_vision_from", "load_language_from") if vars(flags)[name]]
+        given = [flag_name(name) for name in ("load_hf", "load_vision_from", "load_language_from") if vars(flags)[name]]
         raise ValueError(f"{source.flag} {source.path} gives the weights of every module; {' and '.join(given)} would "
                          "give some of them again: leave one out")
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")

@@ -33,3 +33,13 @@ def test_fine_tuning_does_not_replace_what_it_began_with(load: str) -> None:
     validate(parse([*FAKE, *flags]), 2)
     with pytest.raises(ValueError, match=f"--finetune with --load {load} and --save a: .*give --save another folder"):
         validate(parse([*FAKE, *flags, "--save", "a"]), 2)
+
+
+@pytest.mark.parametrize("key", ["seq-length", "seq_length", "--seq-length"])
+def test_an_allowed_difference_is_the_name_of_a_flag(key: str) -> None:
+    config = parse([*FAKE, "--allow-difference", key, "--allow-difference", "seed"])
+    validate(config, 2)
+    assert config.checkpoint.allowed_differences == {"seq_length", "seed"}
+    with pytest.raises(ValueError, match=r"--allow-difference sequence-length: the run has no flag --sequence-length; "
+                                         r".*did you mean seq-length or"):
+        validate(parse([*FAKE, "--allow-difference", "sequence-length"]), 2)
