@@ -97,14 +97,27 @@ record_set_up() {
     for name in $(_sets_within "$1") "$1"; do setup_digest "$name" >"$VENV/setup-$name.stamp"; done
 }
 
+# Explain and return 1 where .venv cannot be written, as in a read-only checkout.
+check_writable() {
+    local folder="$ROOT"
+    if [[ -d "$VENV" ]]; then folder="$VENV"; fi
+    if [[ -w "$folder" ]]; then return 0; fi
+    say "$folder cannot be written, and scripts install into $VENV: make the checkout writable, or work in a copy of it."
+    return 1
+}
+
 # Make .venv where there is no working one.
 ensure_venv() {
     local python
+    check_writable || return 1
     if "$VENV/bin/python" -c '' 2>/dev/null; then return 0; fi
     python="$(find_python)" || return 1
     say "Making $VENV with $python"
     if ! "$python" -m venv --clear "$VENV"; then
-        say "$python could not make a virtual environment; on Debian and Ubuntu that needs its -venv package."
+        say "$python could not make a virtual environment."
+        if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+            say "It has no ensurepip; on Debian and Ubuntu that is in its -venv package."
+        fi
         return 1
     fi
 }

@@ -19,6 +19,7 @@ import tyro
 
 from mimo import registry
 from mimo.config import toml_file
+from mimo.config.flag_hints import hint_for, refuse_foreign_flags
 from mimo.config.run import RunConfig
 from mimo.protocols import StagedProvider
 
@@ -52,7 +53,8 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     """
     argv = sys.argv[1:] if argv is None else argv
     known, _ = _prescan().parse_known_args(argv)
-    files = [(path, toml_file.read(path)) for path in known.config]
+    names = [field.name for field in dataclasses.fields(run_type)]
+    files = [(path, toml_file.read(path, names)) for path in known.config]
     merged: dict[str, Any] = {}
     for _, values in files:
         merged.update(values)
@@ -63,8 +65,11 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     dataset = known.dataset_provider or merged.get("dataset_provider", defaults.data.dataset_provider)
     sections["model_family"] = _config_type(registry.model_provider(str(model)), f"--model-provider {model}")
     sections["dataset"] = _config_type(run_type.find_dataset(str(dataset)), f"--dataset-provider {dataset}")
-    _refuse_shared_names({"files": FileConfig, **sections})
+    every: dict[str, type] = {"files": FileConfig, **sections}
+    _refuse_shared_names(every)
     instances = _apply_files(sections, files, run_type.family_defaults)
+    if not {"-h", "--help"} & set(argv):
+        refuse_foreign_flags(argv, [name for section in every.values() for name in toml_file.typed_fields(section)])
     titles = {"model_family": f"{model} model" if model in registry.MODEL_PROVIDERS else "model-family",
               "dataset": f"{dataset} data" if ":" not in str(dataset) else "dataset"}
     flags = _parse_flags(instances, titles, argv, description)
@@ -145,7 +150,7 @@ def _apply_files(sections: dict[str, type], files: list[tuple[str, dict[str, Any
     owners = {name: (title, annotation) for title, section in sections.items()
               for name, annotation in toml_file.typed_fields(section).items()}
     toml_file.check_known({name: path for path, values in files for name in values if name not in owners},
-                          list(owners))
+                          list(owners), hint_for)
     changes: dict[str, dict[str, Any]] = {title: {} for title in sections}
     family_fields = toml_file.typed_fields(sections["model_family"])
     changes["model_family"] |= {name: value for name, value in family_defaults.items() if name in family_fields}

@@ -6,12 +6,14 @@ import difflib
 import json
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 NONE_WORDS = ("none", "None")
+# Tables of a file beside those that are called like the run's sections.
+MORE_TABLES = ("optimizer", "language", "vision", "encoder", "projector")
 
 
 def field_name(key: str) -> str:
@@ -24,11 +26,15 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def read(path: str) -> dict[str, Any]:
-    """Field names and raw values of one file; tables only group.
+def read(path: str, sections: Collection[str]) -> dict[str, Any]:
+    """Return field names and raw values of one file. Its tables only group: a key may be in any of them.
+
+    Args:
+        path: of the file.
+        sections: names of the run's sections; a table is called like one of them or like one of `MORE_TABLES`.
 
     Raises:
-        ValueError: the file cannot be read, is not TOML, or sets a field twice.
+        ValueError: the file cannot be read, is not TOML, has another table, or sets a field twice.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -39,35 +45,45 @@ def read(path: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"--config {path}: not valid TOML: {error}") from error
     values: dict[str, Any] = {}
-    _flatten(tables, path, values)
+    _flatten(tables, path, [name.replace("_", "-") for name in sections] + list(MORE_TABLES), values)
     return values
 
 
-def _flatten(table: Mapping[str, Any], path: str, values: dict[str, Any]) -> None:
+def _flatten(table: Mapping[str, Any], path: str, known_tables: Sequence[str], values: dict[str, Any]) -> None:
     for key, value in table.items():
         name = field_name(key)
         if isinstance(value, dict):
-            _flatten(value, path, values)
+            title = key.replace("_", "-")
+            if title not in known_tables:
+                near = difflib.get_close_matches(title, known_tables, n=1, cutoff=0.6)
+                hint = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(sorted(known_tables))}"
+                raise ValueError(f"--config {path}: there is no table [{key}]; {hint}")
+            _flatten(value, path, known_tables, values)
         elif name in values:
             raise ValueError(f"--config {path}: {key} is set twice")
         else:
             values[name] = value
 
 
-def check_known(unknown: Mapping[str, str], known: Sequence[str]) -> None:
-    """Raise one ValueError that lists every unknown key with the nearest known names.
+def check_known(unknown: Mapping[str, str], known: Sequence[str], hint_for: Callable[[str], str | None]) -> None:
+    """Raise one ValueError that lists every unknown key with what to write instead, as far as that is known.
 
     Args:
         unknown: unknown field name -> file that sets it.
-        known: names of all fields.
+        known: names of all fields; the nearest are named where there is no hint.
+        hint_for: given a flag, what its user should know, or None.
     """
     if not unknown:
         return
     lines = []
     for name, path in unknown.items():
+        line, hint = f"{flag_name(name)[2:]} in {path}", hint_for(flag_name(name))
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-        hint = f" (did you mean {' or '.join(flag_name(match)[2:] for match in near)}?)" if near else ""
-        lines.append(f"{flag_name(name)[2:]} in {path}{hint}")
+        if hint is not None:
+            line += f" (it {hint})"
+        elif near:
+            line += f" (did you mean {' or '.join(flag_name(match)[2:] for match in near)}?)"
+        lines.append(line)
     raise ValueError("--config: unknown keys: " + ", ".join(lines))
 
 

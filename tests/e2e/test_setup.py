@@ -94,6 +94,20 @@ def test_version_comes_from_the_version_file(machine, tmp_path):
     assert "No Python 3.99 found" in done.stderr
 
 
+def test_a_read_only_checkout_is_said_to_be_one(machine, tmp_path):
+    checkout = copy_of_setup(tmp_path / "checkout")
+    command(tmp_path / "bin", "python3", f'exec "{sys.executable}" "$@"')
+    checkout.chmod(0o555)
+    # The superuser may write anywhere, unless that capability is taken away.
+    prefix = [] if os.getuid() else [shutil.which("setpriv") or "setpriv", "--bounding-set=-dac_override"]
+    done = subprocess.run([*prefix, BASH, str(checkout / "scripts" / "quickstart.sh")], env=machine,
+                          capture_output=True, text=True, check=False)
+    checkout.chmod(0o755)
+    assert done.returncode == 1
+    assert f"{checkout} cannot be written" in done.stderr
+    assert "-venv package" not in done.stderr
+
+
 def copy_of_setup(checkout: Path) -> Path:
     """The files of this checkout that the set-up reads."""
     shutil.copytree(ROOT / "scripts", checkout / "scripts")

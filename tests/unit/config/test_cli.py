@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mimo import registry
 from mimo.config import toml_file
 from mimo.config.cli import parse, to_toml
+from mimo.config.flag_hints import FOREIGN_FLAGS
 from mimo.config.optim import OptimConfig
+from mimo.config.rl_run import RlRunConfig
 from mimo.config.run import RunConfig
 from mimo.config.train import TrainConfig
 from tests.unit.config.fake_provider import FakeDataConfig, FakeModelConfig
@@ -55,8 +58,8 @@ def test_the_last_of_a_repeated_flag_wins():
 
 
 def test_files_apply_left_to_right_and_flags_win(tmp_path):
-    first = write(tmp_path / "a.toml", 'micro-batch-size = 2\nseq_length = 64\ntrain_iters = 5\n[anything]\nlr = 1\n')
-    second = write(tmp_path / "b.toml", '[deep.er]\nseq-length = 128\nnum_layers = 3\nbf16 = false\n')
+    first = write(tmp_path / "a.toml", 'micro-batch-size = 2\nseq_length = 64\ntrain_iters = 5\n[model]\nlr = 1\n')
+    second = write(tmp_path / "b.toml", '[train.data]\nseq-length = 128\nnum_layers = 3\nbf16 = false\n')
     config = parsed("--config", first, f"--config={second}", "--micro-batch-size", "8")
     assert config.train.micro_batch_size == 8
     assert config.train.seq_length == 128
@@ -101,7 +104,7 @@ def test_unknown_keys_are_listed_together_with_the_nearest_names(tmp_path):
     ('layout = "ring"', "layout = 'ring': expected one of disjoint, colocated"),
     ('train-iters = "many"', "train-iters = 'many': expected an integer"),
     ("patch-sizes = [1, 2.5]", "patch-sizes = [1, 2.5]: expected an integer"),
-    ("lr = 2\n[again]\nlr = 3", "lr is set twice"),
+    ("lr = 2\n[optim]\nlr = 3", "lr is set twice"),
     ("lr = ", "not valid TOML"),
 ])
 def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path, text, expected):
@@ -110,6 +113,53 @@ def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path, text, 
         parsed("--config", path)
     assert f"--config {path}: " in str(caught.value)
     assert expected in str(caught.value)
+
+
+def test_a_misspelt_table_is_refused_with_the_nearest_name(tmp_path):
+    path = write(tmp_path / "bad.toml", "[optimzer]\nlr = 2\n")
+    with pytest.raises(ValueError, match=r"bad\.toml: there is no table \[optimzer\]; did you mean \[optimizer\]\?"):
+        parsed("--config", path)
+    path = write(tmp_path / "odd.toml", "[train.qqq]\nlr = 2\n")
+    with pytest.raises(ValueError, match=r"there is no table \[qqq\]; tables are checkpoint, data, dataset"):
+        parsed("--config", path)
+
+
+@pytest.mark.parametrize(("flag", "expected"), [
+    ("--learning-rate=1", "--learning-rate is not a flag here: use --lr"),
+    ("--learning_rate=1", "--learning-rate is not a flag here: use --lr"),
+    ("--freeze-projection", "use --freeze projector"),
+    ("--dynamic-resolution-min-patches=4", "use --min-patches of the energon data set"),
+    ("--no-dynamic-resolution", "--no-dynamic-resolution is not a flag here: use --vision-dynamic-resolution"),
+    ("--accumulate-allreduce-grads-in-fp32", "use --grad-reduce-in-fp32, which is on by default"),
+    ("--calculate-per-token-loss", "always on"),
+    ("--mtp-num-layers=0", "behind a / in --hybrid-layer-pattern"),
+    ("--data-path=x", "--data-path belongs to --dataset-provider energon"),
+    ("--engine-tp=2", "--engine-tp belongs to train_rl.py"),
+    ("--gsm8k-thinking", "--gsm8k-thinking belongs to train_rl.py --dataset-provider gsm8k"),
+])
+def test_flags_of_megatron_and_of_other_providers_get_a_hint(flag, expected):
+    with pytest.raises(ValueError) as caught:
+        parse([flag, "--train-iters", "1"])
+    assert expected in str(caught.value)
+
+
+def test_keys_of_a_file_get_the_same_hints(tmp_path):
+    path = write(tmp_path / "a.toml", "learning-rate = 1\n")
+    with pytest.raises(ValueError, match=r"learning-rate in .* \(it is not a flag here: use --lr\)"):
+        parsed("--config", path)
+
+
+def test_hints_name_flags_that_exist():
+    owned = {name for run in (RunConfig(), RlRunConfig()) for field in dataclasses.fields(run)
+             if (section := getattr(run, field.name)) is not None for name in toml_file.typed_fields(type(section))}
+    providers = [registry.model_provider(name) for name in registry.MODEL_PROVIDERS]
+    providers += [registry.dataset_provider(name) for name in registry.DATASET_PROVIDERS]
+    owned |= {name for provider in providers for name in toml_file.typed_fields(provider.Config)}
+    for flag, hint in FOREIGN_FLAGS.items():
+        assert toml_file.field_name(flag) not in owned, f"{flag} exists"
+        for named in re.findall(r"--[a-z0-9-]+", hint):
+            name = toml_file.field_name(named)
+            assert {name, name.removeprefix("no_")} & owned, f"{flag}: there is no {named}"
 
 
 def test_a_missing_file_is_named():
