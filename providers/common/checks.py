@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Why the factor on the weights of routed experts may not be 0.
+NO_FACTOR = "Megatron Core would leave the factor out, which stands for 1; give one that is not 0"
+
 
 def flag(name: str) -> str:
     """The command-line spelling of a field."""

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from providers.common.hf_text import TEXT_DEFAULTS, allow, text_sizes, with_defaults
+from providers.common.hf_text import TEXT_DEFAULTS, allow, refuse_quantized, text_sizes, with_defaults
 
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "clip_vision_model": {
@@ -61,6 +61,7 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: a value the model cannot reproduce; the message names the key.
     """
     allow("", "model_type", config.get("model_type", "llava"), ("llava",))
+    refuse_quantized(config, "")
     allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
     allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
     if not config.get("vision_config"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from providers.common.hf_text import allow, with_defaults
+from providers.common.checks import NO_FACTOR
+from providers.common.hf_text import allow, rope_of, with_defaults
 from providers.common.mla import LatentDecoderConfig
 
 # Class defaults, which a saved config.json leaves out; a test holds them against the installed transformers.
@@ -28,7 +29,7 @@ LATENT_NORM_EPSILON = 1e-6
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "norm_topk_prob": (True,), "rope_interleave": (True,),
     "partial_rotary_factor": (None, 1, 1.0), "moe_router_dtype": (None, "float32"), "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",), "moe_layer_freq": (1,), "quantization_config": (None,),
+    "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }
 # Keys of both names that say the same.
 RENAMED = {
@@ -51,14 +52,12 @@ def deepseek_sizes(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a value that the model cannot reproduce, such as quantized weights; the message names the key.
     """
-    quantization = config.get("quantization_config")
-    if quantization:
-        raise ValueError(f"--hf-config: quantization_config.quant_method = {quantization.get('quant_method')!r}: the "
-                         "weights are quantized, which is not supported; convert them to bfloat16 first")
     config = with_defaults(config, "", "deepseek_v3", DEEPSEEK_DEFAULTS)
     for key, allowed in FIXED.items():
         if key in config:
             allow("", key, config[key], allowed)
+    if not config["routed_scaling_factor"]:
+        raise ValueError(f"--hf-config: routed_scaling_factor = {config['routed_scaling_factor']}: {NO_FACTOR}")
     heads = config["num_attention_heads"]
     allow("", "num_key_value_heads", config.get("num_key_value_heads", heads), (heads, None))
     return {
@@ -76,15 +75,11 @@ def deepseek_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions; transformers 4 spells them rope_theta and rope_scaling, transformers 5 rope_parameters."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    scaling: dict[str, Any] = config.get(key) or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    key, scaling = rope_of(config, "", DEFAULT_ROPE_THETA)
+    kind = scaling["rope_type"]
     allow("", f"{key}.rope_type", kind, ("default", "yarn"))
     allow("", f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), (None, 1, 1.0))
-    sizes: dict[str, Any] = {
-        "rotary_base": float(scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA),
-        "rope_type": "rope"}
+    sizes: dict[str, Any] = {"rotary_base": scaling["rope_theta"], "rope_type": "rope"}
     if kind == "default":
         return sizes
     allow("", f"{key}.attention_factor", scaling.get("attention_factor"), (None,))

@@ -8,13 +8,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from providers.common.checks import NO_FACTOR
 from providers.common.hf_radio import radio_config, radio_sizes
-from providers.common.hf_text import allow, with_defaults
+from providers.common.hf_text import allow, refuse_quantized, with_defaults
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
 
 if TYPE_CHECKING:
     from providers.nemotron_moe_vlm import Config
 
+# The published code, Megatron and vLLM draw the first time steps from here on and do not limit them afterwards.
+# transformers 5 limits them to this least value, so that a larger one describes a model which others do not compute.
+TIME_STEP_MIN = 1e-3
+# For configurations that are written: transformers 5 takes its logarithm, so that it may not be 0.
+NO_TIME_STEP_MIN = 1e-20
 # Class defaults, which a saved config.json may leave out; a test holds them against the installed transformers.
 NEMOTRON_DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
@@ -26,7 +32,7 @@ NEMOTRON_DEFAULTS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
         "moe_latent_size": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": True, "num_nextn_predict_layers": 0, "use_bias": False, "layer_norm_epsilon": 1e-5,
-        "residual_in_fp32": False,
+        "residual_in_fp32": False, "time_step_min": TIME_STEP_MIN,
     },
 }
 # Of the gated norm inside of the wheel's MambaMixer.
@@ -39,17 +45,16 @@ BLOCKS = {"mamba": MAMBA, "attention": ATTENTION, "moe": MOE, "mlp": MLP}
 LATER_BLOCKS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 # The published code's own names, which transformers takes too.
 OLD_NAMES = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
-             "mamba_dt_limit": "time_step_limit"}
+             "mamba_dt_limit": "time_step_limit", "mamba_dt_min": "time_step_min"}
 # Keys whose other values change the computation in a way that the decoder here does not follow; of all layers, and of
 # those of one kind.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "": {"tie_word_embeddings": (False,), "use_bias": (False,), "residual_in_fp32": (False,),
-         "quantization_config": (None,)},
+    "": {"tie_word_embeddings": (False,), "use_bias": (False,), "residual_in_fp32": (False,)},
     MAMBA: {"conv_kernel": (CONV_KERNEL,), "use_conv_bias": (True,), "mamba_hidden_act": ("silu",),
             "mamba_proj_bias": (False,), "layer_norm_epsilon": (MIXER_NORM_EPSILON,)},
     ATTENTION: {"attention_bias": (False,), "sliding_window": (None,)},
     # Engines multiply the shared expert's width with the number of shared experts, transformers does not.
-    MOE: {"n_shared_experts": (1,), "n_group": (1,), "topk_group": (1,), "norm_topk_prob": (True,),
+    MOE: {"n_shared_experts": (1,), "n_group": (1,), "topk_group": (1,),
           "mlp_hidden_act": ("relu2",), "mlp_bias": (False,)},
     MLP: {"mlp_hidden_act": ("relu2",), "mlp_bias": (False,)},
 }
@@ -119,6 +124,8 @@ def _check_fixed(values: dict[str, Any], section: str, pattern: str) -> None:
         for key, allowed in fixed.items():
             if kind in pattern and key in values:
                 allow(section, key, values[key], allowed)
+    if MOE in pattern:
+        _check_router(values, section)
     if MLP in pattern:
         allow(section, "intermediate_size", type(values["intermediate_size"]).__name__, ("int",))
     low, high = values.get("time_step_limit") or (0.0, math.inf)
@@ -127,6 +134,25 @@ def _check_fixed(values: dict[str, Any], section: str, pattern: str) -> None:
     if MAMBA in pattern and (low > 0 or high != math.inf):
         raise ValueError(f"--hf-config: {section}time_step_limit = {[low, high]} is not supported; supported: "
                          "[0.0, inf]")
+    least = values["time_step_min"]
+    if MAMBA in pattern and least > TIME_STEP_MIN:
+        raise ValueError(f"--hf-config: {section}time_step_min = {least} is not supported: transformers limits time "
+                         f"steps to it and other programs do not; supported: at most {TIME_STEP_MIN}")
+
+
+def _check_router(values: dict[str, Any], section: str) -> None:
+    # Megatron normalizes the weights of several experts, and never that of a single one.
+    topk, normalized = values["num_experts_per_tok"], values["norm_topk_prob"]
+    if topk > 1:
+        allow(section, "norm_topk_prob", normalized, (True,))
+    elif normalized:
+        raise ValueError(f"--hf-config: {section}norm_topk_prob = {normalized} with {section}num_experts_per_tok = "
+                         f"{topk} is not supported: it would make every weight 1, from which the router learns "
+                         f"nothing; supported: {section}num_experts_per_tok of at least 2, or {section}norm_topk_prob "
+                         "= False")
+    if not values["routed_scaling_factor"]:
+        raise ValueError(f"--hf-config: {section}routed_scaling_factor = {values['routed_scaling_factor']}: "
+                         f"{NO_FACTOR}")
 
 
 def nemotron_config(config: HybridConfig) -> dict[str, Any]:
@@ -156,7 +182,7 @@ def nemotron_config(config: HybridConfig) -> dict[str, Any]:
         "tie_word_embeddings": False, "use_bias": False, "residual_in_fp32": False, "attention_bias": False,
         "sliding_window": None, "conv_kernel": CONV_KERNEL, "use_conv_bias": True, "mamba_hidden_act": "silu",
         "mamba_proj_bias": False, "mlp_hidden_act": "relu2", "mlp_bias": False, "n_shared_experts": 1, "n_group": 1,
-        "topk_group": 1, "norm_topk_prob": True,
+        "topk_group": 1, "norm_topk_prob": config.moe_router_topk > 1, "time_step_min": NO_TIME_STEP_MIN,
     }
     if config.num_mtp_depths:
         result |= {"mtp_layers_block_type": [names[symbol] for symbol in config.mtp_layers],
@@ -174,7 +200,7 @@ def vlm_sizes(values: dict[str, Any]) -> dict[str, Any]:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
     allow("", "model_type", values.get("model_type", VLM_TYPES[0]), VLM_TYPES)
-    allow("", "quantization_config", values.get("quantization_config"), (None,))
+    refuse_quantized(values, "")
     section = "text_config" if "text_config" in values else "llm_config"
     if not values.get(section):
         raise ValueError(f"--hf-config: {section} is missing")

@@ -60,6 +60,15 @@ def allow(section: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ValueError(f"--hf-config: {section}{key} = {value!r} is not supported; supported: {choices}")
 
 
+def refuse_quantized(config: dict[str, Any], section: str) -> None:
+    """Raise ValueError for a configuration of quantized weights; `section` as for `allow`."""
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ValueError(f"--hf-config: {section}quantization_config.quant_method = {method!r}: the weights are "
+                         "quantized, which is not supported; convert them to bfloat16 first")
+
+
 def with_defaults(config: dict[str, Any], section: str, default_type: str,
                   known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A configuration with its class defaults filled in.
@@ -71,10 +80,11 @@ def with_defaults(config: dict[str, Any], section: str, default_type: str,
         known: defaults of each supported `model_type`.
 
     Raises:
-        ValueError: another `model_type`, or layers whose sizes differ.
+        ValueError: another `model_type`, quantized weights, or layers whose sizes differ.
     """
     model_type = config.get("model_type", default_type)
     allow(section, "model_type", model_type, tuple(known))
+    refuse_quantized(config, section)
     # Sizes of single layers, by which transformers 5.19 overrides the model's.
     allow(section, "per_layer_config", config.get("per_layer_config") or None, (None,))
     return {**known[model_type], **config, "model_type": model_type}
@@ -136,29 +146,66 @@ def _check_fixed(text: dict[str, Any], section: str) -> None:
                          f"'full_attention' in every layer")
 
 
-def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
-    """Fields of a `DecoderConfig` for rotary positions; transformers 4 spells them rope_theta and rope_scaling,
-    transformers 5 rope_parameters.
+def rope_of(config: dict[str, Any], section: str, default_theta: float) -> tuple[str, dict[str, Any]]:
+    """Return the rotary positions of a configuration.
+
+    transformers 4 spells them rope_theta and rope_scaling, transformers 5 rope_parameters. A file may have both
+    spellings where they say the same.
+
+    Args:
+        config: the configuration, defaults filled in.
+        section: see `allow`.
+        default_theta: the base where neither spelling has one.
+
+    Returns:
+        The key that holds the scaling, and its values with `rope_type` and `rope_theta` always among them.
 
     Raises:
-        ValueError: a scaling that the decoder cannot reproduce.
+        ValueError: the two spellings contradict each other, or layers have different positions.
     """
-    theta = text.get("rope_theta") or DEFAULT_ROPE_THETA.get(text["model_type"], OTHER_ROPE_THETA)
-    sizes = {"rotary_base": float(theta), "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    theta = config.get("rope_theta")
+    found: dict[str, dict[str, Any]] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        scaling = text.get(key) or {}
+        scaling = dict(config.get(key) or {})
         if any(isinstance(value, dict) for value in scaling.values()):
             raise ValueError(f"--hf-config: {section}{key} differs between layers, which is not supported")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        allow(section, f"{key}.rope_type", kind, ("default", "llama3"))
-        allow(section, f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), (None, 1, 1.0))
-        if scaling.get("rope_theta"):
-            sizes["rotary_base"] = float(scaling["rope_theta"])
-        if kind == "llama3":
-            given = {"original_max_position_embeddings": text["max_position_embeddings"], **scaling}
-            for name, value in LLAMA3_ROPE.items():
-                allow(section, f"{key}.{name}", given.get(name), (value,))
-            if "factor" not in scaling:
-                raise ValueError(f"--hf-config: {section}{key}.factor is missing")
-            sizes |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
-    return sizes
+        if not scaling:
+            continue
+        kind = scaling.pop("type", None)
+        if kind is not None and scaling.setdefault("rope_type", kind) != kind:
+            raise ValueError(f"--hf-config: {section}{key}.type = {kind!r} and {section}{key}.rope_type = "
+                             f"{scaling['rope_type']!r} contradict each other: remove the wrong one")
+        scaling.setdefault("rope_type", "default")
+        own = scaling.get("rope_theta")
+        if own is not None and theta is not None and own != theta:
+            raise ValueError(f"--hf-config: {section}rope_theta = {theta} and {section}{key}.rope_theta = {own} "
+                             "contradict each other: remove the wrong one")
+        scaling["rope_theta"] = float(own or theta or default_theta)
+        found[key] = scaling
+    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
+        both = " and ".join(f"{section}{key} = {config[key]}" for key in found)
+        raise ValueError(f"--hf-config: {both} contradict each other: remove the wrong one")
+    for key, scaling in found.items():
+        return key, scaling
+    return "rope_parameters", {"rope_type": "default", "rope_theta": float(theta or default_theta)}
+
+
+def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
+    """Fields of a `DecoderConfig` for rotary positions.
+
+    Raises:
+        ValueError: a scaling that the decoder cannot reproduce, or as `rope_of`.
+    """
+    default_theta = DEFAULT_ROPE_THETA.get(text["model_type"], OTHER_ROPE_THETA)
+    key, scaling = rope_of(text, section, default_theta)
+    allow(section, f"{key}.rope_type", scaling["rope_type"], ("default", "llama3"))
+    allow(section, f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), (None, 1, 1.0))
+    sizes = {"rotary_base": scaling["rope_theta"], "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    if scaling["rope_type"] == "default":
+        return sizes
+    given = {"original_max_position_embeddings": text["max_position_embeddings"], **scaling}
+    for name, value in LLAMA3_ROPE.items():
+        allow(section, f"{key}.{name}", given.get(name), (value,))
+    if "factor" not in scaling:
+        raise ValueError(f"--hf-config: {section}{key}.factor is missing")
+    return sizes | {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}

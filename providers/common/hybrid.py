@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mimo.grid.spec import GridSpec
-from providers.common.checks import Problems, flag
+from providers.common.checks import NO_FACTOR, Problems, flag
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
@@ -57,7 +57,7 @@ class HybridConfig:
     num_experts: int = 128
     """Routed experts of an E layer."""
     moe_router_topk: int = 6
-    """Experts each token is sent to."""
+    """Experts each token is sent to. The weight of a single one is its score; those of several are normalized."""
     moe_ffn_hidden_size: int = 1856
     """Inner width of a routed expert."""
     moe_shared_expert_intermediate_size: int = 3712
@@ -71,7 +71,7 @@ class HybridConfig:
     moe_router_bias_update_rate: float = 1e-3
     """Step of that bias; 0 keeps it."""
     moe_router_topk_scaling_factor: float = 2.5
-    """Factor of the chosen experts' normalized weights."""
+    """Factor of the chosen experts' weights."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
     """Load-balancing loss of the router."""
     moe_aux_loss_coeff: float = 1e-4
@@ -178,8 +178,11 @@ def check_hybrid(config: HybridConfig, problems: Problems) -> None:
         return
     problems.divides("num_attention_heads", config.num_attention_heads, "num_query_groups", config.num_query_groups)
     problems.divides("mamba_num_heads", config.mamba_num_heads, "mamba_num_groups", config.mamba_num_groups)
-    if MOE in config.hybrid_layer_pattern and config.moe_router_topk > config.num_experts:
-        problems.add(f"--moe-router-topk {config.moe_router_topk} exceeds --num-experts {config.num_experts}")
+    if MOE in config.hybrid_layer_pattern:
+        if config.moe_router_topk > config.num_experts:
+            problems.add(f"--moe-router-topk {config.moe_router_topk} exceeds --num-experts {config.num_experts}")
+        if not config.moe_router_topk_scaling_factor:
+            problems.add(f"--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor}: {NO_FACTOR}")
 
 
 def _check_pattern(config: HybridConfig, problems: Problems) -> None:

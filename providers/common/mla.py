@@ -7,7 +7,7 @@ from typing import Literal
 
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import Problems, flag
+from providers.common.checks import NO_FACTOR, Problems, flag
 from providers.common.decoder import DecoderConfig, check_decoder_grid
 
 # Flags of other decoders that latent attention has no use for.
@@ -145,6 +145,8 @@ def _check_router(config: LatentDecoderConfig, problems: Problems) -> None:
     topk, groups, chosen = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
     if not 2 <= topk <= config.num_experts:
         problems.add(f"--moe-router-topk {topk} must lie between 2 and --num-experts {config.num_experts}")
+    if not config.moe_router_topk_scaling_factor:
+        problems.add(f"--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor}: {NO_FACTOR}")
     problems.divides("num_experts", config.num_experts, "moe_router_num_groups", groups)
     problems.divides("moe_shared_expert_intermediate_size", config.moe_shared_expert_intermediate_size,
                      "moe_ffn_hidden_size", config.moe_ffn_hidden_size)

@@ -54,7 +54,8 @@ def test_what_is_compared_can_tell(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), slow_unless(
-    lambda name, layout: layout in ("one-process", "tp2"), itertools.product(NEMOTRON_MODELS, LAYOUTS)))
+    lambda name, layout: layout == "one-process" or layout == "tp2" and name != "nemotron-h-top1",
+    itertools.product(NEMOTRON_MODELS, LAYOUTS)))
 def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str,
                                               layout: str) -> None:
     world_size, flags = LAYOUTS[layout]

@@ -65,6 +65,8 @@ NEMOTRON = {
 NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
     "nemotron-h": NEMOTRON | {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 2},
     "nemotron-h-latent": NEMOTRON | {"layers_block_type": ["attention", "moe"], "moe_latent_size": 16},
+    "nemotron-h-top1": NEMOTRON | {"layers_block_type": ["moe", "attention"], "num_experts_per_tok": 1,
+                                   "norm_topk_prob": False},
 }
 MODELS = TEXT_MODELS | LLAVA_MODELS | NEMOTRON_MODELS
 

@@ -104,6 +104,8 @@ def test_sizes_of_mixtral_and_of_llama_3() -> None:
         llama = causal_lm.from_hf({"model_type": "llama", "tie_word_embeddings": True, **rope})
         assert (llama.rotary_base, llama.use_rope_scaling, llama.rope_scaling_factor) == (5e5, True, 32.0)
         assert not llama.untie_embeddings_and_output_weights
+    both = {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 500000, **LLAMA3}}
+    assert causal_lm.from_hf({"model_type": "llama", **both}).rotary_base == 5e5
     # Llama 3 8B was trained at the length that its scaling starts from, which then need not be repeated.
     short = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
     causal_lm.from_hf({"model_type": "llama", "max_position_embeddings": 8192, "rope_scaling": short})
@@ -119,6 +121,16 @@ def test_sizes_of_mixtral_and_of_llama_3() -> None:
     ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type = 'yarn'"),
     ({"model_type": "llama", "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "factor"}},
      "rope_scaling.factor is missing"),
+    ({"model_type": "llama", "rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+     "rope_scaling = {'rope_type': 'llama3'"),
+    ({"model_type": "llama", "rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 8.0}},
+     "contradict each other: remove the wrong one"),
+    ({"model_type": "qwen2", "rope_theta": 1e6, "rope_parameters": {"rope_theta": 5e5}},
+     "rope_theta = 1000000.0 and rope_parameters.rope_theta = 500000.0 contradict each other"),
+    ({"model_type": "llama", "rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+     "rope_scaling.type = 'linear' and rope_scaling.rope_type = 'default' contradict each other"),
+    *(({"model_type": kind, "quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method = 'fp8'")
+      for kind in FAMILIES),
 ])
 def test_an_unsupported_value_is_an_error_that_names_its_key(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match="--hf-config: ") as caught:

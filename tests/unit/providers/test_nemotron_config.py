@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mimo.grid.plan import total_parameters
+from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider, provider_of
 from providers import nemotron_h, nemotron_moe_vlm
@@ -119,7 +120,11 @@ def test_old_names_and_optional_values() -> None:
     ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
     ({"use_bias": True}, "use_bias = True"),
     ({"residual_in_fp32": True}, "residual_in_fp32 = True"),
-    ({"quantization_config": {"quant_method": "modelopt"}}, "quantization_config = "),
+    ({"quantization_config": {"quant_method": "modelopt"}}, "quantization_config.quant_method = 'modelopt'"),
+    ({"num_experts_per_tok": 1}, "norm_topk_prob = True with {section}num_experts_per_tok = 1"),
+    ({"num_experts_per_tok": 1, "norm_topk_prob": 1}, "norm_topk_prob = 1 with {section}num_experts_per_tok = 1"),
+    ({"routed_scaling_factor": 0.0}, "routed_scaling_factor = 0.0"),
+    ({"time_step_min": 0.01}, "time_step_min = 0.01"), ({"mamba_dt_min": 0.5}, "time_step_min = 0.5"),
     ({"conv_kernel": 3}, "conv_kernel = 3"), ({"mamba_d_conv": 2}, "conv_kernel = 2"),
     ({"use_conv_bias": False}, "use_conv_bias = False"),
     ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
@@ -136,18 +141,28 @@ def test_old_names_and_optional_values() -> None:
     ({"hybrid_override_pattern": None}, "layers_block_type is missing"),
     ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*?"}, "mtp_hybrid_override_pattern = '*?'"),
     ({"hybrid_override_pattern": "M-", "intermediate_size": [1, 2]}, "intermediate_size = 'list'"),
-    ({"per_layer_config": {"03": {"num_experts_per_tok": 4}}}, "per_layer_config = {'03': {'num_experts_per_tok': 4}}"),
+    ({"per_layer_config": {"03": {"num_experts_per_tok": 4}}}, "per_layer_config = {{"),
 ])
 def test_what_cannot_be_reproduced_is_named(change: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(key)):
+    with pytest.raises(ValueError, match=re.escape(key.format(section=""))):
         nemotron_sizes(PUBLISHED | change)
-    with pytest.raises(ValueError, match=re.escape(f"llm_config.{key}")):
+    with pytest.raises(ValueError, match=re.escape("llm_config." + key.format(section="llm_config."))):
         vlm_sizes(PUBLISHED_VLM | {"llm_config": PUBLISHED | change})
+
+
+def test_the_weight_of_a_single_expert_is_never_normalized() -> None:
+    single = nemotron_h.from_hf(PUBLISHED | {"num_experts_per_tok": 1, "norm_topk_prob": False})
+    assert single.moe_router_topk == 1
+    assert PROVIDER.hf_config(single)["norm_topk_prob"] is False
+    assert PROVIDER.hf_config(nemotron_h.Config())["norm_topk_prob"] is True
+    layout = Layout("disjoint", 1, (), GridSpec(LANGUAGE))
+    with pytest.raises(ValueError, match=re.escape("--moe-router-topk-scaling-factor 0.0: Megatron Core would leave")):
+        PROVIDER.validate(dataclasses.replace(SMALL, moe_router_topk_scaling_factor=0.0), layout, 64)
 
 
 @pytest.mark.parametrize(("pattern", "change"), [
     ("M", {"n_group": 8, "sliding_window": 16, "mlp_bias": True}),
-    ("*", {"conv_kernel": 3, "layer_norm_epsilon": 1e-6}),
+    ("*", {"conv_kernel": 3, "layer_norm_epsilon": 1e-6, "time_step_min": 0.1, "num_experts_per_tok": 1}),
     ("-", {"mamba_proj_bias": True, "n_shared_experts": 2, "time_step_limit": (0.0, 1.0)}),
     ("E", {"use_conv_bias": False, "attention_bias": True}),
 ])
@@ -239,7 +254,7 @@ def test_a_vlms_sizes_survive_a_hugging_face_configuration(provider: str, change
     ({"llm_config": None}, "llm_config is missing"), ({"img_context_token_id": None}, "img_context_token_id = None"),
     ({"downsample_ratio": 0.4}, "downsample_ratio = 0.4"), ({"downsample_ratio": 2.0}, "downsample_ratio = 2.0"),
     ({"patch_size": 14}, "patch_size = 14"), ({"vit_hidden_size": 1152}, "vit_hidden_size = 1152"),
-    ({"quantization_config": {}}, "quantization_config = {}"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method = 'fp8'"),
 ])
 def test_what_a_vlm_cannot_reproduce_is_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(key)):
