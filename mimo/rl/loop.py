@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from megatron.core.utils import get_model_config
+
 from mimo import registry
 from mimo.checkpoint.agree import from_first_rank, gather, raise_together
 from mimo.checkpoint.save import Saver
@@ -38,6 +40,7 @@ from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import Rollouts, RolloutSource, rollout_metrics
 from mimo.training.garbage import kept_objects
+from mimo.training.moe_metrics import layout_note
 from mimo.training.offload import Offload
 from mimo.training.resume import start
 from mimo.training.setup import setup_trainer
@@ -129,7 +132,8 @@ class RlLoop:
         self._reference, more = reference_policy(self.state, self.provider, self.config.rl, self.watchdog,
                                                  resumed=self.progress.iteration > 0)
         lines += more
-        return lines
+        note = layout_note(get_model_config(parts.built.model), in_rl=True)
+        return lines if note is None else [*lines, note]
 
     def _open_prompts(self) -> None:
         """Both splits, on the first rank; every rank stops where prompts are too long, before any model is built."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from mimo.batch import Microbatch
 from mimo.checkpoint.agree import from_first_rank, gather
@@ -35,7 +36,7 @@ from mimo.training.evaluate import Evaluation, evaluate
 from mimo.training.garbage import kept_objects
 from mimo.training.generate import greedy_decode
 from mimo.training.loader import StepLoader
-from mimo.training.moe_metrics import MoeLosses
+from mimo.training.moe_metrics import MoeLosses, layout_note
 from mimo.training.mtp import mtp_losses
 from mimo.training.observer import StepObserver
 from mimo.training.resume import run_state, start
@@ -174,6 +175,9 @@ class TrainingLoop:
             logger.message(line)
         if self.meter is not None and self.meter.peak is not None:
             logger.message(f"MFU is against {self.meter.peak:g} TFLOP/s per GPU")
+        note = layout_note(get_model_config(self.parts.built.model))
+        if note is not None:
+            logger.message(note)
         logger.message(f"training {self.total_iterations} iterations on {self.grids.layout.kind} grids")
         return logger
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 # The wheel's names of the losses that routers record, by --moe-router-load-balancing-type.
 TRACKED = {
@@ -20,6 +21,32 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
+# Losses whose gradient depends on the layout: whose load is balanced together, and the flags that decide it.
+LAYOUT_DEPENDENT = {
+    "aux_loss": ("the tokens of each microbatch", "--micro-batch-size and, where that is above 1, on --llm-dp"),
+    "global_aux_loss": ("all lanes and the microbatches of the step so far", "--micro-batch-size and --llm-dp"),
+}
+
+
+def layout_note(config: TransformerConfig, *, in_rl: bool = False) -> str | None:
+    """Return a line for the log if the load-balancing loss makes router gradients depend on the layout, else None.
+
+    Args:
+        config: Megatron's configuration of the language model.
+        in_rl: microbatches are completions one behind the other, which routers take for one sequence.
+    """
+    kind = config.moe_router_load_balancing_type
+    if not config.num_moe_experts or not config.moe_aux_loss_coeff or kind not in TRACKED:
+        return None
+    tokens, flags = LAYOUT_DEPENDENT.get(kind, LAYOUT_DEPENDENT["aux_loss"])
+    if in_rl:
+        flags, instead = "--max-tokens-per-microbatch and --llm-dp", "--moe-aux-loss-coeff 0 leaves the loss out"
+    elif kind in LAYOUT_DEPENDENT:
+        instead = "those of seq_aux_loss are the same in every layout"
+    else:
+        return None
+    return (f"--moe-router-load-balancing-type {kind} balances the load of {tokens}, so router gradients depend on "
+            f"{flags}; {instead}")
 
 
 class MoeLosses:

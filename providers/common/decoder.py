@@ -57,7 +57,10 @@ class DecoderConfig:
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before choosing, weights not normalized again; needed with one expert a token."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
-    """Load-balancing loss of the router."""
+    """Load-balancing loss of the router. Gradients of seq_aux_loss, which is that of each sequence, are the same in
+    every layout. Those of aux_loss depend on --micro-batch-size (and, where that is above 1, on --llm-dp), those of
+    global_aux_loss on --micro-batch-size and --llm-dp. In train_rl.py all depend on --max-tokens-per-microbatch and
+    --llm-dp."""
     moe_aux_loss_coeff: float = 1e-3
     """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by all tokens, padding
     included, and the gradient is divided by the target tokens: with few targets it weighs more. In train_rl.py it is

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.equality import DENSE, MOE, Outcome, assert_equal, run_layout, run_oracle
+from tests.support.equality import DENSE, MOE, TOLERANCE, Outcome, assert_equal, run_layout, run_oracle
 from tests.support.spawn import WorkerPool
+from tests.support.steps import run_loop
 
 # name -> (ranks, flags)
 LAYOUTS = {
@@ -61,3 +63,42 @@ def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], mod
     oracle = oracles[model]
     outcomes = pool.run(run_layout, (*flags.split(), *MODELS[model]), world_size, world_size=world_size)
     assert_equal(oracle, outcomes)
+
+
+# Losses of load balancing: the gradient of one process is that of a layout with the same --micro-batch-size.
+BALANCING = {
+    "seq_aux_loss": {"two-lanes": True, "two-samples": True, "two-lanes-of-two-samples": True},
+    "aux_loss": {"two-lanes": True, "two-samples": False, "two-lanes-of-two-samples": False},
+    "global_aux_loss": {"two-lanes": False, "two-samples": False, "two-lanes-of-two-samples": False},
+}
+BALANCING_LAYOUTS = {
+    "two-lanes": (2, "--encoder-dp 2 --llm-dp 2"),
+    "two-samples": (1, "--micro-batch-size 2"),
+    "two-lanes-of-two-samples": (2, "--encoder-dp 2 --llm-dp 2 --micro-batch-size 2"),
+}
+
+
+def balanced_run(rank: int, kind: str, world_size: int, flags: tuple[str, ...], run_dir: str
+                 ) -> tuple[list[float], list[str]]:
+    """Train a mixture of experts in a colocated layout; return its gradient norms and the lines of its log."""
+    from mimo.observe.metrics import RunLogger
+
+    lines: list[str] = []
+    given = ("--layout", "colocated", *MOE, "--moe-aux-loss-coeff", "1", "--moe-router-load-balancing-type", kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunLogger, "message", lambda logger, text: lines.append(text))
+        records = run_loop(rank, (*given, *flags), world_size, run_dir)
+    return [record.grad_norm for record in records], lines
+
+
+@pytest.mark.parametrize("kind", BALANCING)
+def test_a_run_says_whose_load_balancing_depends_on_the_layout(pool: WorkerPool, kind: str, tmp_path: Path) -> None:
+    ((alone, lines),) = pool.run(balanced_run, kind, 1, (), str(tmp_path / "alone"), world_size=1)
+    notes = [line for line in lines if line.startswith(f"--moe-router-load-balancing-type {kind} balances the load of")]
+    assert len(notes) == (kind != "seq_aux_loss")
+    assert all("depend on --micro-batch-size" in note and "--llm-dp" in note for note in notes)
+    for layout, is_equal in BALANCING[kind].items():
+        world_size, flags = BALANCING_LAYOUTS[layout]
+        found = pool.run(balanced_run, kind, world_size, tuple(flags.split()), str(tmp_path / layout),
+                         world_size=world_size)
+        assert (found[0][0][0] == pytest.approx(alone[0], rel=TOLERANCE)) == is_equal, layout

@@ -120,6 +120,9 @@ def test_run_reports_the_losses(pool: WorkerPool, tmp_path: Path) -> None:
         # Four layers, and an entry for each depth; those without experts are 0.
         assert [step[f"moe/seq_load_balancing_loss_layer_{entry}"] > 0 for entry in range(6)] == [
             False, True, False, False, True, True]
+        # The mean is over the three layers with experts, not over all layers.
+        by_layer = [step[f"moe/seq_load_balancing_loss_layer_{entry}"] for entry in range(6)]
+        assert step["seq_load_balancing_loss"] == pytest.approx(sum(by_layer) / 3)
 
 
 def test_unread_tokens_are_no_targets() -> None:

@@ -79,6 +79,7 @@ def test_padding_is_no_load(pool, kind, world_size, flags):
     assert result.moe_losses.keys() == {name, f"moe/{name}_layer_0", f"moe/{name}_layer_1"}
     # One layer of two has experts, and the least is 1, of an even load.
     assert result.moe_losses[f"moe/{name}_layer_0"] == 0 and 0.9 < result.moe_losses[name] < 4
+    assert result.moe_losses[name] == pytest.approx(result.moe_losses[f"moe/{name}_layer_1"])
     for outcome in found:
         assert outcome.results[0].moe_losses == pytest.approx(result.moe_losses, rel=1e-5)
         assert outcome.results[0].peak_memory_bytes == found[0].results[0].peak_memory_bytes

@@ -25,6 +25,8 @@ def test_three_steps_train_on_completions_of_the_weights_as_they_are(tmp_path: P
     done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:digits", "--refit-verify",
                     "--run-dir", str(tmp_path), script="train_rl.py")
     assert done.returncode == 0, done.stdout[-3000:]
+    (note,) = [line for line in done.stdout.splitlines() if "balances the load of the tokens of each microb" in line]
+    assert "router gradients depend on --max-tokens-per-microbatch and --llm-dp" in note
     steps = records(tmp_path)
     assert [step["iteration"] for step in steps] == [1, 2, 3]
     assert [step["policy-version"] for step in steps] == [0, 1, 2]
