@@ -5,8 +5,8 @@ Write it where a Hugging Face tokenizer is asked for: python -m data.character_t
 
 from __future__ import annotations
 
+import argparse
 import string
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,6 @@ def write(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m data.character_tokenizer FOLDER")
-    print(write(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(prog="python -m data.character_tokenizer", description=__doc__)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder to write the tokenizer's files into")
+    print(write(parser.parse_args().folder))

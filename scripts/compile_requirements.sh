@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Compile scripts/requirements/*.txt from pyproject.toml. Pins that still fit stay; --upgrade takes the newest,
 # --upgrade-package NAME one of them. The files hold names and versions only, so any index or mirror serves them.
+#
+#   scripts/compile_requirements.sh [--upgrade] [--upgrade-package NAME]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+answer_help "$@"
 cd "$ROOT"
 ensure_venv
 ensure_uv

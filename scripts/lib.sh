@@ -8,6 +8,18 @@ UV_VERSION=0.13.8
 
 say() { printf '%s\n' "$*" >&2; }
 
+# Print the comment at the head of the script and exit where -h or --help is among the arguments. A script that installs
+# or starts anything calls this with its arguments first, or prints a usage of its own: asking for help never acts.
+answer_help() {
+    local flag
+    for flag in "$@"; do
+        if [[ "$flag" == -h || "$flag" == --help ]]; then
+            sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+            exit 0
+        fi
+    done
+}
+
 # Whether a command is a working Python of the asked version. A pyenv shim exists without one, so it has to run.
 _is_python() {
     "$1" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$2" </dev/null >/dev/null 2>&1

@@ -9,15 +9,12 @@ import tarfile
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-from megatron.energon import CrudeWebdataset
-from megatron.energon.epathlib import EPath
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import PreTokenizer
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from data.prompts import IMAGE_MARKER
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -45,6 +42,10 @@ def prepare_shards(folder: Path, names: Sequence[str], splits: Sequence[str]) ->
         names: their file names.
         splits: names of the splits; a shard's name begins with its split's and a hyphen.
     """
+    # Imported here, as tokenizers are below: torch takes seconds, and --help of the scripts needs none of it.
+    from megatron.energon import CrudeWebdataset
+    from megatron.energon.epathlib import EPath
+
     with contextlib.redirect_stdout(io.StringIO()):
         CrudeWebdataset.prepare_dataset(
             EPath(folder), list(names), split_parts_patterns=[(split, f"{split}-.*") for split in splits], workers=1
@@ -66,6 +67,10 @@ def write_word_tokenizer(folder: Path, words: Mapping[str, int], pre_tokenizer: 
         words: ids by word, `<pad>`, `<bos>`, `<eos>` and the image marker among them.
         pre_tokenizer: cuts text into words.
     """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(WordLevel(dict(words)))
     tokenizer.pre_tokenizer = pre_tokenizer
     saved = PreTrainedTokenizerFast(

@@ -7,6 +7,7 @@
 #   scripts/test.sh [--slow] [pytest arguments ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+answer_help "$@"
 
 marks="not slow and not gpu"
 limit_s=2400

@@ -11,7 +11,6 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from mimo.checkpoint import paths
 from mimo.checkpoint.reader import read_common, read_index
 from mimo.commands.rows import WEIGHTS, StoredInfo
 
@@ -49,25 +48,6 @@ class Contents:
     def of(self, module: str) -> list[StoredInfo]:
         """The tensors of a module."""
         return [tensor for tensor in self.tensors if tensor.module == module]
-
-
-def checkpoint_folder(path: str, step: int | None, command: str) -> Path:
-    """The folder of the checkpoint that was named. Changes nothing, so that a run may be saving beside it.
-
-    Args:
-        path: a folder of checkpoints or a checkpoint's own.
-        step: value of `--ckpt-step`.
-        command: for messages.
-
-    Raises:
-        ValueError: there is none.
-    """
-    root = Path(path)
-    found = paths.find(root, step, command, repair=False)
-    if found is None:
-        what = f"it has neither {paths.TRACKER} nor {paths.METADATA}" if root.is_dir() else "there is no such folder"
-        raise ValueError(f"{command} {path}: no checkpoint: {what}")
-    return found
 
 
 def read_contents(folder: Path) -> Contents:

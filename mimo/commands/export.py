@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mimo import registry
 from mimo.checkpoint.reader import read_common
-from mimo.commands.contents import checkpoint_folder
 from mimo.commands.flags import ExportFlags
+from mimo.commands.folders import checkpoint_folder
 from mimo.commands.model import CONFIG_JSON, check_hf_config, config_of_checkpoint, read_config_json
 from mimo.commands.progress import tensor_bar
 from mimo.grid.text import counted, format_bytes, parse_bytes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from mimo import registry
 from mimo.commands.compare import torch_dtype
 from mimo.commands.flags import ImportFlags
+from mimo.commands.folders import pretrained_folder
 from mimo.commands.model import CONFIG_JSON, provider_name, takes_hf_config
 from mimo.commands.progress import tensor_bar
 from mimo.config.cli import parse, to_toml
@@ -22,9 +22,7 @@ def import_(flags: ImportFlags, run_flags: list[str]) -> int:
     Raises:
         ValueError: the folder and the model do not fit, all of it listed; `SAVE` has checkpoints already.
     """
-    source = Path(flags.hf_path)
-    if not source.is_dir():
-        raise ValueError(f"{source}: there is no such folder; weights are read from a local folder, never from a hub")
+    source = pretrained_folder(flags.hf_path)
     name = provider_name(flags.model_provider, source)
     provider = registry.model_provider(name)
     own, shown = ["--model-provider", name], ["--model-provider", name]

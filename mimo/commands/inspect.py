@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mimo.commands.compare import flag_differences, tensor_differences
-from mimo.commands.contents import Contents, checkpoint_folder, read_contents
+from mimo.commands.contents import Contents, read_contents
 from mimo.commands.flags import InspectFlags
+from mimo.commands.folders import checkpoint_folder
 from mimo.commands.report import json_report, text_report
 from mimo.commands.verify import damage
 from mimo.config.cli import parse

@@ -6,6 +6,7 @@ import os
 import sys
 
 from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, parse_command
+from mimo.commands.folders import check_folders
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) -> int:
-    # Imported late: torch and Megatron take seconds, and --help needs neither.
+    check_folders(flags)
+    # Imported late: torch and Megatron take seconds, and neither --help nor a mistyped path needs them.
     from mimo.platform import get_platform
     from mimo.platform.quiet import quieten_wheel
 
@@ -50,7 +52,3 @@ def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) 
     from mimo.commands.import_ import import_
 
     return import_(flags, run_flags)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -60,7 +60,8 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29517")
+        # The store takes a free port: several runs of one process may share a host.
+        os.environ.setdefault("MASTER_PORT", "0")
     STARTUP.open()
     _show_log(rank)
     quieten_wheel()

@@ -5,6 +5,7 @@ Its argument is the case and the bench's settings as JSON.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -215,4 +216,6 @@ def main(settings: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", type=json.loads, help="JSON, as bridge.py writes it")
+    sys.exit(main(parser.parse_args().settings))

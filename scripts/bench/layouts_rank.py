@@ -6,6 +6,7 @@ that ran out of memory `out-of-memory-rank<N>`.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import json
@@ -108,8 +109,10 @@ def run_all(runs: list[dict[str, Any]], platform: Platform, memory_limit_gib: fl
 
 def main() -> int:
     """Under torchrun; gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", type=Path, help="JSON file, as layouts_runs.py writes it")
+    settings = json.loads(parser.parse_args().settings.read_text(encoding="utf-8"))
     sys.path.append(os.getcwd())
-    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     runs = settings["runs"]
     config = parse(["--config", runs[0]["flags"]])
     layout = validate(config, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))

@@ -5,6 +5,7 @@ Its arguments are the sweep's settings as JSON, then flags of train_rl.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -177,7 +178,10 @@ class Rank:
 
 def main() -> int:
     """One rank under torchrun; gives the exit code."""
-    settings, flags = json.loads(sys.argv[1]), sys.argv[2:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", type=json.loads, help="JSON, as rl_sweep.py writes it; flags of train_rl.py follow")
+    given, flags = parser.parse_known_args()
+    settings = given.settings
     sys.path.append(os.getcwd())
     config = parse_as(RlRunConfig, flags, "")
     # The first rank would open the prompts, and has checked them before this was started.

@@ -6,6 +6,7 @@ from outside. `python reach.py JSON` is such a process.
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -158,4 +159,6 @@ def _reason(code: int, lines: list[str], ended: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(sum_over_group(Process(**json.loads(sys.argv[1])))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("process", type=json.loads, help="JSON with the fields of Process")
+    print(json.dumps(sum_over_group(Process(**parser.parse_args().process))))

@@ -5,14 +5,7 @@
 # PYTHON names a Python with the extra rl-cpu or rl-gpu; without it .venv is set up. RUNS is where all is written.
 
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
-
-# -h or --help anywhere prints the head of the script, before anything is set up.
-for flag in "$@"; do
-    if [[ "$flag" == -h || "$flag" == --help ]]; then
-        sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
-        exit 0
-    fi
-done
+answer_help "$@"
 
 # Set up .venv with a set where no Python is given. One that is given has to have one of these packages: without vLLM
 # the recipe would end only after its supervised run, which is long.

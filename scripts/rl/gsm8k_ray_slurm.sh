@@ -22,6 +22,10 @@
 # RUN_DIR. The job goes back into the queue as those of scripts/sbatch do (README.md there), and goes on from its last
 # checkpoint.
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    sed -n '/^#SBATCH/d;2,/^set /s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
 
 # ---- paths: edit these; all nodes have to see them under the same name -----------------------------------------------
 PYTHON=/path/to/checkout/.venv/bin/python

@@ -8,6 +8,10 @@
 # although all is well: MARKER, a file on the shared file system, says so instead, and the exit code is 0, because
 # srun --kill-on-bad-exit would end the nodes that still save.
 set -uo pipefail
+if [[ "$*" == -h || "$*" == --help ]]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
 
 marker="$1"
 shift

@@ -15,6 +15,10 @@
 # The recipe on few nodes, to compare its loss with that of a homogeneous run, which README.md makes of this file.
 # sbatch --account=... --partition=... scripts/sbatch/parity_9n_gbs192.sh, from the top of the checkout; see README.md.
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    sed -n '/^#SBATCH/d;2,/^set /s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
 
 # ---- paths: edit these; all nodes have to see them under the same name -----------------------------------------------
 PYTHON=/path/to/checkout/.venv/bin/python

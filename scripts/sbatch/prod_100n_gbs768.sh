@@ -15,6 +15,10 @@
 # Production: 2 microbatches, four encoder nodes for 384 lanes.
 # sbatch --account=... --partition=... scripts/sbatch/prod_100n_gbs768.sh, from the top of the checkout; see README.md.
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    sed -n '/^#SBATCH/d;2,/^set /s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
 
 # ---- paths: edit these; all nodes have to see them under the same name -----------------------------------------------
 PYTHON=/path/to/checkout/.venv/bin/python

@@ -96,4 +96,4 @@ def _size(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    serve({"resolve": resolve, "download": download})
+    serve({"resolve": resolve, "download": download}, __doc__)

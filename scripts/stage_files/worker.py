@@ -7,6 +7,7 @@ tell of progress, then one with `done` or with `error`.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import errno
 import fcntl
@@ -237,9 +238,11 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def serve(tasks: dict[str, Callable[[dict[str, Any], Teller], dict[str, Any]]]) -> None:
+def serve(tasks: dict[str, Callable[[dict[str, Any], Teller], dict[str, Any]]], description: str | None) -> None:
     """Do what stdin asks for, until it ends, by the tasks of this name."""
-    die_with(int(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("parent", type=int, help="id of the process that starts this one, and with which it ends")
+    die_with(parser.parse_args().parent)
     # Ctrl-C goes to all processes of a terminal; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tell = Teller()
@@ -257,4 +260,4 @@ def serve(tasks: dict[str, Callable[[dict[str, Any], Teller], dict[str, Any]]]) 
 
 
 if __name__ == "__main__":
-    serve({"list": list_source, "copy": copy, "checksum": checksum})
+    serve({"list": list_source, "copy": copy, "checksum": checksum}, __doc__)

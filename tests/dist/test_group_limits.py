@@ -110,6 +110,35 @@ def test_a_rank_that_hangs_before_it_has_a_watchdog_ends_with_its_stacks(tmp_pat
     assert "Timeout (0:00:01)!" in done.stderr and "in _with_groups" in done.stderr
 
 
+BESIDE_ANOTHER = """
+import sys, time
+from pathlib import Path
+from mimo.platform import get_platform
+get_platform("cpu")
+from mimo.config.validate import validate
+from mimo.training import run
+from tests.support.equality import parse_config
+folder, own, other = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+def body(config, grids, platform):
+    (folder / own).touch()
+    until = time.monotonic() + 100
+    while not (folder / other).exists():
+        assert time.monotonic() < until, "the other run has not begun"
+        time.sleep(0.1)
+config = parse_config("--layout", "colocated", "--run-dir", str(folder))
+run.launch(config, validate(config, 1), body)
+"""
+
+
+def test_runs_of_one_process_share_a_host(tmp_path, pytestconfig):
+    environment = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    environment |= {"PYTHONPATH": str(pytestconfig.rootpath), "OMP_NUM_THREADS": "1"}
+    runs = [subprocess.Popen([sys.executable, "-c", BESIDE_ANOTHER, str(tmp_path), *names], env=environment, text=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for names in ("ab", "ba")]
+    errors = [run.communicate(timeout=250)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], errors
+
+
 def test_groups_of_nccl_have_it_too(pool: WorkerPool) -> None:
     assert pool.run(nccl_limit, world_size=1, timeout_s=77) == [timedelta(seconds=77)]
 

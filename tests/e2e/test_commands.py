@@ -95,6 +95,19 @@ def test_help_imports_no_torch(words: list[str], expected: tuple[str, ...]) -> N
     assert [word for word in expected if word not in done.stdout] == []
 
 
+@pytest.mark.parametrize("words", [["inspect", "nowhere"], ["inspect", "nowhere", "--verify"],
+                                   ["inspect", ".", "--", "--model-provider", "mock"],
+                                   ["export", "nowhere", "out"], ["import", "nowhere", "save"]])
+def test_a_folder_that_is_not_there_is_told_before_torch_is_imported(words: list[str], tmp_path: Path) -> None:
+    code = (f"import sys\nfrom mimo.commands.main import main\nassert main({words!r}) == 2\n"
+            "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=SETTINGS, text=True, capture_output=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
 def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")

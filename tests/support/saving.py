@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -48,11 +47,8 @@ def keep_saving(folder: str, async_save: bool, die_at: int | str | None, connect
         connection: to the process that watches.
     """
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=port)
+                      MASTER_PORT="0")
     get_platform("cpu").init_process_group(0, 1, 60.0)
     root = Path(folder)
     for iteration in paths.saved_iterations(root):
