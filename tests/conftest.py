@@ -55,7 +55,7 @@ SLOW = (
     "test_data_stats.py::test_the_page", "test_every_image_is_decoded_once", "e2e/test_stall.py",
     "test_inspect_tells_what", "test_inspect_names_what_differs",
     "e2e/test_parity.py", "e2e/test_bench_train.py", "test_both_arms_run",
-    "test_a_folder_that_cannot_be_written_is_refused_at_the_start",
+    "e2e/test_run_folder.py", "test_a_folder_that_cannot_be_written_is_refused_at_the_start",
     "test_workers_of_several_lanes_read_on_after_any_row", "own_loader_of_each_lane_reads[2-4-1]",
     "own_loader_of_each_lane_reads[1-3-1]", "own_loader_of_each_lane_reads[1-1-3]", "lose_and_repeat_nothing[49",
     "test_a_pack_without_a_decodable_image", "at_once_and_after_a_few_rows[1-", "test_lanes_that_are_not_neighbours",

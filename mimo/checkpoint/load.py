@@ -62,7 +62,7 @@ def find_checkpoint(state: RunState) -> Source | None:
         return None
     if state.grids.rank == 0:
         try:
-            source = _find_source(flags, Path(flags.load))
+            source = find_source(flags, Path(flags.load))
         except (ValueError, OSError) as problem:
             error = str(problem)
     raise_together(state.grids, error)
@@ -70,7 +70,13 @@ def find_checkpoint(state: RunState) -> Source | None:
     return found
 
 
-def _find_source(flags: CheckpointConfig, root: Path) -> Source | None:
+def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
+    """Return the checkpoint that a run starts from, as `find_checkpoint`. For one rank, which needs no model.
+
+    Args:
+        flags: of the run.
+        root: --load.
+    """
     own = _own_checkpoint(flags)
     if own is not None:
         return Source(own, "--save", True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class ObserveConfig:
     """Logging: the run folder, TensorBoard, the console."""
 
-    run_dir: str = "runs/latest"
-    """Folder of the run: metrics.jsonl and run_config.toml."""
+    run_dir: str = ""
+    """Folder of the run: metrics.jsonl, run_config.toml and more. Left out: runs/DATE-TIME-NAMES, to which the link
+    runs/latest points; a run that goes on from its checkpoint goes on in the folder that it had."""
     tensorboard_dir: str | None = None
     """TensorBoard folder; left out: none."""
     log_interval: int = 1

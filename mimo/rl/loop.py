@@ -43,6 +43,7 @@ from mimo.training.garbage import kept_objects
 from mimo.training.moe_metrics import layout_note
 from mimo.training.offload import Offload
 from mimo.training.resume import start
+from mimo.training.run_folder import without_chosen_folder
 from mimo.training.setup import setup_trainer
 
 
@@ -105,7 +106,8 @@ class RlLoop:
     def _open_records(self) -> RunLogger:
         with self.watchdog.waiting("start of the run's records", is_work=True):
             logger = RunLogger(self.config.observe, active=self.is_logging_rank,
-                               total_iterations=self.total_iterations, config_toml=to_toml(self.config),
+                               total_iterations=self.total_iterations,
+                               config_toml=to_toml(without_chosen_folder(self.config)),
                                resume_iteration=self.progress.iteration, format_records=format_policy_steps)
         self.watchdog.at_stall.append(logger.mark_failed)
         return logger

@@ -40,6 +40,7 @@ from mimo.training.moe_metrics import MoeLosses, layout_note
 from mimo.training.mtp import mtp_losses
 from mimo.training.observer import StepObserver
 from mimo.training.resume import run_state, start
+from mimo.training.run_folder import without_chosen_folder
 from mimo.training.setup import setup_trainer
 from mimo.training.step import StepResult, train_step
 from mimo.training.workload import FlopsMeter
@@ -167,7 +168,7 @@ class TrainingLoop:
                 self.config.observe,
                 active=self.is_logging_rank,
                 total_iterations=self.total_iterations,
-                config_toml=to_toml(self.config),
+                config_toml=to_toml(without_chosen_folder(self.config)),
                 resume_iteration=self.progress.iteration,
             )
         self.watchdog.at_stall.append(logger.mark_failed)

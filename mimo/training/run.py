@@ -101,6 +101,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
 
     from mimo.grid.groups import Grids
     from mimo.observe.profiler import MemorySnapshot
+    from mimo.training.run_folder import with_run_folder
 
     STARTUP.enter(Phase.GROUPS)
     if config.train.deterministic_mode:
@@ -110,7 +111,8 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     platform.init_process_group(rank, world_size, 2 * max(config.train.watchdog_timeout_s, longest_wait_s, 30.0))
     # The watchdog takes this timer over.
     faulthandler.dump_traceback_later(START_LIMIT_S, exit=True, file=STDERR_FD)
-    with (Grids(layout, platform.backend) as grids, fail_fast(grids.describe()),
-          MemorySnapshot(config.observe, grids.rank)):
-        body(config, grids, platform)
+    with Grids(layout, platform.backend) as grids, fail_fast(grids.describe()):
+        config = with_run_folder(config, grids)
+        with MemorySnapshot(config.observe, grids.rank):
+            body(config, grids, platform)
     dist.destroy_process_group()

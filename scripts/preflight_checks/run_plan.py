@@ -12,6 +12,7 @@ from mimo.config.validate import train_iterations, validate
 from mimo.data_request import data_request
 from mimo.grid.plan import total_parameters
 from mimo.grid.report import dry_run_report
+from mimo.observe.run_folder import RUNS
 from mimo.protocols import StagedProvider
 from providers.common.hybrid import MAMBA
 
@@ -70,8 +71,8 @@ def read_paths(config: RunConfig) -> dict[str, Path]:
 
 
 def written_paths(config: RunConfig) -> dict[str, Path]:
-    """Folders that the run writes into, by flag."""
-    return _paths(config, WRITTEN_PATHS)
+    """Folders that the run writes into, by flag; without --run-dir it makes one in `runs`."""
+    return {"--run-dir": RUNS} | _paths(config, WRITTEN_PATHS)
 
 
 def checkpoints(config: RunConfig) -> Checkpoints | None:

@@ -15,14 +15,18 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def environment(**changes: str) -> dict[str, str]:
+    """Environment variables of a run on a machine that does other things, too."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+                         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | changes
+
+
 def start_torchrun(num_processes: int, *flags: str, script: str = "train_hetero.py",
-                   **environment: str) -> subprocess.Popen[str]:
+                   **changes: str) -> subprocess.Popen[str]:
     """Start an entry script under torchrun; output and errors in one text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
                str(ROOT / script), *flags]
-    settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | settings | environment, text=True,
+    return subprocess.Popen(command, cwd=ROOT, env=environment(**changes), text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -40,9 +44,9 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> subprocess.Compl
 
 
 def torchrun(num_processes: int, *flags: str, timeout_s: float = 280, script: str = "train_hetero.py",
-             **environment: str) -> subprocess.CompletedProcess[str]:
+             **changes: str) -> subprocess.CompletedProcess[str]:
     """Run an entry script under torchrun to its end."""
-    return finish(start_torchrun(num_processes, *flags, script=script, **environment), timeout_s)
+    return finish(start_torchrun(num_processes, *flags, script=script, **changes), timeout_s)
 
 
 def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 200) -> None:

@@ -173,7 +173,7 @@ def test_paths_and_sizes_come_from_the_flags_of_the_run(tmp_path):
     config = parse([*MOCK, "--dataset-provider", "energon", "--data-path", "a/blend.yaml", "--tokenizer", "b",
                     "--load", "c", "--save", "d", "--save-interval", "10", "--keep-last", "3"])
     assert read_paths(config) == {"--data-path": Path("a/blend.yaml"), "--tokenizer": Path("b"), "--load": Path("c")}
-    assert written_paths(config) == {"--save": Path("d"), "--run-dir": Path("runs/latest")}
+    assert written_paths(config) == {"--save": Path("d"), "--run-dir": Path("runs")}
     assert "--load" not in read_paths(parse([*MOCK, "--load", "d", "--save", "d"])), "it may be empty still"
     saved = checkpoints(config)
     assert saved is not None and (saved.kept, saved.interval) == (3, 10)

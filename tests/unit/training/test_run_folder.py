@@ -1,0 +1,91 @@
+"""Which folder a run writes into, by what it starts from."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mimo.checkpoint.paths import METADATA, write_tracker
+from mimo.config.cli import parse, to_toml
+from mimo.config.run import RunConfig
+from mimo.training import run_folder
+
+MOCK = ("--model-provider", "mock", "--dataset-provider", "mock")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def folder_of(*flags: str) -> Path:
+    return Path(run_folder._choose(parse([*MOCK, *flags])))
+
+
+def save(root: str, config: RunConfig) -> None:
+    """What a run of a configuration leaves that says where it wrote."""
+    folder = Path(root, "iter_0000010")
+    folder.mkdir(parents=True)
+    (folder / METADATA).write_text("{}")
+    torch.save({"config": to_toml(config), "iteration": 10}, folder / "common.pt")
+    write_tracker(Path(root), "10")
+
+
+def saved(*flags: str) -> Path:
+    """Begin a run and save it in `saved`; its folder."""
+    folder = folder_of(*flags)
+    save("saved", parse([*MOCK, *flags, "--run-dir", str(folder)]))
+    return folder
+
+
+def test_each_run_has_a_folder_of_its_own():
+    assert len({folder_of() for _ in range(3)}) == 3
+    assert Path("runs/latest").is_symlink()
+
+
+def test_a_run_goes_on_in_the_folder_of_its_checkpoint():
+    first = saved("--save", "saved")
+    assert folder_of() != first
+    assert folder_of("--load", "saved", "--save", "saved") == first
+    assert Path("runs/latest").resolve() == first.resolve(), "the newest is the one under way"
+    assert folder_of("--load", "saved") == first
+    assert folder_of("--load", "saved", "--run-dir", "named") == Path("named")
+
+
+def test_a_requeued_run_that_began_elsewhere_goes_on_in_its_own_folder():
+    save("start", parse([*MOCK, "--run-dir", "runs/start"]))
+    flags = ("--load", "start", "--save", "saved", "--finetune")
+    first = saved(*flags)
+    assert first.name != "start"
+    assert folder_of(*flags) == first
+
+
+@pytest.mark.parametrize("flags", ["--save other", "--finetune", "--finetune --save other"])
+def test_a_run_that_only_starts_from_a_checkpoint_has_a_folder_of_its_own(flags):
+    first = saved("--save", "saved")
+    assert folder_of("--load", "saved", *flags.split()) != first
+
+
+def test_a_folder_that_is_gone_is_made_again_and_that_is_said(caplog):
+    first = saved("--save", "saved")
+    first.rmdir()
+    assert folder_of("--load", "saved", "--save", "saved") == first and first.is_dir()
+    assert f"{first}, the run's folder according to its checkpoint, is not there" in caplog.text
+
+
+def test_checkpoints_of_earlier_versions_name_what_is_now_a_link():
+    save("saved", parse([*MOCK, "--run-dir", "runs/latest"]))
+    other = folder_of()
+    assert folder_of("--load", "saved", "--save", "saved") not in (other, Path("runs/latest"))
+
+
+def test_the_first_rank_decides_and_run_config_toml_can_be_used_again(monkeypatch):
+    monkeypatch.setattr(run_folder, "raise_together", lambda grids, error: None)
+    monkeypatch.setattr(run_folder, "from_first_rank", lambda grids, value: value or "runs/of-rank-0")
+    config = parse(list(MOCK))
+    assert run_folder.with_run_folder(config, SimpleNamespace(rank=1)).observe.run_dir == "runs/of-rank-0"
+    chosen = run_folder.with_run_folder(config, SimpleNamespace(rank=0))
+    assert Path(chosen.observe.run_dir).is_dir() and run_folder.without_chosen_folder(chosen) == config
+    named = parse([*MOCK, "--run-dir", "named"])
+    assert run_folder.without_chosen_folder(named) == named
