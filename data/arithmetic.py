@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from data import character_tokenizer
+from data.digests import TOKENIZER_FILES, content_of_folder
 from data.indexed import IndexedStream
 from mimo.protocols import Lane, Sample, TokenSpec
 from mimo.rl.prompts import Prompt
@@ -118,6 +119,10 @@ class ArithmeticProvider:
     """The `arithmetic` sums, for both programs; see the module's text."""
 
     Config: ClassVar[type] = Config
+
+    def stream_fields(self, config: Config) -> dict[str, Any]:
+        """All fields; the tokenizer's content for its path."""
+        return vars(config) | {"tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
         """Raise ValueError, naming flags and values, for what cannot work."""

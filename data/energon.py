@@ -61,6 +61,10 @@ class Config:
     and key."""
 
 
+# Fields that no train sample depends on.
+NOT_STREAMED = ("num_workers", "valid_data_path", "max_bad_samples")
+
+
 def check(config: Config, request: DataRequest) -> None:
     """Raise ValueError, naming flags and values, for numbers that cannot work. Opens nothing."""
     for name, least in (("num_workers", 0), ("packing_buffer_size", 0), ("shuffle_buffer_size", 0),
@@ -122,6 +126,14 @@ class EnergonProvider:
         from data.energon_open import split_sizes
 
         return sum(split_sizes(config, split))
+
+    def stream_fields(self, config: Any) -> dict[str, Any]:
+        """Fields that decide the samples; of --num-workers the product with the lanes counts, which readers check."""
+        from data.digests import TOKENIZER_FILES, content_of_data, content_of_folder
+
+        return {name: value for name, value in vars(config).items() if name not in NOT_STREAMED} | {
+            "data_path": content_of_data(config.data_path),
+            "tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
 
     def max_bad_samples(self, config: Any) -> int:
         """`--max-bad-samples`."""

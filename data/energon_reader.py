@@ -173,17 +173,17 @@ class EnergonReader:
         if state.get("format") != FORMAT:
             raise ValueError(
                 f"--dataset-provider energon: the checkpoint's data state of lane {lane} is of another data set "
-                f"(it holds {', '.join(sorted(map(str, state)))}); --finetune starts the data anew"
+                f"(it holds {', '.join(sorted(map(str, state)))}); --no-load-data starts the data anew"
             )
         check_workers(state, self._request.num_lanes, self._num_workers)
         flags = self._state_flags()
         changed = [f"--{name.replace('_', '-')} {value}: the checkpoint's data was read with {state['flags'].get(name)}"
                    for name, value in flags.items() if state["flags"].get(name) != value]
         if changed:
-            raise ValueError("; ".join(changed) + "; --finetune starts the data anew")
+            raise ValueError("; ".join(changed) + "; --no-load-data starts the data anew")
         if state["sizes"] != self._sizes:
             raise ValueError(f"--data-path {self._config.data_path}: has {self._sizes} samples, the checkpoint's data "
-                             f"had {state['sizes']}; --finetune starts the data anew")
+                             f"had {state['sizes']}; --no-load-data starts the data anew")
 
     def describe(self) -> str:
         """The worker that is waited for, then the others, each with what it reads."""

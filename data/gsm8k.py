@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from data.digests import TOKENIZER_FILES, content, content_of_folder
 from mimo.protocols import TokenSpec
 from mimo.rl.prompts import Prompt
 from mimo.rl.rewards.gsm8k import answer as number_of
@@ -159,6 +160,12 @@ class Gsm8kProvider:
 
     Config: ClassVar[type] = Config
 
+    def stream_fields(self, config: Config) -> dict[str, Any]:
+        """All fields; for paths the content of the tokenizer and of the problems to train on."""
+        return vars(config) | {
+            "data_path": content(problem_files(config.data_path, "train"), Path(config.data_path)),
+            "tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
+
     def validate(self, config: Config, tokens: TokenSpec) -> None:
         """Raise ValueError, naming flags and values, for what cannot work. Reads both splits."""
         for split in FILES:
@@ -183,11 +190,9 @@ def read_problems(folder: str, split: str) -> list[Problem]:
         raise ValueError("--data-path: give the folder of the data set gsm8k")
     if not Path(folder).is_dir():
         raise ValueError(f"--data-path {folder}: there is no such folder")
-    name = FILES[split]
-    # Not everything that begins so: beside train.jsonl there may be train_socratic.jsonl with the same questions.
-    files = sorted(path for separator in ".-" for path in Path(folder).glob(f"{name}{separator}*")
-                   if path.suffix in SUFFIXES)
+    files = problem_files(folder, split)
     if not files:
+        name = FILES[split]
         raise ValueError(f"--data-path {folder}: has no {name}.jsonl or {name}-*.jsonl, and no such .parquet")
     if len({path.suffix for path in files}) > 1:
         raise ValueError(f"--data-path {folder}: has {' and '.join(path.name for path in files)}: the same problems "
@@ -197,6 +202,13 @@ def read_problems(folder: str, split: str) -> list[Problem]:
         raise ValueError(f"{files[0]}: has no row")
     _refuse_repeats(by_file)
     return [problem for problems in by_file.values() for problem in problems]
+
+
+def problem_files(folder: str, split: str) -> list[Path]:
+    """The files of a split, in the order of their names."""
+    # Not everything that begins so: beside train.jsonl there may be train_socratic.jsonl with the same questions.
+    return sorted(path for separator in ".-" for path in Path(folder).glob(f"{FILES[split]}{separator}*")
+                  if path.suffix in SUFFIXES)
 
 
 def _refuse_repeats(by_file: Mapping[Path, Sequence[Problem]]) -> None:

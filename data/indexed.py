@@ -52,7 +52,7 @@ class IndexedStream:
         """
         if not {"consumed", "lanes"} <= state.keys():
             raise ValueError(f"the checkpoint's data state is not of an indexed data set: it holds "
-                             f"{', '.join(sorted(map(str, state)))}; --finetune starts the data anew")
+                             f"{', '.join(sorted(map(str, state)))}; --no-load-data starts the data anew")
         total = int(state["consumed"]) * int(state["lanes"])
         consumed, left_over = divmod(total, self._lane.count)
         if left_over:

@@ -229,6 +229,20 @@ class RoutedDataProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class RecordedData(Protocol):
+    """A data set that says which of its flags decide the samples of a run and their order.
+
+    A checkpoint stores the fields, and a run that continues its data has to have the same. Of a data set without this
+    method every field counts.
+    """
+
+    def stream_fields(self, config: Any) -> dict[str, Any]:
+        """These fields as plain data. What a field names (a tokenizer, a blend) stands for its path, as a digest of its
+        content. Called after `validate`, on the first rank."""
+        ...
+
+
 @dataclass(frozen=True)
 class BuildContext:
     """What a provider needs to build one module on this rank.
@@ -337,6 +351,41 @@ class ModelProvider(Protocol):
     def hf_config(self, config: Any) -> dict[str, Any]:
         """The model as a Hugging Face config.json: `architectures`, `model_type` and everything that is not at its
         class's default. A provider without a Hugging Face counterpart raises ValueError, saying so."""
+        ...
+
+
+@runtime_checkable
+class ComparableProvider(Protocol):
+    """A model provider that says which of its fields decide what a model computes.
+
+    Weights are then taken only where they were made with the same values: a checkpoint stores the fields, and the
+    config.json of a Hugging Face folder is read as fields.
+    """
+
+    def resolved(self, config: Any) -> Any:
+        """The configuration with the values of its `--hf-config`, which is empty then."""
+        ...
+
+    def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
+        """The fields of a resolved configuration that decide what a module computes, at the values that take effect.
+        Fields of training, such as dropout, are not among them."""
+        ...
+
+    def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
+        """A resolved configuration with everything that a Hugging Face config.json says about a module.
+
+        Args:
+            config: the configuration, resolved.
+            values: config.json of the whole model, or of a model that is this module alone.
+            module: the module.
+
+        Raises:
+            ValueError: a value that the model cannot reproduce; the message names the key.
+        """
+        ...
+
+    def hf_key(self, field: str) -> str:
+        """The key of a Hugging Face configuration that says what a field says, for messages."""
         ...
 
 

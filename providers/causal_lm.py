@@ -6,6 +6,7 @@ Sizes come from flags (the defaults are those of Llama 2 7B) or from a Hugging F
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -63,6 +64,10 @@ class CausalLmProvider(TextProvider):
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
+
+    def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
+        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        return dataclasses.replace(config, **hf.module_sizes(values, module))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """What the decoder computes."""

@@ -7,6 +7,7 @@ A text model. Sizes come from flags (the defaults are the published model's) or 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -65,6 +66,10 @@ class DeepseekV3Provider(TextProvider):
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
+
+    def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
+        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        return dataclasses.replace(config, **deepseek_sizes(dict(values)))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """What the decoder computes."""

@@ -6,6 +6,7 @@ Sizes come from flags (the defaults are those of llava-1.5-7b) or from a Hugging
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -70,6 +71,10 @@ class LlavaProvider(VisionLanguageProvider):
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
+
+    def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
+        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        return dataclasses.replace(config, **hf.module_sizes(values, module))
 
     def check_encoder_grid(self, config: Config, grid: GridSpec, problems: Problems) -> None:
         """Note what the encoder grid cannot hold."""

@@ -7,6 +7,7 @@ Sizes come from flags (the defaults are those of NVIDIA-Nemotron-3-Nano-30B-A3B)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +16,7 @@ from mimo.observe.flops import FlopComponent
 from mimo.protocols import BuildContext, MegatronSource
 from providers.common import hf
 from providers.common.flops import hybrid_components
-from providers.common.hf_nemotron import nemotron_config, nemotron_sizes
+from providers.common.hf_nemotron import language_sizes, nemotron_config, nemotron_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
 from providers.common.nemotron_checkpoint import nemotron_source
@@ -71,6 +72,10 @@ class NemotronHProvider(TextProvider):
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
+
+    def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
+        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        return dataclasses.replace(config, **language_sizes(values))
 
     def megatron_source(self, config: Config) -> MegatronSource | None:
         """The checkpoint of --load-nemotron-checkpoint, of which the language model is taken."""

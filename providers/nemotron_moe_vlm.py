@@ -7,6 +7,7 @@ come from flags or from a Hugging Face `NemotronH_Nano_VL_V2` configuration (`--
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,7 @@ from mimo.protocols import LANGUAGE, BuildContext, MegatronSource, ParameterShap
 from providers import radio
 from providers.common import hf
 from providers.common.flops import hybrid_components, projector_components, vision_components
-from providers.common.hf_nemotron import vlm_config, vlm_sizes
+from providers.common.hf_nemotron import encoder_sizes, language_sizes, vlm_config, vlm_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
 from providers.common.nemotron_checkpoint import nemotron_source
@@ -126,6 +127,10 @@ class NemotronVlmProvider(VisionLanguageProvider):
     def resolved(self, config: Config) -> Config:
         """As `resolve`."""
         return resolve(config)
+
+    def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
+        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        return dataclasses.replace(config, **(language_sizes(values) if module == LANGUAGE else encoder_sizes(values)))
 
     def frozen_parts(self, config: Config) -> frozenset[str]:
         """What --training-stage freezes."""

@@ -1,12 +1,24 @@
-"""Which flags of a run differ from those of a checkpoint."""
+"""Which flags, which model and which data of a run differ from those of a checkpoint."""
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from mimo import registry
 from mimo.config.cli import to_toml
+from mimo.config.rl_run import RlRunConfig
 from mimo.config.run import RunConfig
+from mimo.config.toml_file import flag_name
+from mimo.protocols import ComparableProvider, ModelProvider, RecordedData, RoutedDataProvider
+
+# The key of `data_fields` that is no flag.
+PROGRAM = "program"
+Differences = dict[str, tuple[Any, Any]]
+"""Field -> its value in the run and in the checkpoint."""
 
 # Flags of one start of a run, which say nothing about the run itself; as those that say what it loads.
 _OF_A_START = frozenset({
@@ -17,11 +29,12 @@ _OF_A_START = frozenset({
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """A configuration as TOML by flag name. Raises ValueError for what is not TOML."""
-    return _flat(_sections(text))
+    """A configuration as TOML by flag name. Raises ValueError as `sections_of`."""
+    return _flat(sections_of(text))
 
 
-def _sections(text: str) -> dict[str, Any]:
+def sections_of(text: str) -> dict[str, Any]:
+    """A configuration as TOML by section. Raises ValueError for what is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -37,7 +50,7 @@ def config_differences(saved: str, config: RunConfig) -> list[str]:
 
     Left out are flags of a single start, and sections that one of the two has not: those of another program's.
     """
-    theirs, own = _sections(saved), _sections(to_toml(config))
+    theirs, own = sections_of(saved), sections_of(to_toml(config))
     before, now = (_flat({name: each[name] for name in theirs.keys() & own.keys()}) for each in (theirs, own))
     lines = []
     for name in sorted(before.keys() | now.keys()):
@@ -53,3 +66,84 @@ def config_differences(saved: str, config: RunConfig) -> list[str]:
 
 def _shown(values: dict[str, Any], name: str) -> str:
     return str(values[name]) if name in values else "not set"
+
+
+def model_fields(provider: ModelProvider, family_config: Any) -> dict[str, Any]:
+    """Every field of a model's configuration as plain data; the values of a config.json (`--hf-config`) stand in the
+    fields, so that the file may change or go."""
+    resolved = provider.resolved(family_config) if isinstance(provider, ComparableProvider) else family_config
+    return _plain_fields(resolved)
+
+
+def _plain_fields(config: Any) -> dict[str, Any]:
+    return {field.name: str(value) if isinstance(value := getattr(config, field.name), Path) else value
+            for field in dataclasses.fields(config)}
+
+
+def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_config: Any,
+                      modules: Iterable[str]) -> Differences:
+    """Fields that decide what the modules compute and that the checkpoint's model had otherwise.
+
+    Of a provider that does not say which fields decide, all of them count.
+
+    Args:
+        saved: `model_fields` of the checkpoint.
+        provider: the model family of the run.
+        family_config: its configuration.
+        modules: the modules that are loaded.
+    """
+    if not isinstance(provider, ComparableProvider):
+        own = _plain_fields(family_config)
+        return {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
+    resolved = provider.resolved(family_config)
+    # A field that the checkpoint's version of the program did not know had its default's effect.
+    values = {field.name: saved.get(field.name, field.default) for field in dataclasses.fields(resolved)
+              if field.name in saved or field.default is not dataclasses.MISSING}
+    theirs = dataclasses.replace(resolved, **values)
+    found: Differences = {}
+    for module in modules:
+        ours_of, theirs_of = (provider.computed_fields(one, module) for one in (resolved, theirs))
+        found |= {name: (ours_of.get(name), theirs_of.get(name)) for name in {**ours_of, **theirs_of}
+                  if ours_of.get(name) != theirs_of.get(name)}
+    return found
+
+
+def data_fields(config: RunConfig) -> dict[str, Any]:
+    """What decides the samples of a run and their order, as plain data. Reads the files that flags name."""
+    name = config.data.dataset_provider
+    provider = config.find_dataset(name)
+    fields = provider.stream_fields(config.dataset) if isinstance(provider, RecordedData) else (
+        _plain_fields(config.dataset))
+    built_in = registry.PROMPT_PROVIDERS if isinstance(config, RlRunConfig) else registry.DATASET_PROVIDERS
+    fields |= {PROGRAM: type(config).__name__,
+               "dataset_provider": next((known for known, target in built_in.items() if target == name), name),
+               "seed": config.train.seed}
+    if isinstance(provider, RoutedDataProvider):
+        fields["seq_length"] = config.train.seq_length  # longer samples are passed over
+    if isinstance(config, RlRunConfig):
+        fields["skip_long_prompts"] = config.data.skip_long_prompts
+        if config.data.skip_long_prompts:
+            fields |= {"seq_length": config.train.seq_length,
+                       "max_completion_tokens": config.rollout.max_completion_tokens}
+    return fields
+
+
+def data_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differences:
+    """Fields that decide the samples and that the checkpoint's run had otherwise; both as `data_fields`.
+
+    None of them where the two are of different programs, train_hetero.py and train_rl.py: the data's state says so.
+    """
+    if own.get(PROGRAM) != saved.get(PROGRAM):
+        return {}
+    if own["dataset_provider"] != saved["dataset_provider"]:  # no flag of the one is comparable
+        return {"dataset_provider": (own["dataset_provider"], saved["dataset_provider"])}
+    return {name: (own.get(name, "not set"), saved.get(name, "not set")) for name in {**own, **saved}
+            if own.get(name, "not set") != saved.get(name, "not set")}
+
+
+def refused(differences: Differences, allowed: Collection[str]) -> tuple[list[str], list[str]]:
+    """A line for each difference that is refused, and one for each that --allow-difference names."""
+    lines: tuple[list[str], list[str]] = ([], [])
+    for name, (ours, theirs) in sorted(differences.items()):
+        lines[name in allowed].append(f"{flag_name(name)} {ours} (checkpoint: {theirs})")
+    return lines[0], [f"{line}, which --allow-difference allows" for line in lines[1]]

@@ -13,9 +13,16 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from mimo import registry
 from mimo.checkpoint import paths
 from mimo.checkpoint.agree import from_first_rank, gather, raise_together
-from mimo.checkpoint.differences import config_differences, flat_config
+from mimo.checkpoint.differences import (
+    config_differences,
+    data_differences,
+    flat_config,
+    model_differences,
+    refused,
+)
 from mimo.checkpoint.entries import PROJECTOR, broadcast_from_writers
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_common, read_index
@@ -129,7 +136,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
             changed unless the checkpoint is damaged.
     """
     with watchdog.on_files("checkpoint to load", folder=str(folder)):
-        common, index = _open(state, folder)
+        common, index, notes = _open(state, folder, flag)
         flags = _taken(state.config.checkpoint, flag)
         weights_only = flags.finetune or folder.name == paths.RELEASE
         saved = state.saved()
@@ -138,11 +145,13 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         fresh = _fresh_parts(state, common, held, flag) if wants_optimizer else None
         continued = [one for one in held if fresh is not None and one.saved.part not in fresh[one.saved.module]]
         entries = {"model": model_entries(state, saved), "optimizer": optimizer_entries(continued)}
-        notes = _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer, flag=flag,
-                       weights_only=weights_only)
+        notes += _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer, flag=flag,
+                        weights_only=weights_only)
         if folder.name != paths.RELEASE:  # imported weights have no run whose flags could differ
             notes += config_differences(common["config"], state.config)
         objects = {} if weights_only else _objects(state, flags, index, notes)
+        if "loader" in objects:
+            notes += _check_data(state, common, f"{flag} {folder}")
         # One replica of each weight reads it, as one wrote it, and the network carries it to the others.
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
         loaded = _load(state, folder, {**entries, "model": read, **objects}, flag)
@@ -162,7 +171,7 @@ def _taken(flags: CheckpointConfig, flag: str) -> CheckpointConfig:
     """What is taken from the checkpoint that `flag` names."""
     if flag == "--load":
         return flags
-    return replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True)
+    return replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True, load_data=True)
 
 
 def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -> None:
@@ -178,27 +187,74 @@ def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -
         ValueError: as `load_checkpoint`.
     """
     with watchdog.on_files("weights to load", folder=str(folder)):
-        common, index = _open(state, folder)
+        common, index, notes = _open(state, folder, flag)
         saved = state.saved()
         entries = {"model": model_entries(state, saved)}
-        for note in _check(state, folder, common, index, entries, wants_optimizer=False, flag=flag, weights_only=True):
+        notes += _check(state, folder, common, index, entries, wants_optimizer=False, flag=flag, weights_only=True)
+        for note in notes:
             logger.info("%s: %s", flag, note)
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
         _load(state, folder, {"model": read}, flag)
         broadcast_from_writers(saved, state.grids)
 
 
-def _open(state: RunState, folder: Path) -> tuple[dict[str, Any], Metadata]:
-    error, common, index = None, {}, None
+def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Metadata, list[str]]:
+    """The checkpoint's common state and index, and notes on how its model differs from the run's.
+
+    Raises:
+        ValueError: it cannot be read, or its model computes something else.
+    """
+    error, common, index, notes = None, {}, None, list[str]()
     try:
         common, index = read_common(folder), read_index(folder)
         if not {"iteration", "config", "frozen", "optimizer_steps"} <= common.keys():
             error = f"{folder}: common.pt is not that of a checkpoint of this trainer"
+        else:
+            error, notes = _compare_model(state, common, f"{flag} {folder}")
     except (ValueError, OSError) as problem:
         error = str(problem)
     raise_together(state.grids, error)
     assert index is not None, "raised above"
-    return common, index
+    return common, index, notes
+
+
+def _compare_model(state: RunState, common: dict[str, Any], source: str) -> tuple[str | None, list[str]]:
+    """What is said where the checkpoint's model computes something else than the run's, and notes on the comparison."""
+    if not common.get("model"):
+        return None, ["the checkpoint is of an older version, which did not store the model's configuration: whether "
+                      "flags such as --norm-epsilon and --rotary-base are the same was not checked"]
+    config = state.config
+    modules = [module for module in state.grids.layout.grids if module in common["grids"]]
+    differences = model_differences(common["model"], registry.model_provider(config.model.model_provider),
+                                    config.model_family, modules)
+    lines, notes = refused(differences, config.checkpoint.allowed_differences)
+    if not lines:
+        return None, notes
+    return "\n  ".join([
+        f"{source}: its weights belong to a model that computes something else; give the checkpoint's values, or "
+        "--allow-difference with the name of the flag", *lines]), notes
+
+
+def _check_data(state: RunState, common: dict[str, Any], source: str) -> list[str]:
+    """Notes on how the data differs from the checkpoint's. Collective.
+
+    Raises:
+        ValueError: the streams cannot go on without losing or repeating samples.
+    """
+    error, notes = None, list[str]()
+    if state.grids.rank == 0 and not common.get("data"):
+        notes = ["the checkpoint is of an older version, which did not store the flags of the data: whether they are "
+                 "the same was not checked"]
+    elif state.grids.rank == 0:
+        lines, notes = refused(data_differences(common["data"], state.data),
+                               state.config.checkpoint.allowed_differences)
+        if lines:
+            error = "\n  ".join([
+                f"{source}: the data cannot go on where it was, samples would be lost, repeated or changed; give the "
+                "checkpoint's values, --no-load-data to start the data anew, or --allow-difference with the name of "
+                "the flag to go on at the same place", *lines])
+    raise_together(state.grids, error)
+    return notes
 
 
 def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized], flag: str) -> dict[str, set[str]]:
@@ -303,8 +359,10 @@ def _objects(state: RunState, flags: CheckpointConfig, index: Metadata, notes: l
                          "grid of this size")
     lanes = sorted(ShardedObject.empty_from_unique_key(key).key.split(".")[2:] for key in stored
                    if key.startswith("mimo.loader."))
-    names = ["/".join(lane) for lane in lanes]
-    if not names:
+    names = ["/".join(lane) for lane in lanes] if flags.load_data else []
+    if not flags.load_data:
+        notes.append("the data starts at its beginning: --no-load-data")
+    elif not names:
         notes.append("the data starts at its beginning: the checkpoint holds no state of data streams")
     if names:
         streams = _wanted_streams(list(state.streams["streams"]), names, state.grids.layout.num_lanes)

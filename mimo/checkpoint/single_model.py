@@ -82,6 +82,8 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
         broadcast_from_writers(saved, state.grids)
     notes += [f"passed over: {count} {'tensors' if count > 1 else 'tensor'}, {reason}"
               for reason, count in contents.passed_over.items()]
+    notes.append("the checkpoint's own arguments are not read: check that flags such as --norm-epsilon, "
+                 "--moe-router-topk-scaling-factor and --vision-hidden-act are those that it was trained with")
     return [f"weights from {folder}", *(f"  {note}" for note in notes)]
 
 

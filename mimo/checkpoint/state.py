@@ -11,6 +11,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mimo import registry
+from mimo.checkpoint.differences import model_fields
 from mimo.checkpoint.entries import Saved, saved_tensors, spread_replicas
 from mimo.checkpoint.optimizer_state import Optimized, optimized
 from mimo.config.cli import to_toml
@@ -79,6 +81,8 @@ class RunState:
         scheduler: the learning-rate schedule.
         streams: state of each open data stream by `module/lane`, and the samples handed out.
         source: what the run was started from; None before that, and without a checkpoint.
+        data: on the first rank what decides the run's samples, as `mimo.checkpoint.differences.data_fields`; empty
+            before the start, and for a run without data.
     """
 
     config: RunConfig
@@ -89,6 +93,7 @@ class RunState:
     scheduler: OptimizerParamScheduler
     streams: dict[str, Any] = field(default_factory=lambda: {"consumed_samples": 0, "streams": {}})
     source: Source | None = None
+    data: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def config_toml(self) -> str:
@@ -156,15 +161,18 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "grids": {name: _sizes(spec) for name, spec in state.grids.layout.grids.items()},
         "lanes": state.grids.layout.num_lanes,
         "config": state.config_toml,
+        "model": model_fields(registry.model_provider(config.model.model_provider), config.model_family),
+        "data": state.data,
     }
 
 
-def weights_only_state(modules: Iterable[str], config: str) -> dict[str, Any]:
+def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any]) -> dict[str, Any]:
     """`common_state` of weights that no run of this trainer has made.
 
     Args:
         modules: the modules that the checkpoint holds; no grids wrote them.
         config: flags of a run of the model, as TOML.
+        model: its fields, as `mimo.checkpoint.differences.model_fields`.
     """
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -180,6 +188,7 @@ def weights_only_state(modules: Iterable[str], config: str) -> dict[str, Any]:
         "grids": {name: {} for name in modules},
         "lanes": 0,
         "config": config,
+        "model": model,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mimo import registry
-from mimo.checkpoint.differences import config_differences
+from mimo.checkpoint.differences import config_differences, model_differences, refused
 from mimo.commands.contents import Contents
 from mimo.commands.rows import WEIGHTS, Row, rows_of
 from mimo.config.run import RunConfig
@@ -20,8 +20,16 @@ _NUMBERS = re.compile(r"\.(\d+|\{[\d,-]+\})(?=\.)")
 
 
 def flag_differences(contents: Contents, config: RunConfig) -> list[str]:
-    """One line for each flag whose value is another."""
-    return config_differences(contents.common["config"], config)
+    """One line for each flag whose value is another, and for each size that a config.json (`--hf-config`) gives one of
+    the two and that is another in the other."""
+    lines = config_differences(contents.common["config"], config)
+    listed = {line.split()[0] for line in lines}
+    provider = registry.model_provider(config.model.model_provider)
+    modules = [module for module in (*provider.encoders(config.model_family), LANGUAGE) if module in contents.modules]
+    sizes: list[str] = []
+    if contents.common.get("model"):  # older versions did not store it
+        sizes, _ = refused(model_differences(contents.common["model"], provider, config.model_family, modules), ())
+    return lines + [line for line in sizes if line.split()[0] not in listed]
 
 
 def tensor_differences(contents: Contents, config: RunConfig) -> list[str]:

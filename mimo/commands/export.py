@@ -9,9 +9,10 @@ from mimo import registry
 from mimo.checkpoint.reader import read_common
 from mimo.commands.flags import ExportFlags
 from mimo.commands.folders import checkpoint_folder
-from mimo.commands.model import CONFIG_JSON, check_hf_config, config_of_checkpoint, read_config_json
+from mimo.commands.model import check_hf_config, config_of_checkpoint
 from mimo.commands.progress import tensor_bar
 from mimo.grid.text import counted, format_bytes, parse_bytes
+from mimo.weights.configuration import CONFIG_JSON, read_config_json
 from mimo.weights.export import ExportOptions, export_checkpoint
 from mimo.weights.source import INDEX, weight_files
 
@@ -33,7 +34,7 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
     common = read_common(folder)
     if "config" not in common or "grids" not in common:
         raise ValueError(f"{folder}: common.pt is not that of a checkpoint of this trainer")
-    config = config_of_checkpoint(common["config"], folder, run_flags)
+    config = config_of_checkpoint(common, folder, run_flags)
     check_hf_config(config, folder)
     provider = registry.model_provider(config.model.model_provider)
     absent = [name for name in provider.encoders(config.model_family) if name not in common["grids"]]

@@ -8,11 +8,12 @@ from mimo import registry
 from mimo.commands.compare import torch_dtype
 from mimo.commands.flags import ImportFlags
 from mimo.commands.folders import pretrained_folder
-from mimo.commands.model import CONFIG_JSON, provider_name, takes_hf_config
+from mimo.commands.model import provider_name, takes_hf_config
 from mimo.commands.progress import tensor_bar
 from mimo.config.cli import parse, to_toml
 from mimo.config.validate import check_allowed_differences
 from mimo.grid.text import counted, format_bytes
+from mimo.weights.configuration import CONFIG_JSON
 from mimo.weights.import_checkpoint import import_hf
 
 
@@ -38,7 +39,7 @@ def import_(flags: ImportFlags, run_flags: list[str]) -> int:
     check_allowed_differences(config)
     with tensor_bar("importing") as progress:
         folder = import_hf(source, flags.save, provider, config.model_family, torch_dtype(flags.dtype), progress,
-                           to_toml(config))
+                           to_toml(config), config.checkpoint.allowed_differences)
     files = [path for path in folder.iterdir() if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     print(f"{source} -> {folder}: {counted(len(files), 'file')}, {format_bytes(size)}")

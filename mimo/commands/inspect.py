@@ -11,6 +11,7 @@ from mimo.commands.compare import flag_differences, tensor_differences
 from mimo.commands.contents import Contents, read_contents
 from mimo.commands.flags import InspectFlags
 from mimo.commands.folders import checkpoint_folder
+from mimo.commands.model import named_providers, refuse_named_code
 from mimo.commands.report import json_report, text_report
 from mimo.commands.verify import damage
 from mimo.config.cli import parse
@@ -34,6 +35,7 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
         return _unreadable(folder, error, as_json=flags.json)
     report: dict[str, Any] = {}
     if flags.config or run_flags:
+        refuse_named_code(named_providers(flags.config, run_flags), "--config", run_flags)
         config = parse([*(word for path in flags.config for word in ("--config", path)), *run_flags])
         report["differences"] = {"flags": flag_differences(contents, config),
                                  "tensors": tensor_differences(contents, config)}

@@ -3,54 +3,104 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mimo import registry
-from mimo.config.cli import parse
+from mimo.checkpoint.differences import model_differences, refused, sections_of
+from mimo.config import toml_file
+from mimo.config.cli import config_files, parse, typed_providers
 from mimo.config.run import RunConfig
+from mimo.protocols import LANGUAGE
+from mimo.weights.configuration import CONFIG_JSON, read_config_json
 
-CONFIG_JSON = "config.json"
 
+def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Sequence[str]) -> RunConfig:
+    """The model that a checkpoint holds, as the configuration of a run.
 
-def config_of_checkpoint(text: str, folder: Path, run_flags: Sequence[str]) -> RunConfig:
-    """The configuration that a checkpoint was saved with.
+    Its sizes are those that the checkpoint stores; where it is of an older version, those of the flags that it was
+    saved with. Data and everything else that a run has stays at its defaults.
 
     Args:
-        text: it, as TOML.
+        common: the checkpoint's common state.
         folder: the checkpoint, for messages.
         run_flags: flags that replace its own.
 
     Raises:
-        ValueError: it names a provider that is not there, has unknown flags, or there is none.
+        ValueError: it names a provider that is not built in or not there, has unknown flags, or there is none; flags
+            make another model of it.
     """
-    if not text.strip():
+    sections = sections_of(common["config"])
+    if not sections:
         raise ValueError(f"{folder} says nothing about the model it holds: it was not made by `mimo import`")
+    flags = {name: value for title in ("model", "model-family") for name, value in sections.get(title, {}).items()}
+    refuse_named_code({"model_provider": flags.get("model-provider")}, str(folder), run_flags)
+    stored = _parsed(toml_file.dump_values(flags), folder, _typed_provider(run_flags))
+    if common.get("model"):
+        known = {field.name for field in dataclasses.fields(stored.model_family)}
+        family = dataclasses.replace(stored.model_family, **{
+            name: value for name, value in common["model"].items() if name in known})
+        stored = dataclasses.replace(stored, model_family=family)
+    config = _parsed(toml_file.dump({"model": stored.model, "model_family": stored.model_family}), folder, run_flags)
+    if common.get("model"):
+        provider = registry.model_provider(config.model.model_provider)
+        modules = (*provider.encoders(config.model_family), LANGUAGE)
+        lines, _ = refused(model_differences(common["model"], provider, config.model_family, modules),
+                           config.checkpoint.allowed_differences)
+        if lines:
+            raise ValueError("\n  ".join([
+                f"{folder} holds a model that computes something else than the one of the flags; leave them out, or "
+                "give --allow-difference with the name of the flag after the lone --", *lines]))
+    return config
+
+
+def _parsed(text: str, folder: Path, flags: Sequence[str]) -> RunConfig:
+    """A configuration as TOML with flags over it. Raises ValueError, naming the checkpoint."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         try:
-            return parse(["--config", file.name, *run_flags])
+            return parse(["--config", file.name, *flags])
         except ValueError as error:
             message = str(error).replace(f"--config {file.name}", "its configuration").replace(file.name, "it")
             raise ValueError(f"{folder}: {message}") from error
 
 
-def read_config_json(folder: Path) -> dict[str, Any] | None:
-    """config.json of a Hugging Face folder, None where it has none. Raises ValueError for what is not JSON."""
-    path = folder / CONFIG_JSON
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not the configuration of a model")
-    return values
+def _typed_provider(run_flags: Sequence[str]) -> list[str]:
+    typed = typed_providers(run_flags).get("model_provider")
+    return [] if typed is None else ["--model-provider", typed]
+
+
+def refuse_named_code(named: Mapping[str, Any], source: str, run_flags: Sequence[str]) -> None:
+    """Refuse to import code that a file names: commands look into files that somebody else may have made.
+
+    Args:
+        named: the providers that the file names, by field; None where it names none.
+        source: the file, for messages.
+        run_flags: flags that a person typed, which replace those of the file.
+
+    Raises:
+        ValueError: a provider is not built in, and was not typed.
+    """
+    built_in = {"model_provider": registry.MODEL_PROVIDERS,
+                "dataset_provider": registry.DATASET_PROVIDERS | registry.PROMPT_PROVIDERS}
+    typed = typed_providers(run_flags)
+    for field, name in named.items():
+        if name is not None and name not in built_in[field] and typed.get(field) is None:
+            flag = toml_file.flag_name(field)
+            raise ValueError(f"{source} names {flag} {name}, which is not built in; code that a file names is not run. "
+                             f"If you trust it, type its name: -- {flag} {name}")
+
+
+def named_providers(files: Sequence[str], run_flags: Sequence[str]) -> dict[str, Any]:
+    """The providers that configuration files name, those of `run_flags` too; a later file wins. Raises ValueError."""
+    named: dict[str, Any] = {}
+    for path in (*files, *config_files(run_flags)):
+        values = toml_file.read(path, [field.name for field in dataclasses.fields(RunConfig)])
+        named |= {field: values[field] for field in ("model_provider", "dataset_provider") if field in values}
+    return named
 
 
 def provider_name(given: str | None, folder: Path) -> str:

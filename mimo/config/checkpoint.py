@@ -36,6 +36,8 @@ class CheckpointConfig:
     """--no-save-rng leaves the random generators out."""
     load_rng: bool = True
     """--no-load-rng keeps the generators as --seed sets them."""
+    load_data: bool = True
+    """--no-load-data starts the data at its beginning, with other data, weights of a blend or data flags."""
     finetune: bool = False
     """Take only the weights; iteration, optimizers, schedule, generators and data start anew. --save has to be another
     folder than --load; a run that is started again goes on from its own checkpoint there, with everything in it."""

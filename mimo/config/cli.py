@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -112,6 +112,18 @@ def to_toml(config: RunConfig) -> str:
 def _prints() -> bool:
     """Under torchrun every rank parses; one speaks."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def typed_providers(argv: Sequence[str]) -> dict[str, str | None]:
+    """The providers that flags name, by field; None where they name none."""
+    known, _ = _prescan().parse_known_args(argv)
+    return {"model_provider": known.model_provider, "dataset_provider": known.dataset_provider}
+
+
+def config_files(argv: Sequence[str]) -> list[str]:
+    """The files of --config."""
+    known, _ = _prescan().parse_known_args(argv)
+    return list(known.config)
 
 
 def _prescan() -> argparse.ArgumentParser:

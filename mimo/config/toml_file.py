@@ -164,6 +164,11 @@ def dump(sections: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def dump_values(values: Mapping[str, Any]) -> str:
+    """Keys and values of a file, as `tomllib` reads them, as TOML without tables."""
+    return "".join(f"{key} = {_literal(value)}\n" for key, value in values.items())
+
+
 def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -7,6 +7,7 @@ behind them stay the objects that optimizers and hooks refer to, and the policy 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
 from mimo.training.offload import Held, HostMemory, synchronize, weight_storages
 from mimo.weights.load import HfPaths, load_hf
+
+logger = logging.getLogger(__name__)
 
 
 class ReferencePolicy:
@@ -176,7 +179,10 @@ class _RefLoadHf(HfPaths):
 
 def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Watchdog) -> None:
     with watchdog.on_files("weights of the reference policy"):
-        report = load_hf(state.built, state.grids, provider, state.config.model_family, hf)
+        report = load_hf(state.built, state.grids, provider, state.config.model_family, hf,
+                         state.config.checkpoint.allowed_differences)
+    for note in report.notes:
+        logger.info("reference policy: %s", note)
     absent = [f"{module} {name}" for module, names in report.absent.items() for name in names]
     raise_together(state.grids, f"{hf.flag(hf.of(LANGUAGE))} does not have all weights of the reference policy; "
                                 f"missing are {', '.join(absent)}" if absent else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mimo.checkpoint.agree import raise_together
+from mimo.checkpoint.differences import data_fields
 from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
 from mimo.checkpoint.single_model import load_single_model
 from mimo.checkpoint.state import Progress, RunState, Source
@@ -50,6 +51,8 @@ def start(
             `mimo.weights.load`.
     """
     flags, family = state.config.checkpoint, state.config.model_family
+    if loader is not None:
+        _read_data_fields(state)
     source = provider.megatron_source(family) if isinstance(provider, MegatronSourceProvider) else None
     state.source = found = find_checkpoint(state)
     if found is not None:
@@ -68,15 +71,29 @@ def start(
         from mimo.weights.load import HfPaths, load_hf
 
         with watchdog.on_files("pretrained weights"):
-            load_hf(state.built, state.grids, provider, family,
-                    HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from))
+            report = load_hf(state.built, state.grids, provider, family,
+                             HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from),
+                             flags.allowed_differences)
             state.optimizer.reload_model_params()
         given = (flags.load_hf, flags.load_vision_from, flags.load_language_from)
-        return Progress(), [f"weights from {', '.join(path for path in given if path)}"]
+        return Progress(), [f"weights from {', '.join(path for path in given if path)}",
+                            *(f"  {note}" for note in report.notes)]
     if source is not None:
         return Progress(), load_single_model(state, source, provider.token_spec(family).vocab_size, watchdog)
     lines = [] if flags.load is None else [f"--load {flags.load} holds no checkpoint yet: the run starts fresh"]
     return Progress(), lines
+
+
+def _read_data_fields(state: RunState) -> None:
+    """Set what the run's checkpoints say about its data, before the first sample: files that flags name may change
+    while the run goes on. The first rank reads them, which writes the checkpoints' common state."""
+    error = None
+    if state.grids.rank == 0:
+        try:
+            state.data = data_fields(state.config)
+        except (ValueError, OSError) as problem:
+            error = f"--dataset-provider {state.config.data.dataset_provider}: {problem}"
+    raise_together(state.grids, error)
 
 
 def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, source: Source) -> None:

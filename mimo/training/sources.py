@@ -181,7 +181,7 @@ class ReaderSource:
         other = [name for name in streams if not name.startswith(f"{SHARED_STREAM}/")]
         if other:
             raise ValueError(f"the checkpoint's data state ({', '.join(other)}) is of an indexed data set, this one is "
-                             "read by lanes; --finetune starts the data anew")
+                             "read by lanes; --no-load-data starts the data anew")
         self._reader.load_state_dict({int(name.split("/")[1]): state for name, state in streams.items()})
 
     def describe(self) -> str:

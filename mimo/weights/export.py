@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.configuration import exported_configuration
 from mimo.weights.dcp import CheckpointTensors
 from mimo.weights.keys import StoredTensor
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, fitted, report
@@ -98,7 +99,7 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
     base = HfSource(options.base) if options.base else None
     maps = {module: provider.weight_map(family_config, module)
             for module in (*provider.encoders(family_config), LANGUAGE)}
-    configuration = None if base else provider.hf_config(family_config)
+    configuration = exported_configuration(provider, family_config, base.path if base else None, maps)
     check_empty(out)
     planned: list[tuple[PlannedRule, str, StoredTensor]] = []
     problems: list[str] = []
@@ -226,12 +227,12 @@ def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[Tenso
 
 def write_companions(out: Path, base: HfSource | None, configuration: Mapping[str, Any] | None,
                      infos: Iterable[TensorInfo]) -> None:
-    """Everything beside the weights: the base's other files, or the provider's config.json, naming the weights' dtype.
+    """Everything beside the weights: the base's other files, and config.json, naming the weights' dtype.
 
     Args:
         out: the folder.
-        base: where the files come from; None: `configuration` is written.
-        configuration: contents of config.json where there is no base.
+        base: where the files come from; None: there is config.json alone.
+        configuration: contents of config.json; None where the base has none.
         infos: what has been written.
     """
     config_file = out / "config.json"
@@ -241,15 +242,13 @@ def write_companions(out: Path, base: HfSource | None, configuration: Mapping[st
             if path.is_file() and not is_weights(path.name) and not any(part.startswith(".") for part in place.parts):
                 (out / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, out / place)
-        if not config_file.is_file():
-            return
-        configuration = json.loads(config_file.read_text(encoding="utf-8"))
-    assert configuration is not None
+    if configuration is None:
+        return
     sizes: Counter[torch.dtype] = Counter()
     for info in infos:
         sizes[info.dtype] += info.num_bytes
     changed = _with_dtype(configuration, str(sizes.most_common(1)[0][0]).removeprefix("torch."))
-    if base is None or changed != configuration:
+    if base is None or changed != json.loads(config_file.read_text(encoding="utf-8")):
         config_file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.model.residency import WEIGHTS
 from mimo.protocols import ModelProvider
+from mimo.weights.configuration import exported_configuration
 from mimo.weights.export import ExportOptions, PlannedRule, base_extras, infos_of, plan_rules, write_companions
 from mimo.weights.load import agree
 from mimo.weights.pieces import ModelPiece, module_pieces
@@ -67,7 +68,7 @@ class _Plan:
         rules: each module's rules.
         shards: each module's files, and last those of the tensors copied from the base.
         base: the Hugging Face model that this one was made from, if given.
-        configuration: config.json where there is no base.
+        configuration: config.json; None where the base has none.
     """
 
     rules: dict[str, list[PlannedRule]]
@@ -154,8 +155,8 @@ def _plan(grids: Grids, places: Places, provider: ModelProvider, family_config: 
         check_empty(out)
         if options.base:
             plan.base = HfSource(options.base)
-        else:
-            plan.configuration = provider.hf_config(family_config)
+        base = None if plan.base is None else plan.base.path
+        plan.configuration = exported_configuration(provider, family_config, base, maps)
     except ValueError as error:
         problems.append(str(error))
     for module, weight_map in maps.items():

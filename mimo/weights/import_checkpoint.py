@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,17 +24,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mimo.checkpoint.differences import model_fields
 from mimo.checkpoint.paths import RELEASE, write_tracker
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 from mimo.checkpoint.state import weights_only_state
 from mimo.checkpoint.writer import crc32_of
 from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.configuration import compare_folder
 from mimo.weights.keys import StoredTensor
 from mimo.weights.match import ModuleMatch, check_tensor, match_source, report
 from mimo.weights.rules import Rule
 from mimo.weights.source import HfSource
 from mimo.weights.writer import MAX_SHARD_BYTES, Progress
 
+logger = logging.getLogger(__name__)
 _UNFINISHED = ".saving_release"
 
 
@@ -79,7 +83,7 @@ class ImportedTensor:
 @torch.no_grad()
 def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider, family_config: Any,
               params_dtype: torch.dtype = torch.bfloat16, progress: Progress | None = None,
-              config: str = "") -> Path:
+              config: str = "", allowed: Collection[str] = ()) -> Path:
     """Write a Hugging Face folder's weights as `SAVE/release`, a checkpoint of weights that --load takes.
 
     Args:
@@ -89,6 +93,7 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
         family_config: its configuration.
         params_dtype: dtype of parameters; those that stay in float32 do so.
         progress: told after each tensor.
+        allowed: fields of the configuration that config.json may have otherwise (--allow-difference).
         config: flags of a run of this model as TOML, which `mimo export` and `mimo inspect` read.
 
     Returns:
@@ -100,6 +105,11 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
     root, source = Path(save_dir), HfSource(hf_dir)
     if root.is_dir() and any(root.glob("iter_*")) or (root / RELEASE).exists():
         raise ValueError(f"{root} already holds checkpoints; give a folder without")
+    modules = (*provider.encoders(family_config), LANGUAGE)
+    found = compare_folder(provider, family_config, source.path, modules, allowed)
+    report(f"{source.path}: its weights belong to a model that computes something else", found.problems)
+    for note in found.notes:
+        logger.warning("%s", note)
     tensors = _plan(source, provider, family_config, params_dtype)
     folder = root / _UNFINISHED
     if folder.exists():
@@ -111,8 +121,7 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
             # Of one process, which is meant, and of an argument of planners, which is taken.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
             checkpoint.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, source), no_dist=True)
-        modules = (*provider.encoders(family_config), LANGUAGE)
-        torch.save(weights_only_state(modules, config), folder / COMMON)
+        torch.save(weights_only_state(modules, config, model_fields(provider, family_config)), folder / COMMON)
         for name in (INDEX, COMMON):
             writer.checksums[name] = {"0": zlib.crc32((folder / name).read_bytes())}
         (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.configuration import compare_folder
 from mimo.weights.match import ModuleMatch, check_tensor, fitted, match_source, report
 from mimo.weights.pieces import ModelPiece, module_pieces, replica_group
 from mimo.weights.rules import Rule, WeightMap
@@ -51,14 +52,17 @@ class LoadReport:
     Attributes:
         styles: module -> kind of checkpoint that it came from.
         absent: module -> Megatron names that the source does not have and may come without: they keep their values.
+        notes: for a person: what was not compared, and differences from config.json that --allow-difference names.
     """
 
     styles: dict[str, str] = field(default_factory=dict)
     absent: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()
-def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, paths: HfPaths) -> LoadReport:
+def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, paths: HfPaths,
+            allowed: Collection[str] = ()) -> LoadReport:
     """Fill the modules of every rank from Hugging Face folders. Collective over the world.
 
     The optimizer's own copies of the parameters are the caller's to refresh. One rank reads the headers; of each piece
@@ -70,9 +74,11 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         provider: the model family.
         family_config: its configuration.
         paths: where the weights are.
+        allowed: fields of the configuration that config.json may have otherwise (--allow-difference).
 
     Raises:
-        ValueError: on the first rank, before anything is written: all that is missing, unused, of another shape or
+        ValueError: on the first rank, before anything is read: config.json describes a model that computes something
+            else; before anything is written: all that is missing, unused, of another shape or
             dtype, not covered by the weight map, or unreadable.
         ReportedElsewhereError: on the other ranks then.
     """
@@ -80,6 +86,7 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
             for module in (*provider.encoders(family_config), LANGUAGE)}
     modules = [module for module in grids.layout.grids if paths.of(module)]
     folders = list(dict.fromkeys(paths.of(module) for module in modules))
+    notes = _compare_configurations(grids, provider, family_config, paths, modules, allowed)
     sources = {folder: HfSource(folder, catalog) for folder, catalog in _catalogs(grids, paths, folders).items()}
     pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)
               if module in modules}
@@ -94,7 +101,7 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
     for source in sources.values():
         source.close()
     return LoadReport({module: match.style.name for module, match in plan.items()},
-                      {module: match.absent for module, match in plan.items() if match.absent})
+                      {module: match.absent for module, match in plan.items() if match.absent}, notes)
 
 
 def agree(grids: Grids, what: str, problems: list[str]) -> None:
@@ -108,6 +115,24 @@ def agree(grids: Grids, what: str, problems: list[str]) -> None:
     if lines and grids.rank != 0:
         raise ReportedElsewhereError(f"{what}; rank 0 lists why")
     report(what, lines)
+
+
+def _compare_configurations(grids: Grids, provider: ModelProvider, family_config: Any, paths: HfPaths,
+                            modules: Sequence[str], allowed: Collection[str]) -> list[str]:
+    """Notes on config.json of every folder, which the first rank reads. Collective; raises as `agree`."""
+    problems, notes = [], []
+    if grids.rank == 0:
+        for folder in dict.fromkeys(paths.of(module) for module in modules):
+            chosen = [module for module in modules if paths.of(module) == folder]
+            try:
+                found = compare_folder(provider, family_config, folder, chosen, allowed)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            problems += [f"{paths.flag(folder)}: {line}" for line in found.problems]
+            notes += found.notes
+    agree(grids, "the weights belong to a model that computes something else", problems)
+    return list(from_first_rank(grids, notes))
 
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:

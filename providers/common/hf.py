@@ -6,9 +6,11 @@ The defaults of the vision classes stand here, those of the text classes in `hf_
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mimo.protocols import LANGUAGE
 from providers.common.hf_text import TEXT_DEFAULTS, allow, refuse_quantized, text_sizes, with_defaults
 
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -62,19 +64,54 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """
     allow("", "model_type", config.get("model_type", "llava"), ("llava",))
     refuse_quantized(config, "")
-    allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
-    allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
-    if not config.get("vision_config"):
-        config = {**config, "vision_config": LLAVA_VISION}
-    vision = with_defaults(config["vision_config"], "vision_config.", "clip_vision_model", VISION_DEFAULTS)
+    return llava_vision(config) | llava_language(config)
+
+
+def llava_language(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `llava_sizes` that are the decoder's. Raises ValueError as it."""
     text = with_defaults(config.get("text_config") or {}, "text_config.", "llama", TEXT_DEFAULTS)
-    sizes = _vision_sizes(vision, config) | text_sizes(text, "text_config.")
     # Either place may tie; transformers takes the text model's word where the outer config says nothing.
     tied = bool(config.get("tie_word_embeddings", False)) or bool(text["tie_word_embeddings"])
-    sizes["untie_embeddings_and_output_weights"] = not tied
-    sizes["image_token_id"] = config.get("image_token_index", config.get("image_token_id", 32000))
-    sizes["projector_hidden_size"] = 0
-    return sizes
+    return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied}
+
+
+def llava_vision(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `llava_sizes` that are the encoder's, the projector's and the placeholder's. Raises ValueError as
+    it."""
+    allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
+    allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
+    vision = with_defaults(config.get("vision_config") or LLAVA_VISION, "vision_config.", "clip_vision_model",
+                           VISION_DEFAULTS)
+    return _vision_sizes(vision, config) | {
+        "image_token_id": config.get("image_token_index", config.get("image_token_id", 32000)),
+        "projector_hidden_size": 0,
+    }
+
+
+# The tower of a model that has one, where its vision_config does not say.
+TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "llava": "clip_vision_model"}
+
+
+def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """Fields of the `llava` provider's `Config` that a configuration sets for one module.
+
+    Args:
+        values: configuration of a LLaVA, of a text model, of a CLIP or SigLIP model or its tower, or of another model
+            with a `text_config` or `vision_config` of one of these kinds.
+        module: `language` or `vision`.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    config = dict(values)
+    refuse_quantized(config, "")
+    kind = config.get("model_type", "llava" if "text_config" in config else "")
+    if kind == "llava":
+        return llava_language(config) if module == LANGUAGE else llava_vision(config)
+    if module == LANGUAGE:
+        return causal_lm_sizes(config.get("text_config") or config)
+    tower, section = (config["vision_config"], "vision_config.") if config.get("vision_config") else (config, "")
+    return _tower_sizes(with_defaults(tower, section, TOWERS.get(kind, kind), VISION_DEFAULTS), section)
 
 
 def causal_lm_sizes(config: dict[str, Any]) -> dict[str, Any]:
@@ -99,26 +136,34 @@ def _square(key: str, value: Any) -> int:
 
 
 def _vision_sizes(vision: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    clip = vision["model_type"] == "clip_vision_model"
     layers = _feature_layers(config.get("vision_feature_layer", -2), vision["num_hidden_layers"])
     # `default` drops the first token: CLIP's class token. SigLIP has none to drop.
     strategy = config.get("vision_feature_select_strategy", "default")
+    clip = vision["model_type"] == "clip_vision_model"
     allow("", "vision_feature_select_strategy", strategy, ("default",) if clip else ("full",))
-    allow("vision_config.", "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
+    return {
+        **_tower_sizes(vision, "vision_config."),
+        "vision_num_layers": layers,
+        "vision_num_unused_layers": vision["num_hidden_layers"] - layers,
+        # transformers hands out a layer's output before post_layernorm, that of the last layer too.
+        "vision_final_layernorm": False,
+    }
+
+
+def _tower_sizes(vision: dict[str, Any], section: str) -> dict[str, Any]:
+    """Fields that a tower of its own sets: all but the layers that run."""
+    clip = vision["model_type"] == "clip_vision_model"
+    allow(section, "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
     return {
         "vision_image_size": _square("image_size", vision["image_size"]),
         "vision_patch_size": _square("patch_size", vision["patch_size"]),
         "vision_num_channels": vision["num_channels"],
         "vision_hidden_size": vision["hidden_size"],
-        "vision_num_layers": layers,
-        "vision_num_unused_layers": vision["num_hidden_layers"] - layers,
         "vision_num_attention_heads": vision["num_attention_heads"],
         "vision_ffn_hidden_size": vision["intermediate_size"],
         "vision_class_token": clip,
         "vision_patch_bias": not clip,
         "vision_pre_layernorm": clip,
-        # transformers hands out a layer's output before post_layernorm, that of the last layer too.
-        "vision_final_layernorm": False,
         "vision_hidden_act": ACTIVATIONS[vision["hidden_act"]],
         "vision_norm_epsilon": vision["layer_norm_eps"],
     }

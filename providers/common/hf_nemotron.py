@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from providers.common.checks import NO_FACTOR
@@ -209,6 +210,31 @@ def vlm_sizes(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--hf-config: img_context_token_id = {token!r} is not the token id that stands for an image")
     return {**nemotron_sizes(values[section], f"{section}."), **radio_sizes(values),
             "image_token_id": token}
+
+
+def language_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `HybridConfig` that the configuration of a VLM or of a text model sets. Raises ValueError as
+    `nemotron_sizes`."""
+    refuse_quantized(dict(values), "")
+    section = next((name for name in ("text_config", "llm_config") if values.get(name)), None)
+    return nemotron_sizes(dict(values)) if section is None else nemotron_sizes(values[section], f"{section}.")
+
+
+def encoder_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `RadioConfig` that the configuration of a VLM, or of a RADIO encoder of its own, sets.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    if "vision_config" in values:
+        sizes = vlm_sizes(dict(values))
+        return {name: value for name, value in sizes.items()
+                if name.startswith(("vision_", "projector_", "image_"))}
+    sizes = radio_sizes({"vision_config": dict(values)})
+    # The encoder alone says nothing about the model around it.
+    return {name: value for name, value in sizes.items() if name not in (
+        "vision_image_size", "vision_image_width", "vision_dynamic_resolution", "vision_pixel_shuffle",
+        "projector_hidden_size", "projector_norm_epsilon")}
 
 
 def vlm_config(config: Config) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
 from providers.common.checks import Problems
+from providers.common.computed import Computed
 
 
-class TextProvider:
+class TextProvider(Computed):
     """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
     A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest.

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, ParameterShape, TokenSpec
 from providers.common.checks import Problems, image_flags
+from providers.common.computed import Computed
 
 VISION = "vision"
 
 
-class VisionLanguageProvider:
+class VisionLanguageProvider(Computed):
     """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
     A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest. The

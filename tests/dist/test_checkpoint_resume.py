@@ -14,6 +14,7 @@ import pytest
 from mimo.grid.spec import GridSpec, Layout
 from tests.support.equality import MOE, TOLERANCE, part_of, run_oracle
 from tests.support.global_state import assemble, worst_errors
+from tests.support.hf_families import LLAVA_MODELS, VOCAB_SIZE
 from tests.support.resuming import (
     NUM_STEPS,
     SAVED_AT,
@@ -308,6 +309,67 @@ def test_changed_flags_are_reported(pool: WorkerPool, alone: tuple[str, Run]) ->
     assert [line.strip() for line in lines[1:]] == [
         "--global-batch-size 2 (checkpoint: 4)", "--hidden-dropout 0.2 (checkpoint: 0.1)",
         "--lr 0.001 (checkpoint: 0.002)", "--use-distributed-optimizer False (checkpoint: True)"]
+
+
+# Flags that change what the model computes and leave every shape as it is -> fields that are named.
+OTHER_FUNCTIONS = {
+    "rope": ("--rotary-base 5e5 --use-rope-scaling", {"rotary_base", "use_rope_scaling", "rope_scaling_factor"}),
+    "norms": ("--norm-epsilon 1e-3 --vision-norm-epsilon 1e-3", {"norm_epsilon", "vision_norm_epsilon"}),
+    "heads": ("--num-attention-heads 2 --num-query-groups 1",
+              {"num_attention_heads", "num_query_groups", "kv_channels"}),
+    "activation": ("--vision-hidden-act gelu", {"vision_hidden_act"}),
+    "vocabulary": ("--vocab-size 90 --image-token-id 89", {"vocab_size", "image_token_id"}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FUNCTIONS)
+def test_a_model_that_computes_something_else_is_refused(pool: WorkerPool, alone: tuple[str, Run], name: str) -> None:
+    flags, fields = OTHER_FUNCTIONS[name]
+    changed = (*DROPOUT, "--load", alone[0], *flags.split())
+    message = refused(pool, *changed)
+    assert f"--load {alone[0]}/iter_0000004: its weights belong to a model that computes something else" in message
+    assert {line.split()[0] for line in message.splitlines()[1:]} == {
+        f"--{field.replace('_', '-')}" for field in fields}
+    allowed = tuple(word for field in fields for word in ("--allow-difference", field))
+    assert "computes something else" in refused(pool, *changed, *allowed[2:], "--finetune")
+    lines = one_process(pool, *changed, *allowed, until=4).lines
+    assert len([line for line in lines if "which --allow-difference allows" in line]) == len(fields)
+
+
+def test_a_checkpoint_has_the_sizes_of_its_config_json(pool: WorkerPool, tmp_path: Path) -> None:
+    values = {"model_type": "llava", **LLAVA_MODELS["clip-llama"], "image_token_index": VOCAB_SIZE - 1}
+    config = tmp_path / "hf" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(values))
+    save = str(tmp_path / "save")
+    one_process(pool, "--hf-config", str(config.parent), "--save", save, until=2)
+    text = {**values["text_config"], "rope_theta": 5e5}
+    config.write_text(json.dumps({**values, "text_config": text}))
+    assert "--rotary-base 500000.0 (checkpoint: 10000.0)" in refused(
+        pool, "--hf-config", str(config.parent), "--load", save)
+    moved = config.parent.rename(tmp_path / "moved")
+    (moved / "config.json").write_text(json.dumps(values))
+    lines = one_process(pool, "--hf-config", str(moved), "--load", save, until=2).lines
+    assert lines == [f"loaded {save}/iter_0000002", f"  --hf-config {moved} (checkpoint: {tmp_path / 'hf'})"]
+
+
+def test_other_data_is_refused(pool: WorkerPool, alone: tuple[str, Run]) -> None:
+    folder, whole = alone
+    changed = (*DROPOUT, "--load", folder, "--mock-max-length", "20", "--mock-images-max", "1")
+    message = refused(pool, *changed)
+    assert f"--load {folder}/iter_0000004: the data cannot go on where it was" in message
+    assert "--no-load-data to start the data anew" in message
+    assert [line.strip() for line in message.splitlines()[1:]] == [
+        "--mock-images-max 1 (checkpoint: 3)", "--mock-max-length 20 (checkpoint: 30)"]
+    anew = one_process(pool, *changed, "--no-load-data", until=5)
+    assert anew.keys[0] != whole.keys[4] and anew.iteration == 5
+    assert anew.consumed_samples == whole.consumed_samples // 7 * 5
+    assert "  the data starts at its beginning: --no-load-data" in anew.lines
+    on = one_process(pool, *changed, "--allow-difference", "mock-max-length", "--allow-difference", "mock-images-max",
+                     until=5)
+    assert on.keys == whole.keys[4:5]
+    assert "--seed 7 (checkpoint: 1234)" in refused(pool, *DROPOUT, "--load", folder, "--seed", "7")
+    assert one_process(pool, *changed, "--finetune", until=0).iteration == 0
 
 
 def save_streams(rank: int, flags: tuple[str, ...], world_size: int) -> list[str | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,32 @@ def test_bad_samples_count_over_all_readers_and_starts(pool: WorkerPool, shards:
     assert first.startswith(f"--max-bad-samples {limit}: {counts[3]} samples of the run could not be used; the last: ")
     assert "train-00" in first and "more than --seq-length 20" in first, "shard, key and reason"
     assert others == ["rank 0 reports what is wrong"] * 3
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
+    """Flags and files that decide the samples are compared; a blend's weights may change where the data starts anew."""
+    data = shutil.copytree(shards, tmp_path / "data")
+    flags = (*MODEL, *LAYOUT, *data_flags(data), "--dataset-provider", "energon", "--save", tmp_path / "save", "--load",
+             tmp_path / "save", "--run-dir", tmp_path / "run")
+
+    def start(iterations: int, *more: object) -> str:
+        words = tuple(map(str, (*flags, "--train-iters", iterations, *more)))
+        return str(pool.run(error_of_training, words, 3, world_size=3, timeout_s=250)[0])
+
+    assert start(1) == "nothing was raised"
+    said = start(2, "--max-patches", 512, "--image-tag-type", "internvl")
+    assert "the data cannot go on where it was" in said and "--no-load-data" in said
+    assert "--max-patches 512 (checkpoint: 1024)" in said and "--image-tag-type internvl (checkpoint: none)" in said
+    template = data / "tokenizer" / "chat_template.jinja"
+    before = template.read_text() if template.exists() else None
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert "--tokenizer content " in start(2)
+    template.unlink() if before is None else template.write_text(before)
+    blend = data / "blend.yaml"
+    blend.write_text(re.sub(r"weight: \S+", "weight: 5", blend.read_text(), count=1))
+    assert "--data-path content " in start(2)
+    assert start(2, "--no-load-data") == "nothing was raised"
+    assert start(3) == "nothing was raised", "the new weights are those of the checkpoint now"
 
 
 def error_of_training(rank: int, flags: tuple[str, ...], world_size: int) -> str:

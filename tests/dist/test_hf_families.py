@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from mimo.weights.configuration import ROPE_KEYS
 from tests.support import hf_families
-from tests.support.hf_families import LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
+from tests.support.hf_families import LLAMA3, LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
 from tests.support.marks import slow_unless
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
@@ -118,3 +121,44 @@ def test_a_stale_output_layer_of_a_tied_base_is_not_exported(pool: WorkerPool, s
               base / "model.safetensors", {"format": "pt"})
     pool.run(hf_families.logits_of, "qwen2-tied-one-key-head", str(base), (), 1, str(tmp_path / "out"), world_size=1)
     assert_same_tensors(safetensors_of(tmp_path / "out"), tensors)
+
+
+def test_a_folder_of_another_function_is_refused(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("llama")
+    other = shutil.copytree(folder, tmp_path / "other")
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values | {"rms_norm_eps": 1e-5}))
+    ((head, line),) = pool.run(hf_families.load_errors, "llama", str(folder), str(other), world_size=1)
+    assert "computes something else (1 problem)" in head
+    assert f"--load-hf {other}: config.json: --norm-epsilon 0.05, but 1e-05 there (rms_norm_eps)" in line
+    (error,) = pool.run(hf_families.import_error, "llama", str(folder), str(other), str(tmp_path / "save"),
+                        world_size=1)
+    assert f"{other}: its weights belong to a model that computes something else" in error
+    assert "--allow-difference norm-epsilon" in error and not (tmp_path / "save").exists()
+
+
+@pytest.mark.parametrize(("name", "section", "changes"), [
+    ("llama", "", {"": {"rms_norm_eps": 0.2, "rope_parameters": {**LLAMA3, "factor": 2.0, "rope_theta": 100.0}}}),
+    ("clip-llama", "text_config", {"text_config": {"rms_norm_eps": 0.2, "rope_theta": 100.0},
+                                   "vision_config": {"layer_norm_eps": 0.2, "hidden_act": "gelu"}}),
+])
+def test_an_export_has_the_values_of_the_run_and_not_those_of_its_base(
+    pool: WorkerPool, saved: Saved, tmp_path: Path, name: str, section: str, changes: dict[str, dict[str, Any]]
+) -> None:
+    base, before = saved(name)
+    own, out = shutil.copytree(base, tmp_path / "own"), tmp_path / "out"
+    values = json.loads((own / "config.json").read_text())
+    for place, change in changes.items():
+        target = values[place] if place else values
+        for key in ROPE_KEYS if "rope_theta" in str(change) else ():
+            target.pop(key, None)
+        target |= change
+    (own / "config.json").write_text(json.dumps(values))
+    layout = ("--layout", "colocated") if section else ()
+    (found,) = pool.run(hf_families.logits_of, name, str(own), layout, 1, str(out), str(base), world_size=1)
+    (after,) = pool.run(hf_families.reloaded_logits, name, str(out), str(base), world_size=1)
+    for key, logits in after.items():
+        assert float((found[key][:, :VOCAB_SIZE] - logits).abs().max()) <= MAX_ERROR, key
+    assert max(float((after[key] - before[key]).abs().max()) for key in after) > 0.05, "the values matter"
+    told = json.loads((out / "config.json").read_text())
+    assert (told[section] if section else told)["rms_norm_eps"] == 0.2

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,15 @@ def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) ->
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    named = shutil.copytree(save, tmp_path / "named") / "iter_0000002"
+    common = torch.load(named / "common.pt", weights_only=True)
+    torch.save(common | {"config": common["config"].replace('"mock"', '"os:system"')}, named / "common.pt")
+    checksums = json.loads((named / "checksums.json").read_text())
+    checksums["common.pt"] = {"0": zlib.crc32((named / "common.pt").read_bytes())}
+    (named / "checksums.json").write_text(json.dumps(checksums))
     cases: dict[str, tuple[list[str], str]] = {
+        "code that a checkpoint names": (["export", str(named), str(tmp_path / "out")],
+                                         "--model-provider os:system, which is not built in"),
         "no folder": (["inspect", str(tmp_path / "nowhere")], "no such folder"),
         "no checkpoint": (["inspect", str(tmp_path)], "no checkpoint"),
         "no such step": (["inspect", str(save), "--ckpt-step", "7"], "complete: 1, 2"),
@@ -254,9 +263,10 @@ def test_export_of_a_model_that_moved_into_a_folder_with_weights(worker: WorkerP
     (out / "model-00001-of-00002.safetensors").write_bytes(b"another model's")
     (out / "notes.txt").write_text("mine")
     moved = source.rename(tmp_path / "moved")
-    assert f"--hf-config {source}" in mimo("export", save, out, "--force", code=2).stderr
+    said = mimo("export", save, out, "--force", "--", "--rotary-base", "7", code=2).stderr
+    assert "--rotary-base 7.0 (checkpoint: 10000.0)" in said
     assert (out / "model-00001-of-00002.safetensors").exists(), "a failure leaves what was there"
-    mimo("export", save, out, "--force", "--dtype", "float16", "--hf-base", moved, "--", "--hf-config", moved)
+    mimo("export", save, out, "--force", "--dtype", "float16", "--hf-base", moved)
     assert {path.name for path in out.iterdir()} == {"config.json", "generation_config.json", "model.safetensors",
                                                      "notes.txt"}
     smaller = safetensors_of(out)

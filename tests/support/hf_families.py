@@ -157,7 +157,7 @@ def load(parts: Any, **folders: str) -> Any:
 
 
 def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int,
-              out: str = "") -> dict[str, torch.Tensor]:
+              out: str = "", base: str = "") -> dict[str, torch.Tensor]:
     """Load a saved model and run the tests' batch on this rank of a layout.
 
     Args:
@@ -166,7 +166,8 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
         folder: where it is saved.
         layout: flags of the layout.
         world_size: number of processes.
-        out: folder to export to, with the saved model as the base; empty: no export.
+        out: folder to export to; empty: no export.
+        base: folder of the export's base; empty: the saved model.
 
     Returns:
         Logits `[s, padded vocabulary]` of this rank's samples by key; empty where it has none.
@@ -198,7 +199,7 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
         if out:
             provider = model_provider(parts.config.model.model_provider)
             export_model(parts.built, parts.grids, provider, parts.config.model_family, out,
-                         ExportOptions(base=folder))
+                         ExportOptions(base=base or folder))
     return found
 
 
@@ -210,6 +211,18 @@ def load_errors(rank: int, name: str, folder: str, source: str) -> list[str]:
         except ValueError as error:
             return str(error).splitlines()
     return []
+
+
+def import_error(rank: int, name: str, folder: str, source: str, save: str) -> str:
+    """The error of an import of `source` as the model that is saved in `folder`; empty where it went through."""
+    from mimo.weights.import_checkpoint import import_hf
+
+    config = equality.parse(list(flags_of(name, folder, ())))
+    try:
+        import_hf(source, save, model_provider(config.model.model_provider), config.model_family)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def export(rank: int, name: str, folder: str, out: str) -> None:

@@ -13,4 +13,4 @@ def test_bad_samples_go_on_from_a_checkpoint_and_from_0_where_it_does_not_tell()
 
 
 def test_imported_weights_are_of_no_run() -> None:
-    assert Progress.of(weights_only_state(["language"], "")) == Progress()
+    assert Progress.of(weights_only_state(["language"], "", {})) == Progress()

@@ -1,0 +1,184 @@
+"""The config.json of a Hugging Face folder against the model that takes the folder's weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mimo.config.toml_file import flag_name
+from mimo.protocols import ComparableProvider, ModelProvider
+
+CONFIG_JSON = "config.json"
+# The key of --allow-difference for a config.json that describes a model which the provider cannot build.
+WHOLE = "hf_config"
+# Keys of a configuration that say what kind of model it is, how many layers a tower has besides those that run, and how
+# long sequences may be: an export leaves them as its base has them.
+KEPT = frozenset({"architectures", "model_type", "num_hidden_layers", "vision_feature_layer", "dtype", "torch_dtype",
+                  "max_position_embeddings", "max_sequence_length", "vision_use_head", "num_nextn_predict_layers"})
+ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Comparison:
+    """What a comparison found.
+
+    Attributes:
+        problems: a line for each difference that is refused.
+        notes: for a person: differences that --allow-difference names, and what was not compared.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_config_json(folder: Path) -> dict[str, Any] | None:
+    """config.json of a Hugging Face folder, None where it has none. Raises ValueError for what is not JSON."""
+    path = folder / CONFIG_JSON
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not the configuration of a model")
+    return values
+
+
+def differing_fields(provider: ComparableProvider, family_config: Any, values: Mapping[str, Any],
+                     module: str) -> dict[str, tuple[Any, Any]]:
+    """Fields that decide what a module computes and that a config.json has otherwise: the run's value and its own.
+
+    Raises:
+        ValueError: a value of config.json that the model cannot reproduce; the message names the key.
+    """
+    own = provider.resolved(family_config)
+    theirs = provider.computed_fields(provider.with_hf(own, values, module), module)
+    ours = provider.computed_fields(own, module)
+    return {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}
+            if ours.get(name) != theirs.get(name)}
+
+
+def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Path, modules: Iterable[str],
+                   allowed: Collection[str] = ()) -> Comparison:
+    """Compare the run's model with the config.json of a folder, module by module.
+
+    Args:
+        provider: the model family.
+        family_config: its configuration in this run.
+        folder: the Hugging Face folder.
+        modules: the modules whose weights come from it.
+        allowed: fields that --allow-difference names.
+
+    Raises:
+        ValueError: config.json is not JSON.
+    """
+    found = Comparison()
+    if not isinstance(provider, ComparableProvider):
+        found.notes.append(f"the model provider cannot compare its flags with {CONFIG_JSON} of {folder}: check them")
+        return found
+    values = read_config_json(Path(folder))
+    if values is None:
+        found.notes.append(f"{folder} has no {CONFIG_JSON}: nothing says whether flags such as --norm-epsilon and "
+                           "--rotary-base are those of its weights; check them")
+        return found
+    differing: dict[str, tuple[Any, Any]] = {}
+    for module in modules:
+        try:
+            differing |= differing_fields(provider, family_config, values, module)
+        except ValueError as error:
+            message = str(error).removeprefix("--hf-config: ")
+            if WHOLE in allowed:
+                found.notes.append(f"{folder}: {CONFIG_JSON} is not compared for {module}: {message}")
+            else:
+                found.problems.append(
+                    f"{CONFIG_JSON}, {module}: {message} (--allow-difference {flag_name(WHOLE)[2:]} takes the weights "
+                    "for the model of the flags all the same)")
+    for name, (ours, theirs) in differing.items():
+        shown = f"{CONFIG_JSON}: {flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name)})"
+        if name in allowed:
+            found.notes.append(f"{folder}: {shown}; --allow-difference keeps that of the run")
+        else:
+            found.problems.append(f"{shown}; --hf-config {folder} gives its value, --allow-difference "
+                                  f"{flag_name(name)[2:]} keeps that of the run")
+    found.problems = list(dict.fromkeys(found.problems))
+    return found
+
+
+def exported_configuration(provider: ModelProvider, family_config: Any, base: Path | None,
+                           modules: Iterable[str]) -> dict[str, Any] | None:
+    """Contents of config.json for an export: of the provider, or of a base with this run's values in it.
+
+    Args:
+        provider: the model family.
+        family_config: its configuration.
+        base: folder of the Hugging Face model whose files go along; None without one.
+        modules: the model's modules.
+
+    Returns:
+        The contents; None where the base has no config.json.
+
+    Raises:
+        ValueError: the provider has no Hugging Face counterpart; the base describes another model, or this run has a
+            value that cannot be written into its config.json.
+    """
+    if base is None:
+        return provider.hf_config(family_config)
+    values = read_config_json(base)
+    if values is None:
+        return None
+    if not isinstance(provider, ComparableProvider):
+        logger.warning("the model provider cannot compare its flags with %s of %s, which is copied as it is: check it",
+                       CONFIG_JSON, base)
+        return values
+    modules = tuple(modules)
+    differing = _differing(provider, family_config, values, modules, base)
+    if not differing:
+        return values
+    changed = _with_values(values, provider.hf_config(family_config))
+    left = _differing(provider, family_config, changed, modules, base)
+    if left:
+        lines = [f"{flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name)})"
+                 for name, (ours, theirs) in left.items()]
+        raise ValueError("\n  ".join([
+            f"--hf-base {base}: its {CONFIG_JSON} describes a model that computes something else than the "
+            "checkpoint's; leave --hf-base out, or give the right one", *lines]))
+    for name, (ours, theirs) in differing.items():
+        logger.warning("%s has %s %s of the checkpoint's run in place of %s of --hf-base %s", CONFIG_JSON,
+                       provider.hf_key(name), ours, theirs, base)
+    return changed
+
+
+def _differing(provider: ComparableProvider, family_config: Any, values: Mapping[str, Any], modules: Iterable[str],
+               base: Path) -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    for module in modules:
+        try:
+            found |= differing_fields(provider, family_config, values, module)
+        except ValueError as error:
+            message = str(error).removeprefix("--hf-config: ")
+            raise ValueError(f"--hf-base {base}: its {CONFIG_JSON} describes a model that the checkpoint cannot be: "
+                             f"{message}; leave --hf-base out, or give the right one") from error
+    return found
+
+
+def _with_values(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A base's configuration with the values of this run's where they decide what the model computes."""
+    inner = [name for name in ("text_config", "llm_config", "vision_config") if name in base]
+    changed = dict(base) if inner else _replaced(base, own)
+    for name in inner:
+        theirs = own.get(name) or own.get("llm_config") or {}
+        changed[name] = _replaced(base[name], theirs)
+    return changed
+
+
+def _replaced(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """One level of a configuration. Positions may be spelled in two ways, of which one remains."""
+    kept = {key: value for key, value in base.items() if key not in ROPE_KEYS or "rope_theta" not in own}
+    return kept | {key: value for key, value in own.items() if key not in KEPT and not isinstance(value, dict | list)
+                   or key in ROPE_KEYS}

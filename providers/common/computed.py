@@ -1,0 +1,92 @@
+"""Which fields of a configuration decide what a model computes, each at the value that takes effect."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mimo.protocols import LANGUAGE
+from providers.common.decoder import DecoderConfig
+from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
+from providers.common.mla import UNUSED as UNUSED_BY_LATENT_ATTENTION
+from providers.common.mla import LatentDecoderConfig
+from providers.radio import RadioConfig
+
+# Where a model comes from, how it is trained and stored, and how long sequences may be; every other field counts.
+NOT_COMPUTED = frozenset({
+    "hf_config", "load_nemotron_checkpoint", "training_stage", "hidden_dropout", "attention_dropout",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor",
+    "make_vocab_size_divisible_by", "max_position_embeddings", "ignored_mtp_layers", "vision_num_unused_layers",
+    "vision_cpe_augmentation",
+})
+VISION_PREFIXES = ("vision_", "projector_", "image_")
+YARN = frozenset({"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+                  "mscale_all_dim"})
+# Fields that only layers of one kind read, by the symbol of the kind.
+HYBRID_PREFIXES = {MAMBA: ("mamba_",), MOE: ("moe_", "num_experts"), MLP: ("ffn_hidden_size",),
+                   ATTENTION: ("num_attention_heads", "num_query_groups", "kv_channels")}
+# Field -> the key of a Hugging Face configuration that says the same, for messages.
+HF_KEYS = {
+    "rotary_base": "rope_theta", "use_rope_scaling": "rope_scaling", "rope_scaling_factor": "rope_scaling.factor",
+    "rotary_scaling_factor": "rope_scaling.factor", "rope_type": "rope_scaling.rope_type",
+    "norm_epsilon": "rms_norm_eps", "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim",
+    "num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size",
+    "moe_ffn_hidden_size": "moe_intermediate_size", "moe_router_topk": "num_experts_per_tok",
+    "moe_router_pre_softmax": "norm_topk_prob", "untie_embeddings_and_output_weights": "tie_word_embeddings",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor", "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group", "qk_layernorm": "model_type", "add_qkv_bias": "model_type",
+    "hybrid_layer_pattern": "layers_block_type", "mamba_num_groups": "n_groups", "mamba_state_dim": "ssm_state_size",
+    "vision_hidden_act": "vision_config.hidden_act", "vision_norm_epsilon": "vision_config.layer_norm_eps",
+    "vision_num_layers": "vision_feature_layer", "vision_num_attention_heads": "vision_config.num_attention_heads",
+    "vision_image_size": "vision_config.image_size", "vision_patch_size": "vision_config.patch_size",
+    "image_token_id": "image_token_index", "vision_pixel_shuffle": "downsample_ratio",
+}
+
+
+def computed_fields(config: Any, module: str) -> dict[str, Any]:
+    """The fields of a resolved configuration that decide what a module computes.
+
+    A field that stands for another one (no query groups: as many as heads) has the other's value, and fields without
+    effect (those of experts in a dense model) are left out, so that equal results mean equal functions.
+
+    Args:
+        config: the configuration, the sizes of `--hf-config` in their fields.
+        module: `language`, or the encoder's module, to which the projector belongs.
+    """
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+              if field.name not in NOT_COMPUTED
+              and field.name.startswith(VISION_PREFIXES) == (module != LANGUAGE)}
+    if module != LANGUAGE:
+        values["projector_hidden_size"] = config.projector_hidden_size or config.hidden_size
+        if isinstance(config, RadioConfig):
+            values["vision_image_width"] = config.image_shape[1]
+            unused = {"vision_image_size", "vision_image_width"} if config.vision_dynamic_resolution else set()
+            values = {name: value for name, value in values.items() if name not in unused}
+        return values
+    if isinstance(config, LatentDecoderConfig):
+        unused = {*UNUSED_BY_LATENT_ATTENTION, *(YARN if config.rope_type == "rope" else ())}
+    elif isinstance(config, DecoderConfig):
+        values |= {"num_query_groups": config.query_groups, "kv_channels": config.head_dim}
+        unused = set() if config.use_rope_scaling else {"rope_scaling_factor"}
+        unused |= {"ffn_hidden_size"} if config.num_experts else {
+            name for name in values if name.startswith("moe_")}
+    elif isinstance(config, HybridConfig):
+        # A model without multi-token prediction takes the weights of one that has it, and computes the same logits.
+        values["hybrid_layer_pattern"] = config.layers
+        unused = {name for name in values for symbol, prefixes in HYBRID_PREFIXES.items()
+                  if name.startswith(prefixes) and symbol not in config.layers}
+    else:
+        unused = set()
+    return {name: value for name, value in values.items() if name not in unused}
+
+
+class Computed:
+    """Part of a provider: `mimo.protocols.ComparableProvider` for the configurations of the families here."""
+
+    def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
+        """The fields that decide what a module computes."""
+        return computed_fields(config, module)
+
+    def hf_key(self, field: str) -> str:
+        """The key of a Hugging Face configuration that says what a field says."""
+        return HF_KEYS.get(field, field)

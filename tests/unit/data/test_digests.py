@@ -1,0 +1,87 @@
+"""What a checkpoint says about the data of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mimo.checkpoint.differences import data_differences, data_fields
+from mimo.config.cli import parse, parse_as
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig
+
+BLEND = """__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train:
+    blend:
+      - weight: {}
+        path: ./images
+      - weight: 1
+        path: ./text
+"""
+
+
+def write_data(folder: Path) -> Path:
+    """A tokenizer, a blend, a prepared folder and problems, as far as digests read them."""
+    for name, text in {"tokenizer/tokenizer.json": "{}", "tokenizer/config.json": "{}", "blend.yaml": BLEND.format(3),
+                       "images/.nv-meta/.info.json": "{}", "train.jsonl": "{}", "test.jsonl": "{}"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def energon(folder: Path, *flags: str, data: str = "blend.yaml") -> dict[str, object]:
+    return data_fields(parse(["--dataset-provider", "energon", "--data-path", str(folder / data), "--tokenizer",
+                              str(folder / "tokenizer"), *flags]))
+
+
+@pytest.mark.parametrize(("flags", "changed"), [
+    ("--max-patches 512 --min-patches 8", {"max_patches", "min_patches"}),
+    ("--prompt-format chatml --image-tag-type internvl", {"prompt_format", "image_tag_type"}),
+    ("--packing-buffer-size 8", {"packing_buffer_size"}),
+    ("--image-mean 0.5 --seed 2 --seq-length 64", {"image_mean", "seed", "seq_length"}),
+    ("--num-workers 4 --max-bad-samples 7 --valid-data-path elsewhere", set()),
+])
+def test_flags_that_decide_the_samples_are_compared(tmp_path: Path, flags: str, changed: set[str]) -> None:
+    folder = write_data(tmp_path)
+    assert data_differences(energon(folder), energon(folder, *flags.split())).keys() == changed
+
+
+@pytest.mark.parametrize(("file", "text", "flag"), [
+    ("tokenizer/tokenizer.json", '{"a": 1}', "tokenizer"),
+    ("tokenizer/chat_template.jinja", "{{ messages }}", "tokenizer"),
+    ("blend.yaml", BLEND.format(1), "data_path"),
+    ("tokenizer/config.json", "[]", None),
+])
+def test_content_counts_and_not_the_path(tmp_path: Path, file: str, text: str, flag: str | None) -> None:
+    before = energon(write_data(tmp_path / "here"))
+    there = write_data(tmp_path / "there")
+    assert energon(there) == before
+    (there / file).write_text(text)
+    assert data_differences(before, energon(there)).keys() == ({flag} if flag else set())
+
+
+def test_a_prepared_folder_is_known_by_its_index(tmp_path: Path) -> None:
+    folder = write_data(tmp_path)
+    before = energon(folder, data="images")
+    (folder / "images" / "0.tar").write_text("")
+    assert energon(folder, data="images") == before
+    (folder / "images" / ".nv-meta" / ".info.json").write_text("[]")
+    assert data_differences(before, energon(folder, data="images")).keys() == {"data_path"}
+
+
+def test_prompts_are_compared_too(tmp_path: Path) -> None:
+    def fields(*flags: str) -> dict[str, object]:
+        return data_fields(parse_as(RlRunConfig, [
+            "--dataset-provider", "gsm8k", "--data-path", str(tmp_path), "--tokenizer", str(tmp_path / "tokenizer"),
+            *flags], DESCRIPTION))
+
+    write_data(tmp_path)
+    before = fields()
+    assert data_differences(before, fields("--gsm8k-instruction", "Go.", "--skip-long-prompts")).keys() == {
+        "gsm8k_instruction", "skip_long_prompts", "seq_length", "max_completion_tokens"}
+    (tmp_path / "test.jsonl").write_text("other")
+    assert fields() == before, "held-out prompts"
+    (tmp_path / "train.jsonl").write_text("other")
+    assert data_differences(before, fields()).keys() == {"data_path"}

@@ -1,0 +1,113 @@
+"""config.json of a Hugging Face folder against the model that takes its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo import registry
+from mimo.config.cli import parse
+from mimo.weights.configuration import compare_folder
+from tests.support.hf_families import CLIP, LLAVA_MODELS, NEMOTRON_MODELS, SIGLIP, TEXT_MODELS, VOCAB_SIZE
+
+LLAVA = {"model_type": "llava", "image_token_index": VOCAB_SIZE - 1, **LLAVA_MODELS["clip-llama"]}
+ALL: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("causal_lm", values) for name, values in TEXT_MODELS.items()},
+    **{name: ("llava", {"model_type": "llava", "image_token_index": VOCAB_SIZE - 1, **values})
+       for name, values in LLAVA_MODELS.items()},
+    **{name: ("nemotron_h", values) for name, values in NEMOTRON_MODELS.items()},
+    "deepseek": ("deepseek_v3", {"model_type": "deepseek_v3"}),
+}
+
+
+def found_in(tmp_path: Path, provider: str, config: dict[str, Any], theirs: dict[str, Any] | None,
+             *flags: str, modules: tuple[str, ...] = ("language",)) -> tuple[list[str], list[str]]:
+    """Problems and notes of a folder with the config.json `theirs` for the model of the config.json `config`."""
+    own, folder = tmp_path / "own", tmp_path / "folder"
+    for place, values in ((own, config), (folder, theirs)):
+        place.mkdir(exist_ok=True)
+        if values is not None:
+            (place / "config.json").write_text(json.dumps(values))
+    run = parse(["--model-provider", provider, "--hf-config", str(own), *flags])
+    found = compare_folder(registry.model_provider(provider), run.model_family, folder, modules,
+                           run.checkpoint.allowed_differences)
+    return found.problems, found.notes
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_model_agrees_with_its_own_config(tmp_path: Path, name: str) -> None:
+    provider, values = ALL[name]
+    modules = ("vision", "language") if provider == "llava" else ("language",)
+    assert found_in(tmp_path, provider, values, values, modules=modules) == ([], [])
+
+
+@pytest.mark.parametrize(("change", "field", "values"), [
+    ({"rope_theta": 1e6}, "rotary_base", (5e5, 1e6)),
+    ({"rms_norm_eps": 1e-6}, "norm_epsilon", (0.05, 1e-6)),
+    ({"rope_scaling": None}, "use_rope_scaling", (True, False)),
+    ({"num_attention_heads": 8, "head_dim": 8}, "kv_channels", (16, 8)),
+    ({"num_key_value_heads": 4}, "num_query_groups", (2, 4)),
+    ({"model_type": "qwen2"}, "add_qkv_bias", (False, True)),
+    ({"tie_word_embeddings": True}, "untie_embeddings_and_output_weights", (True, False)),
+])
+def test_every_key_that_changes_the_function_is_named(
+    tmp_path: Path, change: dict[str, Any], field: str, values: tuple[Any, Any]
+) -> None:
+    config = TEXT_MODELS["llama"]
+    problems, notes = found_in(tmp_path, "causal_lm", config, config | change)
+    flag = field.replace("_", "-")
+    (line,) = [line for line in problems if f"--{flag} {values[0]}, but {values[1]} there (" in line]
+    assert notes == [] and f"--allow-difference {flag}" in line and f"--hf-config {tmp_path / 'folder'}" in line
+    keys = [line.split("--allow-difference ")[1].split()[0] for line in problems]
+    allowed = [word for key in keys for word in ("--allow-difference", key)]
+    problems, notes = found_in(tmp_path, "causal_lm", config, config | change, *allowed)
+    assert problems == [] and len(notes) == len(keys)
+
+
+def test_a_mistral_folder_is_no_llama(tmp_path: Path) -> None:
+    config = TEXT_MODELS["llama"]
+    theirs = config | {"model_type": "mistral", "sliding_window": 16}
+    (line,), _ = found_in(tmp_path, "causal_lm", config, theirs)
+    assert "model_type = 'mistral' is not supported" in line and "--allow-difference hf-config" in line
+    problems, notes = found_in(tmp_path, "causal_lm", config, theirs, "--allow-difference", "hf-config")
+    assert problems == [] and "mistral" in notes[0]
+
+
+@pytest.mark.parametrize(("tower", "named"), [
+    (CLIP, []),
+    ({"model_type": "clip", "vision_config": CLIP, "text_config": {}}, []),
+    (CLIP | {"hidden_act": "gelu"}, ["--vision-hidden-act quick_gelu, but gelu there (vision_config.hidden_act)"]),
+    (CLIP | {"layer_norm_eps": 1e-6}, ["--vision-norm-epsilon 0.03, but 1e-06 there"]),
+    (CLIP | {"num_attention_heads": 2}, ["--vision-num-attention-heads 4, but 2 there"]),
+    (SIGLIP, ["--vision-hidden-act quick_gelu, but gelu_tanh there", "--vision-class-token True, but False there",
+              "--vision-patch-bias False, but True there", "--vision-pre-layernorm True, but False there"]),
+    ({"model_type": "llava", **LLAVA_MODELS["clip-llama"], "vision_feature_layer": -1, "image_token_index": 98},
+     ["--vision-num-layers 2, but 3 there (vision_feature_layer)"]),
+])
+def test_a_tower_of_its_own(tmp_path: Path, tower: dict[str, Any], named: list[str]) -> None:
+    problems, _ = found_in(tmp_path, "llava", LLAVA, tower, modules=("vision",))
+    assert len(problems) == len(named) and all(any(each in line for line in problems) for each in named), problems
+
+
+def test_a_language_model_of_its_own(tmp_path: Path) -> None:
+    text = LLAVA["text_config"]
+    assert found_in(tmp_path, "llava", LLAVA, text) == ([], [])
+    problems, _ = found_in(tmp_path, "llava", LLAVA, text | {"rope_theta": 5e5, "rms_norm_eps": 1e-5})
+    assert len(problems) == 2
+    (line,), _ = found_in(tmp_path, "llava", LLAVA, text | {"attention_bias": True})
+    assert "attention_bias = True is not supported" in line
+
+
+def test_layers_of_multi_token_prediction_may_be_left_out(tmp_path: Path) -> None:
+    config = NEMOTRON_MODELS["nemotron-h"]
+    assert found_in(tmp_path, "nemotron_h", config, config | {"num_nextn_predict_layers": 1}) == ([], [])
+    (line,), _ = found_in(tmp_path, "nemotron_h", config, config | {"routed_scaling_factor": 2.0})
+    assert "--moe-router-topk-scaling-factor 2.5, but 2.0 there (routed_scaling_factor)" in line
+
+
+def test_without_config_json_the_run_says_so(tmp_path: Path) -> None:
+    problems, (note,) = found_in(tmp_path, "causal_lm", TEXT_MODELS["llama"], None)
+    assert problems == [] and "has no config.json" in note
