@@ -69,6 +69,10 @@ class RlConfig:
     """Least weight that is kept; left out: 0.5 with icepop, 0.999 with sequence."""
     importance_high: float | None = None
     """Largest weight that is kept; left out: 5 with icepop, 1.002 with sequence."""
+    max_gen_kl: float | None = None
+    """Largest gen-kl, the KL divergence between engine and trainer on sampled tokens in nats, before a run is stopped;
+    0: no limit. Left out: 0.05 in bfloat16 and 1e-4 in float32, and no limit with --rollout-mode one-step-off, --top-p
+    or --top-k, where the two distributions differ by design."""
     max_tokens_per_microbatch: int = 8192
     """Tokens of the whole sequences, prompts included, that share a microbatch."""
     eval_prompts: int = 0
@@ -110,6 +114,8 @@ def validate(config: RlConfig, *, llm_tp: int = 1, sequence_parallel: bool = Fal
     _refuse(config.advantage == "rloo" and config.completions_per_prompt < 2,
             f"--advantage rloo with --completions-per-prompt {config.completions_per_prompt}: there are no others to "
             "compare with; use at least 2")
+    _refuse(config.max_gen_kl is not None and not _is_least(config.max_gen_kl, 0),
+            f"--max-gen-kl {config.max_gen_kl} is not a number from 0 on (0: no limit)")
     budget = config.max_tokens_per_microbatch
     _refuse(budget < 1, f"--max-tokens-per-microbatch {budget} is below 1")
     _refuse(sequence_parallel and budget % llm_tp != 0,

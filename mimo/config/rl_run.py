@@ -19,6 +19,11 @@ from mimo.config.validate import validate
 from mimo.grid.spec import Layout
 from mimo.protocols import ImageProcessorProvider
 
+# Nats, well above the gen-kl of right refits (at most 4e-4 in bfloat16, 1e-13 in float32 on the CPU) and below that of
+# wrong ones (above 1).
+MAX_GEN_KL_BF16 = 0.05
+MAX_GEN_KL_FP32 = 1e-4
+
 DESCRIPTION = """Train a model on rewards for its own completions (GRPO and its kin), which a vLLM engine draws.
 
 Flags win over --config files, later files over earlier ones. Keys of a file are flag names."""
@@ -43,6 +48,15 @@ class RlRunConfig(RunConfig):
     def find_dataset(name: str) -> Any:
         """The prompt provider that `--dataset-provider` names."""
         return registry.prompt_provider(name)
+
+    @property
+    def max_gen_kl(self) -> float | None:
+        """Limit of gen-kl in nats; None: there is none."""
+        if self.rl.max_gen_kl is not None:
+            return self.rl.max_gen_kl or None
+        if self.rollout.rollout_mode != "sync" or self.rl.truncates_sampling:
+            return None
+        return MAX_GEN_KL_BF16 if self.model.bf16 else MAX_GEN_KL_FP32
 
     @property
     def lane_rows(self) -> int:
@@ -130,6 +144,9 @@ def _check_evaluation(config: RlRunConfig) -> None:
 
 def _check_mode(config: RlRunConfig) -> None:
     mode, correction = config.rollout.rollout_mode, config.rl.importance_correction
+    quantization = config.rollout.engine_quantization
+    _refuse(quantization != "none" and (config.train.device == "cpu" or not config.model.bf16),
+            f"--engine-quantization {quantization} needs --device cuda and --bf16")
     _refuse(mode != "sync" and correction == "none",
             f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
             "last update, and the loss takes them for the present one's. Use --importance-correction token, icepop or "

@@ -42,6 +42,9 @@ class RolloutConfig:
     """Memory of each engine worker for keys and values on the CPU, MiB."""
     engine_memory: float | None = None
     """Part of each of its GPUs that the engine may fill; left out: 0.85, and 0.6 with --engine-placement colocated."""
+    engine_quantization: Literal["none", "fp8_per_block"] = "none"
+    """fp8_per_block: the engine on GPUs quantises each refit's weights to FP8, with a scale for each block, as it loads
+    them."""
     engine_enforce_eager: bool = False
     """The engine on GPUs runs without CUDA graphs and compilation: it starts sooner and answers later."""
     engine_start_timeout_s: float = 600.0
@@ -50,9 +53,9 @@ class RolloutConfig:
     """Seconds that any call of the engine may take, the completions of a step among them."""
     refit_timeout_s: float = 300.0
     """Seconds of each wait while the engine takes the trainer's weights."""
-    refit_verify: bool = False
-    """Compare checksums of all weights at every refit, and then the log-probs that engine and trainer give some
-    prompts."""
+    refit_verify_interval: int = 25
+    """Verify the first refit of a run and every n-th after it: checksums of all weights, and log-probs by engine and
+    trainer of the same tokens, with the weights as they are and with scrambled ones; 0: verify none."""
 
     @property
     def num_engine_workers(self) -> int:
@@ -80,6 +83,8 @@ def check_rollout(config: RolloutConfig, seq_length: int) -> None:
         value = vars(config)[name]
         if value < 1:
             raise ValueError(f"{_flag(name)} {value} is below 1")
+    if config.refit_verify_interval < 0:
+        raise ValueError(f"--refit-verify-interval {config.refit_verify_interval} is below 0 (0: verify no refit)")
     for name in ("engine_start_timeout_s", "rollout_timeout_s", "refit_timeout_s"):
         value = vars(config)[name]
         if not 0 < value <= MAX_TIMEOUT_S:

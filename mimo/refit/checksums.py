@@ -17,6 +17,8 @@ from mimo.refit.plan import Op, described_box
 # Words of a row: a box is summed by rows and by columns, so that no tensor of its size is made.
 ROW = 4096
 WORD_BYTES = 4
+# Smaller tensors may by chance not be changed by a change of half of their elements.
+MIN_ELEMENTS = 64
 
 Sums = dict[str, list[int]]
 """Number of a chunk -> checksum of each box of one message, in order."""
@@ -73,6 +75,25 @@ class Verification:
             targets: each as it was read back from where it was written to.
         """
         self.messages.append(_Message(sender, chunk, operations, checksums(boxes), checksums(targets)))
+
+    def unchanged(self, earlier: Verification) -> list[str]:
+        """Names of tensors whose boxes all have the bytes of an earlier sync; tiny ones are left out.
+
+        Args:
+            earlier: of a sync after which every tensor was changed in about half of its elements.
+        """
+        before, now = earlier._by_name(), self._by_name()
+        return [name for name, (sums, numel) in now.items()
+                if numel >= MIN_ELEMENTS and name in before and before[name][0] == sums]
+
+    def _by_name(self) -> dict[str, tuple[list[int], int]]:
+        """Checksums of what was written and number of elements, by tensor."""
+        found: dict[str, tuple[list[int], int]] = {}
+        for message in self.messages:
+            for operation, stands in zip(message.operations, message.written.tolist(), strict=True):
+                sums, numel = found.get(operation.name, ([], 0))
+                found[operation.name] = [*sums, stands], numel + operation.box.numel
+        return found
 
     def fault(self, sent: Mapping[int, Sums]) -> str:
         """The first box whose checksums differ, in words; empty where none does.

@@ -22,8 +22,8 @@ class RefitOptions:
         route: `auto`, or `loader` for every tensor.
         chunk_bytes: of whole tensors in one chunk, at most; two chunks are under way at a time.
         timeout_s: seconds that one wait may take.
-        verify: compare checksums of every box on both sides: as sent, as it came, and as read back from where it was
-            written to (see `mimo.refit.checksums`).
+        verify: compare checksums of every box on both sides, at every sync (`WeightSender.verify` can switch it): as
+            sent, as it came, and as read back from where it was written to (see `mimo.refit.checksums`).
     """
 
     backend: str

@@ -63,10 +63,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         sync: its number, from 1.
         workers: of each worker, trainer rank -> digest of what that rank sends it.
+        verify: compare checksums of what was sent, came, and stands where it was written to.
+        is_changed: about half of every tensor's elements differ from the sync before, which was verified, too.
     """
 
     sync: int
     workers: list[dict[str, str]] = field(default_factory=list)
+    verify: bool = False
+    is_changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._wire: Transport | None = None
         self.guard = Guard(model)
         self._loading: LoaderSession | None = None
+        self._verification: Verification | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Meet the trainer, find out what this worker wants, and agree on who sends it.
@@ -228,7 +233,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         meeting = self._meeting
         assert meeting is not None and self._wire is not None
         self._compare(scope, update_info.workers)
-        self._verification = Verification()
+        earlier = self._verification
+        self._verification = Verification() if update_info.verify else None
         # Found before the layers that are reloaded give their parameters away.
         live = self._live()
         meeting.arrive(scope, "ready")
@@ -245,8 +251,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finally:
             self._loading = None
         self._compare_running(scope, running)
-        if self._options.verify:
-            self._verify(scope)
+        if self._verification is not None:
+            self._verify(scope, self._verification)
+            stale = self._verification.unchanged(earlier) if earlier is not None and update_info.is_changed else ()
+            if stale:
+                raise RefitError(f"worker {self._worker}: {len(stale)} tensors came with the values of the sync "
+                                 f"before, though the trainer has changed every tensor: {', '.join(stale[:10])}")
         meeting.publish(f"{scope}/report/{self._worker}", report)
         self.guard.received()
 
@@ -296,7 +306,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for part in self._chunks[number]:
             boxes, targets = part.shape.boxes(messages[part.sender]), self._targets(part, live, staged)
             copy_all(targets, boxes)
-            if self._options.verify:
+            if self._verification is not None:
                 self._verification.note(part.sender, number, part.operations, boxes, targets)
             report["wire_bytes"] += part.shape.num_bytes
             report["direct_bytes"] += part.direct_bytes
@@ -338,12 +348,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._meeting.fail(scope, reason)
         raise RefitError(f"{reason}\n{self._meeting.glimpse(f'{key}/answer', ANSWER_S) or 'no word from that rank'}")
 
-    def _verify(self, scope: str) -> None:
+    def _verify(self, scope: str, verification: Verification) -> None:
         """Raise RefitError where a box is not what was sent."""
         assert self._meeting is not None
         sent = {sender: self._meeting.read(f"{scope}/sums/{sender}", scope, f"checksums of trainer rank {sender}")
                 for sender in self._by_sender}
-        fault = self._verification.fault({sender: own[str(self._worker)] for sender, own in sent.items()})
+        fault = verification.fault({sender: own[str(self._worker)] for sender, own in sent.items()})
         if fault:
             raise RefitError(f"worker {self._worker}: {fault}")
 

@@ -119,12 +119,19 @@ class WeightSender:
     Raises:
         RefitError: on every rank: the engine did not answer, refused the weights (tensors that it does not know, that
             it lacks, that would be rounded), or some rank failed.
+
+    Attributes:
+        verify: compare checksums at the next syncs; the same on every rank. At first as the options say.
+        is_changed: at the next syncs workers refuse tensors that came with the values of the sync before, which was
+            verified, too.
     """
 
     def __init__(self, weights: TrainerWeights, trainer: Trainer, client: EngineClient | None, num_workers: int,
                  options: RefitOptions) -> None:
         self.weights, self.trainer, self.client, self.options = weights, trainer, client, options
         self.num_workers = num_workers
+        self.verify = options.verify
+        self.is_changed = False
         self._dtypes = [entry.dtype for entry in weights.entries]
         self._syncs = 0
         self._wire: Transport | None = None
@@ -267,7 +274,9 @@ class WeightSender:
         tensors = self.weights.prepare()
         call = None
         if self.trainer.rank == 0:
-            call = self._call(scope, self._update, scope, {"sync": self._syncs, "workers": self._metadata})
+            call = self._call(scope, self._update, scope, {
+                "sync": self._syncs, "workers": self._metadata, "verify": self.verify,
+                "is_changed": self.is_changed})
         self._meeting.arrive(scope, "ready")
         self._meeting.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
@@ -302,7 +311,7 @@ class WeightSender:
                 message = pack(part.shape, part.sources.of(tensors), self.trainer.device)
                 messages.append((self.trainer.world_size + part.worker, message))
                 running[part.worker].feed(part.text)
-                if self.options.verify:
+                if self.verify:
                     sums[part.worker][number] = checksums(part.shape.boxes(message))
             report.sent_bytes += sum(message.numel() for _, message in messages)
             flying.append((self._wire.exchange(messages, []), messages))
@@ -315,7 +324,7 @@ class WeightSender:
         for works in flying:
             self._wait(scope, works)
         report.seconds["wire"] += time.monotonic() - began
-        if self.options.verify:
+        if self.verify:
             self._meeting.publish(f"{scope}/sums/{self.trainer.rank}", {
                 worker: {number: each.tolist() for number, each in own.items()} for worker, own in sums.items()})
         self._meeting.publish(f"{scope}/running/{self.trainer.rank}",

@@ -20,6 +20,7 @@ from mimo.rl.place import Pending, Place
 from mimo.rl.rollouts import Answers, Completion, Rollouts, RolloutSource, rollout_metrics
 
 if TYPE_CHECKING:
+    from mimo.refit.probe import Expected
     from mimo.rl.probe import RefitProbe
 
 # Seconds that ranks which only wait for the first one are more patient than it is: it can say what went wrong.
@@ -83,10 +84,11 @@ class Collector:
         devices: whether trainer and engine are on the same ones.
 
     Attributes:
-        probe: compares both sides' log-probs after every refit (`--refit-verify`); None: nothing does.
+        probe: compares both sides' log-probs, see `--refit-verify-interval`; None: nothing does.
         report: of the last refit.
         refit_s: seconds of refits since the last `collect` began.
         waited_s: seconds since then that ranks waited for completions.
+        verify_s: seconds of verifications since this was last set to 0; no part of the others.
     """
 
     def __init__(self, config: RlRunConfig, grids: Grids, watchdog: Watchdog, sender: WeightSender,
@@ -95,7 +97,8 @@ class Collector:
         self.source, self.held_out, self.place, self.devices = source, held_out, place, devices
         self.probe: RefitProbe | None = None
         self.report: RefitReport | None = None
-        self.waited_s = self.refit_s = 0.0
+        self.waited_s = self.refit_s = self.verify_s = 0.0
+        self._num_refits = 0
         self._version: int | None = None
         self._ahead: Future[Answers] | None = None
 
@@ -154,20 +157,52 @@ class Collector:
         """
         if self._version == iteration:
             return
-        # Before the refit: where engine and trainer share devices, weights are away when the engine can answer.
-        expected = None if self.probe is None else self.probe.trainer_logprobs()
-        limit_s = 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
-        with self.watchdog.limit(limit_s), self.watchdog.waiting("refit of the rollout engine", version=iteration):
-            self.devices.for_refit()
-            self.report = from_first_rank(self.grids, self.sender.send(str(iteration)))
-            self.refit_s += self.report.seconds["total"]
-        with self.watchdog.limit(limit_s), self.watchdog.waiting("memory of the rollout engine"):
-            self.devices.for_rollout()
-        if self.probe is not None and expected is not None:
-            with (self._patience() if self.source is not None else self._others_patience(),
-                  self.watchdog.waiting("log-probs of the rollout engine for --refit-verify", version=iteration)):
-                self.probe.compare(expected)
+        probe, interval = self.probe, self.config.rollout.refit_verify_interval
+        began, expected = time.perf_counter(), None
+        if probe is not None and self._num_refits % interval == 0:
+            # Before any refit: where engine and trainer share devices, weights are away when the engine can answer.
+            expected = probe.expect()
+            self._refit_scrambled(probe, iteration)
+        self.sender.verify = self.sender.is_changed = expected is not None
+        before = time.perf_counter()
+        self.report = self._send(iteration)
+        self.refit_s += self.report.seconds["total"]
+        self._ready_for_rollouts()
+        after = time.perf_counter()
+        if probe is not None and expected is not None:
+            self._compare(probe, expected, iteration, "the weights")
+            self.verify_s += before - began + time.perf_counter() - after
         self._version = iteration
+        self._num_refits += 1
+
+    def _refit_scrambled(self, probe: RefitProbe, iteration: int) -> None:
+        """Give the engine scrambled weights, compare log-probs, and get ready for the real ones."""
+        self.sender.verify, self.sender.is_changed = True, False
+        with probe.scrambled() as expected:
+            self._send(iteration)
+        self._ready_for_rollouts()
+        self._compare(probe, expected, iteration, "scrambled weights")
+        self._finish_rollouts()
+
+    def _send(self, iteration: int) -> RefitReport:
+        with (self.watchdog.limit(self._refit_limit_s),
+              self.watchdog.waiting("refit of the rollout engine", version=iteration)):
+            self.devices.for_refit()
+            report: RefitReport = from_first_rank(self.grids, self.sender.send(str(iteration)))
+            return report
+
+    def _ready_for_rollouts(self) -> None:
+        with self.watchdog.limit(self._refit_limit_s), self.watchdog.waiting("memory of the rollout engine"):
+            self.devices.for_rollout()
+
+    def _compare(self, probe: RefitProbe, expected: Expected, iteration: int, weights: str) -> None:
+        with (self._patience() if self.source is not None else self._others_patience(),
+              self.watchdog.waiting("log-probs of the rollout engine, to verify a refit", version=iteration)):
+            probe.compare(expected, weights)
+
+    @property
+    def _refit_limit_s(self) -> float:
+        return 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
 
     def evaluate(self, iteration: int, num_shown: int) -> HeldOut:
         """Score completions of the held-out prompts by the policy after so many updates.

@@ -78,8 +78,7 @@ def engine_dtype(config: RlRunConfig) -> str:
 
 def refit_options(config: RlRunConfig) -> RefitOptions:
     """How weights travel to the engine."""
-    return RefitOptions(backend=_backend(config), dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s,
-                        verify=config.rollout.refit_verify)
+    return RefitOptions(backend=_backend(config), dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s)
 
 
 def _backend(config: RlRunConfig) -> str:
@@ -122,6 +121,8 @@ def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
         return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
     shared = flags.engine_placement == "colocated"
     usual = COLOCATED_MEMORY if shared else SEPARATE_MEMORY
+    if flags.engine_quantization != "none":
+        arguments["quantization"] = flags.engine_quantization
     return arguments | {
         "enforce_eager": flags.engine_enforce_eager, "enable_sleep_mode": shared, "disable_custom_all_reduce": True,
         "gpu_memory_utilization": usual if flags.engine_memory is None else flags.engine_memory}

@@ -191,10 +191,10 @@ class RlLoop:
                                    self.devices)
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
                                     from_first_rank(self.grids, padding), self._images, self._pixel_prompts(),
-                                    self._reference)
-        if flags.refit_verify:
+                                    self._reference, self.config.max_gen_kl)
+        if flags.refit_verify_interval:
             self.collector.probe = RefitProbe(self.config, self.policy, source.prompts if source is not None else None,
-                                              engine.client if engine is not None else None)
+                                              engine.client if engine is not None else None, self._tokens.vocab_size)
 
     def _prompts(self, split: str) -> PromptSet:
         """The prompts of a split, the same in the same order on every rank that opens them."""
@@ -280,6 +280,8 @@ class RlLoop:
                    "iteration": time.perf_counter() - began}
         if self._reference is not None:
             seconds["reference"] = result.reference_s
+        if self.collector.verify_s:
+            seconds["refit-verify"], self.collector.verify_s = self.collector.verify_s, 0.0
         if self.checkpoint_s:
             seconds["checkpoint"], self.checkpoint_s = self.checkpoint_s, 0.0
         logger.log_step(self._record(report, rollouts, result, seconds))

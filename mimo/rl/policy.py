@@ -91,14 +91,15 @@ class PolicyTrainer:
         images: how the model takes images; None: it has no encoder.
         prompts: what the completions go on from, where pixels come from; read on ranks that need them.
         reference: the reference policy of --kl-coeff.
+        max_gen_kl: nats by which engine and trainer may differ; None: no limit.
     """
 
     def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int,
                  images: ImageTokens | None = None, prompts: PromptSet | None = None,
-                 reference: ReferencePolicy | None = None) -> None:
+                 reference: ReferencePolicy | None = None, max_gen_kl: float | None = None) -> None:
         assert reference is not None or not config.kl_coeff, "--kl-coeff needs a reference policy"
         self.parts, self.config, self.pad_token_id, self.images = parts, config, pad_token_id, images
-        self.reference = reference
+        self.reference, self._max_gen_kl = reference, max_gen_kl
         groups, layout = parts.grids.collections.get(LANGUAGE), parts.grids.layout
         self._shard = VocabShard(vocab_size, groups.tp if groups is not None else None, config.temperature)
         self._moe_losses = MoeLosses(parts.built.model, groups, parts.platform.device,
@@ -116,7 +117,7 @@ class PolicyTrainer:
 
         Raises:
             ValueError: a loss is not finite (with --check-for-nan-in-loss), before anything is updated by it, naming
-                the completions; or a sequence does not fit a microbatch.
+                the completions; or a sequence does not fit a microbatch; or gen-kl is above its limit.
             ReportedElsewhereError: as above, on ranks that do not hold those completions' losses.
         """
         parts, size = self.parts, len(completions) // self.config.updates_per_rollout
@@ -125,13 +126,14 @@ class PolicyTrainer:
         by_update = [self.microbatches(completions[start:start + size], start) for start in starts]
         microbatches = list(itertools.chain.from_iterable(by_update))
         fixed = self._fixed_log_probs(microbatches)
+        mismatch = self._mismatch(microbatches, fixed.old)
         scores, penalty = self._advantages(completions, microbatches, fixed)
         results, first = [], 0
         for start, own in zip(starts, by_update, strict=True):
             last = first + len(own)
             results.append(self._step(completions[start:start + size], own, fixed.part(first, last), scores))
             first = last
-        totals = add_totals([each.totals for each in results])
+        totals = add_totals([each.totals for each in results]) | mismatch
         metrics = loss_metrics(totals) | mismatch_metrics(totals) | penalty
         if self.reference is None:
             del metrics["reference_kl"]
@@ -272,7 +274,7 @@ class PolicyTrainer:
         weights, clipped = importance_weights(self.config, own.sampled, old, own.rollout_log_probs)
         batch = PolicyBatch(own.sampled, own.spread(scores), old, reference, weights)
         total, count, figures = policy_loss(self.config, batch, policy, entropy(logits, self._shard, normaliser)[0])
-        totals.append(figures | clipped | mismatch_totals(own.sampled, old, own.rollout_log_probs))
+        totals.append(figures | clipped)
         return total, count, figures
 
     def _pack(self, members: Sequence[int], completions: Sequence[Completion],
@@ -324,12 +326,42 @@ class PolicyTrainer:
             return self.config.max_tokens_per_microbatch
         return layout.llm_tp if layout.sequence_parallel else 1
 
-    def _over_world(self, totals: list[Totals]) -> Totals:
+    def _mismatch(self, microbatches: Sequence[PolicyMicrobatch], old: Sequence[torch.Tensor]) -> Totals:
+        """How far the engine's log-probs of the global batch are from the trainer's, before anything is updated.
+
+        Raises:
+            ValueError: on the first rank: gen-kl is above its limit.
+            ReportedElsewhereError: on the other ranks then.
+        """
+        found = self._over_world([mismatch_totals(own.sampled, values, own.rollout_log_probs)
+                                  for own, values in zip(microbatches, old, strict=False)], MISMATCH_SUMS,
+                                 MISMATCH_MAXIMA)
+        limit, divergence = self._max_gen_kl, found.mean("gen_kl", "rollout_tokens")
+        # What is not a number makes the loss one that is refused with the names of its completions.
+        if limit is not None and divergence > limit:
+            if self.parts.grids.rank != 0:
+                raise ReportedElsewhereError("rank 0 reports what is wrong")
+            raise ValueError(_wrong_engine(found, divergence, limit))
+        return found
+
+    def _over_world(self, totals: list[Totals], sums: Sequence[str] = (*LOSS_SUMS, *IMPORTANCE_SUMS),
+                    maxima: Sequence[str] = ()) -> Totals:
         """Of the global batch, from ranks each of which holds its own tokens."""
-        names = (*LOSS_SUMS, *IMPORTANCE_SUMS, *MISMATCH_SUMS)
-        none = Totals.zeros(names, MISMATCH_MAXIMA, self.parts.platform.device)
+        none = Totals.zeros(sums, maxima, self.parts.platform.device)
         with self.parts.watchdog.waiting("sum of losses and figures over the world"):
             return (add_totals(totals) if self.parts.counts_losses else none).over_group()
+
+
+def _wrong_engine(mismatch: Totals, divergence: float, limit: float) -> str:
+    """Say that the completions are not the policy's, and what to look at."""
+    num_tokens, largest = mismatch.sums["rollout_tokens"].item(), mismatch.maxima["max_abs_dlogp"].item()
+    return (f"gen-kl {divergence:.3g} is above --max-gen-kl {limit:g}: on {num_tokens:.0f} sampled tokens the "
+            f"engine's log-probs differ from the trainer's by {mismatch.mean('abs_dlogp', 'rollout_tokens'):.3g} nats "
+            f"on average and by {largest:.3g} at most, so the completions are not those of the policy that is trained. "
+            "Nothing was updated, and checkpoints from before can be resumed. Check that --refit-verify-interval 1 "
+            "passes on such a checkpoint, that engine/config.json in the run folder describes the model (rotary base, "
+            "norm epsilon, vocabulary), and that the engine computes in the trainer's precision. --max-gen-kl sets the "
+            "limit; 0 removes it")
 
 
 def _refuse_loss(microbatches: Sequence[PolicyMicrobatch], totals: Sequence[Totals], loss: float) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -123,6 +124,20 @@ def test_microbatches_of_a_pipeline_overlap(pool):
     first, last = pool.run(policy_updates.watched_update, ("--llm-pp", "2"), 2, config, world_size=2)
     assert first.calls == last.calls == [(4, True), (4, False)]
     assert (first.passes, last.passes) == ("FFBFBFBB", "FBFBFBFB")
+
+
+def test_a_gen_kl_above_its_limit_updates_nothing(pool, expected_of):
+    limit = 0.9 * expected_of(CONFIG).results[0].metrics["gen_kl"]
+    first, second = pool.run(policy_updates.update, ("--llm-dp", "2"), 2, CONFIG, False, 1, limit, world_size=2)
+    assert re.match(rf"ValueError: gen-kl \S+ is above --max-gen-kl {limit:g}: on {sum(LENGTHS)} sampled tokens the "
+                    r"engine's log-probs differ from the trainer's by \S+ nats on average .* Nothing was updated, and "
+                    r"checkpoints from before can be resumed\. Check that --refit-verify-interval 1 passes",
+                    first.error), first.error
+    assert second.error == "ReportedElsewhereError: rank 0 reports what is wrong"
+    before, after = assemble(first.before), assemble(first.after)
+    assert all(np.array_equal(values, after[name]) for name, values in before.items())
+    (passed,) = pool.run(policy_updates.update, (), 1, CONFIG, False, 1, 2 * limit, world_size=1)
+    assert passed.error == "" and passed.results[0].success
 
 
 def test_a_loss_that_is_not_finite_updates_nothing_and_is_named(pool):

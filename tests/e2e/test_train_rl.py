@@ -22,7 +22,7 @@ FLAGS = """--device cpu --no-bf16 --transformer-impl local --model-provider caus
 
 
 def test_three_steps_train_on_completions_of_the_weights_as_they_are(tmp_path: Path) -> None:
-    done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:digits", "--refit-verify",
+    done = torchrun(2, *FLAGS, "--reward", "tests.support.rl_rewards:digits", "--refit-verify-interval", "1",
                     "--run-dir", str(tmp_path), script="train_rl.py")
     assert done.returncode == 0, done.stdout[-3000:]
     (note,) = [line for line in done.stdout.splitlines() if "balances the load of the tokens of each microb" in line]
@@ -146,7 +146,7 @@ def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:
     """The engine of a CPU does not sleep; the trainer's memory comes and goes as on GPUs that both share."""
     flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--eval-prompts", "8", "--eval-interval", "2"]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    for folder, more in ((alone, []), (shared, ["--engine-placement", "colocated", "--refit-verify"])):
+    for folder, more in ((alone, []), (shared, ["--engine-placement", "colocated", "--refit-verify-interval", "1"])):
         done = torchrun(2, *flags, *more, "--run-dir", str(folder), script="train_rl.py")
         assert done.returncode == 0, done.stdout[-3000:]
     for mine, other in zip(records(shared), records(alone), strict=True):

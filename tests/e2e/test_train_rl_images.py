@@ -30,7 +30,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_steps_train_on_completions_of_prompts_with_images(tmp_path: Path, layout: str) -> None:
     num_processes, flags = LAYOUTS[layout]
-    done = torchrun(num_processes, *FLAGS, *flags.split(), "--refit-verify", "--run-dir", str(tmp_path),
+    done = torchrun(num_processes, *FLAGS, *flags.split(), "--refit-verify-interval", "1", "--run-dir", str(tmp_path),
                     script="train_rl.py")
     assert done.returncode == 0, done.stdout[-3000:]
     steps = [record for record in records(tmp_path) if "gen-kl" in record]

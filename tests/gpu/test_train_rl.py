@@ -17,8 +17,8 @@ FLAGS = """--device cuda --bf16 --transformer-impl local --model-provider causal
 --num-attention-heads 4 --num-query-groups 2 --kv-channels 64 --ffn-hidden-size 256 --vocab-size 100 --num-experts 4
 --moe-router-topk 2 --moe-ffn-hidden-size 128 --qk-layernorm --seq-length 32 --max-completion-tokens 12
 --max-tokens-per-microbatch 256 --global-batch-size 32 --completions-per-prompt 8 --train-iters 3 --lr 1e-4
---lr-decay-style constant --watchdog-timeout-s 120 --engine-memory 0.3 --engine-enforce-eager --refit-verify
---eval-prompts 4 --reward tests.support.rl_rewards:digits""".split()
+--lr-decay-style constant --watchdog-timeout-s 120 --engine-memory 0.3 --engine-enforce-eager
+--refit-verify-interval 1 --eval-prompts 4 --reward tests.support.rl_rewards:digits""".split()
 
 
 @pytest.mark.parametrize("placement", ["colocated", "separate", "one-step-off"])

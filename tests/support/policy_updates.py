@@ -96,7 +96,7 @@ def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig, mode
 
 
 def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, spoil: bool = False,
-           num_rollouts: int = NUM_ROLLOUTS) -> Outcome:
+           num_rollouts: int = NUM_ROLLOUTS, max_gen_kl: float | None = None) -> Outcome:
     """Take steps on this rank of a layout.
 
     Args:
@@ -106,11 +106,12 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
         config: the algorithm; with --kl-coeff the reference is `other_reference`.
         spoil: make the loss NaN.
         num_rollouts: each of other completions.
+        max_gen_kl: limit of gen-kl.
     """
     parts = make_trainer(flags, world_size, config)
     outcome = Outcome(before=read_parameters(parts.built.model))
     reference = other_reference(parts) if config.kl_coeff else None
-    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=reference)
+    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=reference, max_gen_kl=max_gen_kl)
     if spoil:
         with torch.no_grad():
             for parameter in parts.built.model.parameters():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.refit.meeting import RefitError
+from mimo.refit.probe import Expected
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.policy import PolicyTrainer
 from mimo.rl.probe import RefitProbe
@@ -17,19 +20,30 @@ from tests.support.vlm_updates import VOCAB_SIZE, PictureSet, parsed
 
 
 class Engine:
-    """That answers what it is told to."""
+    """That answers what it is told to.
+
+    Attributes:
+        answers: to the prompts, whatever they are.
+        asked: their tokens.
+    """
 
     answers: list[list[float]]
+    asked: list[list[int]]
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
         """Whatever is asked."""
-        assert all("prompt_token_ids" in prompt for prompt in prompts)
+        self.asked = [prompt["prompt_token_ids"] for prompt in prompts]
         return self.answers
 
 
 def probe(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig) -> (
-        tuple[list[list[float | None]], list[str]]):
-    """The trainer's log-probs, and what this rank says of an engine with the same ones and of one with another."""
+        tuple[list[list[list[int]]], Expected, Expected, list[str]]):
+    """What the trainer expects with its weights and with scrambled ones, and what this rank says of engines.
+
+    Returns:
+        The sequences (on the first rank); both expectations; complaints about an engine with the right log-probs, and
+        about one that is 0.01 nats off at every token.
+    """
     from mimo.registry import model_provider
 
     run = parsed(config, flags)
@@ -38,17 +52,20 @@ def probe(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig) 
     images = ImageTokens.of(model_provider("llava"), run.model_family, layout)
     policy = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, PictureSet() if needs_pixels(layout, rank) else None)
     engine = Engine()
-    made = RefitProbe(run, policy, PictureSet() if rank == 0 else None, engine if rank == 0 else None)
-    found, told = made.trainer_logprobs(), []
-    engine.answers = [[0.0 if value is None else value for value in row] for row in found]
+    made = RefitProbe(run, policy, PictureSet() if rank == 0 else None, engine if rank == 0 else None, VOCAB_SIZE)
+    before = [parameter.detach().clone() for parameter in parts.built.model.parameters()]
+    found, told = made.expect(), []
+    with made.scrambled() as other:
+        pass
+    after = list(parts.built.model.parameters())
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), "weights come back bit by bit"
     for change in (0.0, 0.01):
-        row, place = next((row, place) for row in (3, 4) for place, value in enumerate(found[row]) if value is not None)
-        engine.answers[row][place] += change
+        engine.answers = [[0.0 if value is None else value + change for value in row] for row in found.logprobs]
         try:
-            made.compare(found)
+            made.compare(found, "the weights")
             told.append("")
         except (RefitError, ReportedElsewhereError) as error:
             told.append(f"{type(error).__name__}: {error}")
     parts.watchdog.close()
     parts.grids.destroy()
-    return found, told
+    return [engine.asked] if rank == 0 else [], found, other, told

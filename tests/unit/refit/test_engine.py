@@ -9,7 +9,7 @@ import torch
 
 from mimo.refit.engine import ENVIRONMENT, EngineOptions, RolloutEngine, Sampling
 from mimo.refit.meeting import RefitError
-from mimo.refit.probe import compare_logprobs
+from mimo.refit.probe import Expected, compare_logprobs
 from tests.support.refit_faults import PROMPTS, Ranks, engine_options, logprobs_of, use_plain_engine, whole_weights
 
 CACHES = ["prefix", "mm", "encoder"]
@@ -79,11 +79,12 @@ def test_finishing_what_has_not_come_is_refused() -> None:
 def test_the_probe_finds_one_wrong_weight() -> None:
     ranks, engine = synced()
     ours = [logprobs_of(whole_weights(0), prompt["prompt_token_ids"]) for prompt in PROMPTS]
-    assert compare_logprobs(engine, PROMPTS, ours, 1e-5).num_tokens == 5
+    expected = Expected(ours, ours)
+    assert compare_logprobs(engine, PROMPTS, expected).num_tokens == 5
     with torch.no_grad():
         engine._llm.workers[0].model.blocks[3].weight[2, 4] += 0.1
-    with pytest.raises(RefitError, match="engine and trainer do not have the same weights"):
-        compare_logprobs(engine, PROMPTS, ours, 1e-5)
+    with pytest.raises(RefitError, match="engine and trainer do not compute with the same weights"):
+        compare_logprobs(engine, PROMPTS, expected)
 
 
 def test_extra_arguments_replace_those_of_the_adapter() -> None:

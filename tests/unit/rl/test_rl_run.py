@@ -44,6 +44,14 @@ def test_the_configuration_reads_back_from_its_file(tmp_path):
     assert parse_as(RlRunConfig, ["--config", str(tmp_path / "run_config.toml")], DESCRIPTION) == config
 
 
+@pytest.mark.parametrize(("flags", "limit"), [
+    ("", 1e-4), ("--bf16", 0.05), ("--updates-per-rollout 2", 1e-4), ("--max-gen-kl 0.3", 0.3),
+    ("--max-gen-kl 0", None), ("--rollout-mode one-step-off", None), ("--top-p 0.9", None), ("--top-k 5", None),
+    ("--top-k 5 --max-gen-kl 1", 1.0)])
+def test_gen_kl_has_a_limit_where_engine_and_trainer_should_agree(flags, limit):
+    assert parsed(*flags.split()).max_gen_kl == limit
+
+
 def test_names_of_flags_are_those_of_no_other_section():
     others = {name for field in dataclasses.fields(RunConfig) if field.default_factory is not dataclasses.MISSING
               for name in typed_fields(field.default_factory)}
@@ -79,6 +87,9 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--max-tokens-per-microbatch 63", "--max-tokens-per-microbatch 63 is below --seq-length 64"),
     ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
     ("--engine-tp 0", "--engine-tp 0 is below 1"),
+    ("--max-gen-kl nan", r"--max-gen-kl nan is not a number from 0 on \(0: no limit\)"),
+    ("--refit-verify-interval -1", r"--refit-verify-interval -1 is below 0 \(0: verify no refit\)"),
+    ("--engine-quantization fp8_per_block", "--engine-quantization fp8_per_block needs --device cuda and --bf16"),
     ("--engine-kv-cache-mib 0", "--engine-kv-cache-mib 0 is below 1"),
     ("--rollout-timeout-s 0", "--rollout-timeout-s 0.0 is not above 0 and at most 604800"),
     ("--engine-start-timeout-s nan", "--engine-start-timeout-s nan is not above 0"),
@@ -154,7 +165,7 @@ def test_the_engine_samples_from_what_it_reports(monkeypatch):
     assert (options.max_model_len, options.max_num_seqs, options.seed, options.load_format) == (64, 7, 5, "dummy")
     assert options.extra["logprobs_mode"] == "processed_logprobs"
     assert options.environment["HF_HUB_OFFLINE"] == "0"
-    assert refit_options(parsed("--bf16", "--refit-verify")).dtype == "bfloat16"
+    assert refit_options(parsed("--bf16")).dtype == "bfloat16"
 
 
 def test_an_engine_is_none_of_the_launchers_workers(monkeypatch):

@@ -1,0 +1,171 @@
+"""Changes of the trainer's weights that can be undone bit by bit: scrambled ones for a test refit, and rounded ones.
+
+A refit that leaves out a tensor, or exchanges two, hardly shows in the log-probs of a policy that has moved little
+since the last refit, or whose tensors are alike. Scrambled weights have nothing in common with the real ones: the sign
+of about half of the elements is changed, and matrices of an untrained model are scaled up so that each layer
+contributes. Whatever an engine did not take in, or took for something else, then changes its log-probs. Rounded weights
+say how far log-probs move when nothing differs but the precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from mimo.grid.groups import Grids
+from mimo.model.build import BuiltModel, named_modules_of
+from mimo.refit.live import finish_gathers
+from mimo.weights.pieces import ModelPiece, module_pieces
+
+# Integers of the same size, and bits of the mantissa; the exponent lies above it, and the sign is the highest bit.
+FORMATS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), torch.float32: (torch.int32, 23)}
+# dtypes whose exponents (8 bits) have room for scaling; largest power of two to scale by.
+SCALED_DTYPES = frozenset({torch.bfloat16, torch.float32})
+EXPONENT_BITS = 8
+MAX_POWER = 20
+# Elements that are changed at a time, so that masks of a large embedding take little memory.
+BLOCK_ELEMENTS = 1 << 24
+
+
+@contextmanager
+def scrambled(built: BuiltModel, grids: Grids) -> Iterator[None]:
+    """Scramble the weights while the block runs. Collective; refits and forward passes may run in it, but no step.
+
+    Ranks that hold the same part of a tensor scramble it alike: signs depend on a tensor's global name and place.
+
+    Args:
+        built: this rank's model, its weights not offloaded.
+        grids: process groups.
+    """
+    with torch.no_grad():
+        parts = _parts(built, grids)
+        powers = _powers(parts)
+        for part, power in zip(parts, powers, strict=True):
+            _scale(part, power)
+            _flip(part, "signs", part.sign_bit)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, power in zip(parts, powers, strict=True):
+                _flip(part, "signs", part.sign_bit)
+                _scale(part, -power)
+
+
+@contextmanager
+def rounded(built: BuiltModel, grids: Grids, mantissa_bits: int) -> Iterator[None]:
+    """Change the last bit of about half of the weights while the block runs. Collective as `scrambled`.
+
+    Args:
+        built: this rank's model, its weights not offloaded.
+        grids: process groups.
+        mantissa_bits: the last bit is that of a mantissa with this many bits, such as 7 for bfloat16.
+    """
+    with torch.no_grad():
+        parts = _parts(built, grids)
+        for part in parts:
+            _flip(part, "rounding", max(0, part.mantissa_bits - mantissa_bits))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part in parts:
+                _flip(part, "rounding", max(0, part.mantissa_bits - mantissa_bits))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of one tensor on this rank.
+
+    Attributes:
+        name: of the tensor, its module included.
+        piece: where the part lies in the tensor; its values.
+        words: the same memory as integers.
+        mantissa_bits: of a value.
+    """
+
+    name: str
+    piece: ModelPiece
+    words: torch.Tensor
+    mantissa_bits: int
+
+    @property
+    def sign_bit(self) -> int:
+        return 8 * self.words.element_size() - 1
+
+
+def _parts(built: BuiltModel, grids: Grids) -> list[_Part]:
+    """Every floating part of this rank's tensors, each memory once; numbers without an axis stay as they are."""
+    finish_gathers(built)
+    found: dict[tuple[int, tuple[int, ...]], _Part] = {}
+    for module, owner in named_modules_of(built.model):
+        for piece in module_pieces(owner, grids.collections[module]):
+            tensor = piece.tensor
+            if tensor.dtype not in FORMATS or not tensor.numel() or not tensor.ndim:
+                continue
+            integers, mantissa_bits = FORMATS[tensor.dtype]
+            # A tied embedding is there twice; changed twice, it would be as before.
+            found.setdefault((tensor.data_ptr(), tuple(tensor.shape)),
+                             _Part(f"{module} {piece.name}", piece, tensor.view(integers), mantissa_bits))
+    return list(found.values())
+
+
+def _powers(parts: list[_Part]) -> list[int]:
+    """By which powers of two matrices are scaled up so that inputs of size 1 give outputs of size 1; 0 for others."""
+    matrices = [part for part in parts if part.piece.tensor.ndim > 1 and part.piece.tensor.dtype in SCALED_DTYPES]
+    if not matrices:
+        return [0] * len(parts)
+    # Ranks that hold the same part find the same norm.
+    norms = torch.stack([torch.linalg.vector_norm(part.piece.tensor, dtype=torch.float32) for part in matrices])
+    powers = {}
+    for part, norm in zip(matrices, norms.tolist(), strict=True):
+        tensor = part.piece.tensor
+        # The root of the elements' mean square times that of the inputs of an output, in the whole tensor.
+        gain = norm / math.sqrt(tensor.numel()) * math.sqrt(math.prod(part.piece.shape[1:]))
+        powers[id(part)] = min(MAX_POWER, max(0, -math.frexp(gain)[1] + 1)) if gain > 0 and math.isfinite(gain) else 0
+    return [powers.get(id(part), 0) for part in parts]
+
+
+def _scale(part: _Part, power: int) -> None:
+    """Multiply by a power of two, in the exponents, so that it can be undone; zeros and subnormals stay."""
+    if not power:
+        return
+
+    def scale(words: torch.Tensor, _: slice) -> None:
+        exponents = words.bitwise_right_shift(part.mantissa_bits).bitwise_and_((1 << EXPONENT_BITS) - 1)
+        words.add_(exponents.ne(0), alpha=power << part.mantissa_bits)
+
+    _in_blocks(part, scale)
+
+
+def _flip(part: _Part, purpose: str, bit: int) -> None:
+    """Flip a bit where the random bits of an element's row, column and so on have an odd sum."""
+    seed = hashlib.sha256(f"{purpose} {part.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+    # One bit for each place on each axis of the whole tensor, of which this rank may hold a part.
+    axes = [torch.randint(0, 2, (size,), generator=generator, dtype=part.words.dtype)[held].to(part.words.device)
+            for size, held in zip(part.piece.shape, part.piece.slices, strict=True)]
+    # In the integers' own range: the sign bit is their lowest value.
+    size = 8 * part.words.element_size()
+    value = -(1 << bit) if bit == size - 1 else 1 << bit
+
+    def flip(words: torch.Tensor, rows: slice) -> None:
+        mask = axes[0][rows].view(-1, *(1,) * (words.ndim - 1)).clone()
+        for number, axis in enumerate(axes[1:], start=1):
+            mask = mask.bitwise_xor(axis.view(-1, *(1,) * (words.ndim - 1 - number)))
+        words.bitwise_xor_(mask.mul_(value))
+
+    _in_blocks(part, flip)
+
+
+def _in_blocks(part: _Part, change: Callable[[torch.Tensor, slice], None]) -> None:
+    words = part.words
+    rows = max(1, BLOCK_ELEMENTS * words.shape[0] // words.numel())
+    for first in range(0, words.shape[0], rows):
+        held = slice(first, first + rows)
+        change(words[held], held)
