@@ -128,7 +128,8 @@ def test_microbatches_of_a_pipeline_overlap(pool):
 
 def test_a_gen_kl_above_its_limit_updates_nothing(pool, expected_of):
     limit = 0.9 * expected_of(CONFIG).results[0].metrics["gen_kl"]
-    first, second = pool.run(policy_updates.update, ("--llm-dp", "2"), 2, CONFIG, False, 1, limit, world_size=2)
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=100)
+    first, second = pool.run(policy_updates.update, ("--llm-dp", "2"), 2, config, False, 1, limit, world_size=2)
     assert re.match(rf"ValueError: gen-kl \S+ is above --max-gen-kl {limit:g}: on {sum(LENGTHS)} sampled tokens the "
                     r"engine's log-probs differ from the trainer's by \S+ nats on average .* Nothing was updated, and "
                     r"checkpoints from before can be resumed\. Check that --refit-verify-interval 1 passes",
@@ -136,7 +137,7 @@ def test_a_gen_kl_above_its_limit_updates_nothing(pool, expected_of):
     assert second.error == "ReportedElsewhereError: rank 0 reports what is wrong"
     before, after = assemble(first.before), assemble(first.after)
     assert all(np.array_equal(values, after[name]) for name, values in before.items())
-    (passed,) = pool.run(policy_updates.update, (), 1, CONFIG, False, 1, 2 * limit, world_size=1)
+    (passed,) = pool.run(policy_updates.update, (), 1, config, False, 1, 2 * limit, world_size=1)
     assert passed.error == "" and passed.results[0].success
 
 
