@@ -409,6 +409,15 @@ class MegatronSource:
 
 
 @runtime_checkable
+class SizesProvider(Protocol):
+    """A model provider that can check a configuration without a layout, as `mimo import` and `mimo export` do."""
+
+    def validate_sizes(self, config: Any) -> None:
+        """Raise ValueError, naming flags and values, for sizes that no layout can hold."""
+        ...
+
+
+@runtime_checkable
 class MegatronSourceProvider(Protocol):
     """A model provider whose weights may come from a Megatron checkpoint of the model as one."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mimo import registry
 from mimo.checkpoint import paths
-from mimo.checkpoint.agree import from_first_rank, gather, raise_together
+from mimo.checkpoint.agree import from_first_rank, gather, raise_any, raise_together
 from mimo.checkpoint.differences import (
     config_differences,
     data_differences,
@@ -23,17 +24,27 @@ from mimo.checkpoint.differences import (
     model_differences,
     refused,
 )
-from mimo.checkpoint.entries import PROJECTOR, broadcast_from_writers
+from mimo.checkpoint.entries import PROJECTOR, Saved, broadcast_from_writers
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
-from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_common, read_index
+from mimo.checkpoint.reader import (
+    DataOnlyLoadStrategy,
+    damage_of,
+    is_covered,
+    read_common,
+    read_index,
+    require_checksums,
+)
 from mimo.checkpoint.rng import restore_rng, rng_objects
 from mimo.checkpoint.state import Progress, RunState, Source, model_entries, optimizer_entries, stream_object
 from mimo.config.checkpoint import CheckpointConfig
 from mimo.observe.watchdog import Watchdog
 from mimo.protocols import LANGUAGE
+from mimo.weights.keys import global_name
 
 logger = logging.getLogger(__name__)
 
+# Another checkpoint is read in full, to say that it is whole, up to this size.
+COMPARED_BYTES = 32 << 30
 # Keys of the layers of multi-token prediction.
 MTP = f"{LANGUAGE}.mtp."
 
@@ -156,6 +167,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
         loaded = _load(state, folder, {**entries, "model": read, **objects}, flag)
         broadcast_from_writers(saved, state.grids)
+        check_finite(state, saved, folder)
         _finish_optimizer(state, common, held, continued, folder)
     for module, parts in sorted((fresh or {}).items()):
         notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]
@@ -196,6 +208,7 @@ def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
         _load(state, folder, {"model": read}, flag)
         broadcast_from_writers(saved, state.grids)
+        check_finite(state, saved, folder)
 
 
 def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Metadata, list[str]]:
@@ -209,12 +222,17 @@ def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Met
         common, index = read_common(folder), read_index(folder)
         if not {"iteration", "config", "frozen", "optimizer_steps"} <= common.keys():
             error = f"{folder}: common.pt is not that of a checkpoint of this trainer"
-        else:
-            error, notes = _compare_model(state, common, f"{flag} {folder}")
+        elif state.config.checkpoint.ckpt_verify:
+            require_checksums(folder)
     except (ValueError, OSError) as problem:
         error = str(problem)
-    raise_together(state.grids, error)
+    _stop_for_damage(state, folder, error)
     assert index is not None, "raised above"
+    try:
+        error, notes = _compare_model(state, common, f"{flag} {folder}")
+    except ValueError as problem:
+        error = str(problem)
+    raise_together(state.grids, error)
     return common, index, notes
 
 
@@ -395,8 +413,39 @@ def _load(state: RunState, folder: Path, entries: dict[str, Any], flag: str = "-
             validate_access_integrity=False)
     except (ValueError, OSError, CheckpointingException) as problem:
         error = f"{flag}: {problem}"
-    raise_together(state.grids, error)
+    _stop_for_damage(state, folder, error)
     return loaded
+
+
+def _stop_for_damage(state: RunState, folder: Path, error: str | None) -> None:
+    """Stop every rank where any has an error, which says what else can be loaded. Collective over the world."""
+    errors = gather(state.grids, error)
+    failed = [rank for rank, message in enumerate(errors) if message is not None]
+    if failed and failed[0] == state.grids.rank:
+        errors[failed[-1]] += _whole_one_before(folder)
+    raise_any(state.grids, errors)
+
+
+def _whole_one_before(folder: Path) -> str:
+    """Name the newest whole checkpoint that is older than a damaged one, beside it."""
+    root = folder.parent
+    own = [step for step in paths.saved_iterations(root) if paths.iteration_dir(root, step) == folder]
+    older = [step for step in paths.saved_iterations(root) if own and step < own[0]]
+    for step in reversed(older):
+        if damage_of(paths.iteration_dir(root, step), COMPARED_BYTES) is None:
+            return (f"\nThe newest whole checkpoint before it is that of iteration {step}: give --load {root} "
+                    f"--ckpt-step {step}")
+    return f"\nThere is no whole checkpoint before it in {root}" if own else ""
+
+
+def check_finite(state: RunState, saved: list[Saved], folder: Path) -> None:
+    """Stop every rank where loaded weights are not finite. Collective over the world."""
+    wrong = {global_name(piece.key, piece.global_offset[:piece.prepend_axis_num])
+             for tensor in saved for piece in tensor.pieces
+             if piece.data.is_floating_point() and not bool(torch.isfinite(piece.data).all())}
+    reports: list[set[str]] = gather(state.grids, wrong)
+    names = sorted(set().union(*reports))
+    raise_together(state.grids, f"{folder}: values that are NaN or infinite in {', '.join(names)}" if names else None)
 
 
 def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimized], continued: list[Optimized],

@@ -201,7 +201,8 @@ def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = T
     folder = root / RELEASE if name == RELEASE else iteration_dir(root, int(name))
     if not (folder / METADATA).is_file():
         what = "is not complete, it has no metadata.json" if folder.is_dir() else "is not there"
-        raise ValueError(f"{flag} {root}: {source} names {folder.name}, which {what}; complete: {_listed(root)}")
+        raise ValueError(f"{flag} {root}: {source} names {folder.name}, which {what}; complete: {_listed(root)} "
+                         "(--ckpt-step takes one of them)")
     return folder
 
 

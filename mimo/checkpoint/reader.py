@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 import pickle
 import re
 import warnings
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+
+from mimo.checkpoint.writer import crc32_of
 
 CHECKSUMS = "checksums.json"
 COMMON = "common.pt"
@@ -73,11 +76,41 @@ def read_checksums(folder: Path) -> dict[str, dict[str, int]] | None:
     return found
 
 
+def require_checksums(folder: Path) -> None:
+    """Raise ValueError for a checkpoint of this trainer, which always has checksums, where they are gone."""
+    if not (folder / CHECKSUMS).is_file():
+        raise ValueError(f"{folder}: {CHECKSUMS} is missing, without which damage would not be noticed; a run with "
+                         "--no-ckpt-verify loads it all the same")
+
+
+def damage_of(folder: Path, max_bytes: int) -> str | None:
+    """Return what is wrong with a checkpoint, or None.
+
+    Args:
+        folder: the checkpoint's own folder.
+        max_bytes: of a larger checkpoint only the lengths of the files are compared, not their bytes.
+    """
+    try:
+        read_common(folder)
+        places = list(read_index(folder).storage_data.values())
+        checksums = read_checksums(folder) or {}
+        compares = sum(place.length for place in places) <= max_bytes
+        for place in places:
+            with (folder / place.relative_path).open("rb") as file:
+                expected = checksums.get(place.relative_path, {}).get(str(place.offset))
+                if os.fstat(file.fileno()).st_size < place.offset + place.length or expected is None or (
+                        compares and crc32_of(file, place.offset, place.length) != expected):
+                    return f"{place.relative_path} is damaged"
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
 def _read_file(path: Path) -> io.BytesIO:
     """A whole file. Raises ValueError where it has a checksum and other bytes."""
     data = path.read_bytes()
-    expected = (read_checksums(path.parent) or {}).get(path.name, {}).get("0")
-    if expected is not None and zlib.crc32(data) != expected:
+    checksums = read_checksums(path.parent)
+    if checksums is not None and zlib.crc32(data) != checksums.get(path.name, {}).get("0"):
         raise ValueError(f"{path} is damaged: its bytes are not those that were saved (checksum)")
     return io.BytesIO(data)
 

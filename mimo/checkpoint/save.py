@@ -12,6 +12,8 @@ import io
 import logging
 import pickle
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from mimo.checkpoint import paths
 from mimo.checkpoint.agree import gather, raise_any, raise_together
+from mimo.checkpoint.lock import FolderLock
 from mimo.checkpoint.optimizer_state import MOMENTS, Optimized, steps_of
 from mimo.checkpoint.plan import Plan, make_plan, serialized_objects
 from mimo.checkpoint.publish import Content, Publication
@@ -67,7 +70,7 @@ class Saver:
         last_bytes: bytes of tensors this rank wrote in it.
 
     Raises:
-        ValueError: a rank cannot write in the folder.
+        ValueError: a rank cannot write in the folder, or another run saves there.
     """
 
     def __init__(self, state: RunState, watchdog: Watchdog) -> None:
@@ -86,6 +89,7 @@ class Saver:
         self.last_iteration: int | None = None
         self.last_stall_s = 0.0
         self.last_bytes = 0
+        self._unlock: Callable[[], object] | None = None
         self._check_folder()
 
     @property
@@ -147,6 +151,11 @@ class Saver:
             while self._pending is not None:
                 self._advance()
 
+    def close(self) -> None:
+        """Let other runs save into the folder. Nothing is saved afterwards."""
+        if self._unlock is not None:
+            self._unlock()
+
     def _advance(self) -> None:
         """Complete the stage that the pending checkpoint is in; nothing is pending after the last, or an error."""
         pending, self._pending = self._pending, None
@@ -172,8 +181,11 @@ class Saver:
         try:
             if grids.rank == 0:
                 self.root.mkdir(parents=True, exist_ok=True)
+                self._unlock = weakref.finalize(self, FolderLock(self.root).release)
         except OSError as problem:
             error = f"--save {self.root}: cannot be written: {problem}"
+        except ValueError as problem:
+            error = str(problem)
         raise_together(grids, error)
         try:
             paths.check_writable(self.root, f"rank_{grids.rank}")

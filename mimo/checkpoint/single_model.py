@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from mimo.checkpoint import paths
 from mimo.checkpoint.agree import from_first_rank, gather, raise_together
 from mimo.checkpoint.entries import Saved, broadcast_from_writers, spread_replicas
+from mimo.checkpoint.load import check_finite
 from mimo.checkpoint.optimizer_state import differing
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, read_index
 from mimo.checkpoint.single_contents import (
@@ -80,6 +81,7 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
         entries, notes = _check(state, source, folder, contents, saved, vocab_size)
         _fill(state, source, folder, entries)
         broadcast_from_writers(saved, state.grids)
+        check_finite(state, saved, folder)
     notes += [f"passed over: {count} {'tensors' if count > 1 else 'tensor'}, {reason}"
               for reason, count in contents.passed_over.items()]
     notes.append("the checkpoint's own arguments are not read: check that flags such as --norm-epsilon, "

@@ -99,6 +99,17 @@ class SummedStream:
         return item
 
 
+def save_item(tensor: torch.Tensor, stream: SummedStream) -> None:
+    """Write a tensor with `torch.save`. Raises the file's own OSError, for which C++ code raises another error."""
+    try:
+        torch.save(tensor, cast(BinaryIO, stream))
+    except RuntimeError:
+        if stream.error is None:
+            raise
+    if stream.error is not None:
+        raise stream.error
+
+
 class Write:
     """The disk part of one save on this rank.
 
@@ -163,13 +174,7 @@ class Write:
                 stream.write(self._objects[item.index.fqn])
                 items.append(_described(item, planned.name, stream))
             for (item, _), tensor in zip(planned.tensors, tensors, strict=True):
-                try:
-                    torch.save(with_own_storage(tensor.cpu()), cast(BinaryIO, stream))
-                except RuntimeError:
-                    if stream.error is None:
-                        raise
-                if stream.error is not None:
-                    raise stream.error
+                save_item(with_own_storage(tensor.cpu()), stream)
                 items.append(_described(item, planned.name, stream))
             file.flush()
             os.fsync(file.fileno())

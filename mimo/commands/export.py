@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from mimo import registry
-from mimo.checkpoint.reader import read_common
+from mimo.checkpoint.reader import read_common, require_checksums
 from mimo.commands.flags import ExportFlags
 from mimo.commands.folders import checkpoint_folder
-from mimo.commands.model import check_hf_config, config_of_checkpoint
+from mimo.commands.model import check_hf_config, check_sizes, config_of_checkpoint
 from mimo.commands.progress import tensor_bar
 from mimo.grid.text import counted, format_bytes, parse_bytes
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
@@ -32,10 +32,12 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
     _check_out(out, force=flags.force)
     folder = checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo export")
     common = read_common(folder)
+    require_checksums(folder)
     if "config" not in common or "grids" not in common:
         raise ValueError(f"{folder}: common.pt is not that of a checkpoint of this trainer")
     config = config_of_checkpoint(common, folder, run_flags)
     check_hf_config(config, folder)
+    check_sizes(config)
     provider = registry.model_provider(config.model.model_provider)
     absent = [name for name in provider.encoders(config.model_family) if name not in common["grids"]]
     if absent:
@@ -48,6 +50,8 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
         with tensor_bar("exporting") as progress:
             count = export_checkpoint(folder, staged, provider, config.model_family, options, progress)
         _publish(staged, out)
+    except OSError as error:
+        raise OSError(f"{out} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     print("\n".join(_closing(out, folder, count, flags)))

@@ -8,7 +8,7 @@ from mimo import registry
 from mimo.commands.compare import torch_dtype
 from mimo.commands.flags import ImportFlags
 from mimo.commands.folders import pretrained_folder
-from mimo.commands.model import provider_name, takes_hf_config
+from mimo.commands.model import check_sizes, provider_name, takes_hf_config
 from mimo.commands.progress import tensor_bar
 from mimo.config.cli import parse, to_toml
 from mimo.config.validate import check_allowed_differences
@@ -36,6 +36,7 @@ def import_(flags: ImportFlags, run_flags: list[str]) -> int:
         shown.append("--no-bf16")
     own += [word for key in flags.allow_difference for word in ("--allow-difference", key)]
     config = parse([*own, *run_flags])
+    check_sizes(config)
     check_allowed_differences(config)
     with tensor_bar("importing") as progress:
         folder = import_hf(source, flags.save, provider, config.model_family, torch_dtype(flags.dtype), progress,

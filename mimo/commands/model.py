@@ -13,7 +13,7 @@ from mimo.checkpoint.differences import model_differences, refused, sections_of
 from mimo.config import toml_file
 from mimo.config.cli import config_files, parse, typed_providers
 from mimo.config.run import RunConfig
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, SizesProvider
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 
 
@@ -130,6 +130,13 @@ def check_hf_config(config: RunConfig, folder: Path) -> None:
     if path and not Path(path).exists():
         raise ValueError(f"{folder} was made with --hf-config {path}, which is not there; give its place at the end "
                          "of the command: -- --hf-config PATH")
+
+
+def check_sizes(config: RunConfig) -> None:
+    """Raise ValueError for a model that no run would accept, whatever its layout."""
+    provider = registry.model_provider(config.model.model_provider)
+    if isinstance(provider, SizesProvider):
+        provider.validate_sizes(config.model_family)
 
 
 def takes_hf_config(provider: Any) -> bool:

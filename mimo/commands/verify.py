@@ -31,7 +31,8 @@ def damage(contents: Contents) -> tuple[list[str], list[str]]:
         try:
             read[name] = json.loads((contents.folder / name).read_bytes())
         except FileNotFoundError:
-            notes.append(f"there is no {name}")
+            # A checkpoint of this trainer has both.
+            problems.append(f"{name} is missing")
         except ValueError as error:
             problems.append(f"{name} is damaged: {error}")
     checksums = read.get(CHECKSUMS)

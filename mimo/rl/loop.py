@@ -100,6 +100,8 @@ class RlLoop:
             if logger is not None:
                 with self.watchdog.limit(2 * CLOSE_LIMIT_S):
                     logger.close(failed=failed)
+            if self.saver is not None:
+                self.saver.close()
             stop.close()
             self.watchdog.close(failed=failed)
 

@@ -121,6 +121,8 @@ class TrainingLoop:
             if logger is not None:
                 with self.watchdog.limit(2 * CLOSE_LIMIT_S):
                     logger.close(failed=failed)
+            if self.saver is not None:
+                self.saver.close()
             stop.close()
             self.watchdog.close(failed=failed)
 

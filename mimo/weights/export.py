@@ -17,7 +17,7 @@ from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import exported_configuration
 from mimo.weights.dcp import CheckpointTensors
 from mimo.weights.keys import StoredTensor
-from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, fitted, report
+from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, check_values, fitted, report
 from mimo.weights.rules import Rule, Style, WeightMap
 from mimo.weights.source import HfSource, is_weights
 from mimo.weights.writer import (
@@ -46,6 +46,12 @@ class PlannedRule:
         """The whole Megatron tensor as Hugging Face tensors of the planned dtype: name, rows, number of the first."""
         parts, first = self.rule.convert.to_hf(tensor), 0 if self.rule.rows is None else self.rule.rows.first
         return [(info.name, part.to(info.dtype), first) for info, part in zip(self.infos, parts, strict=True)]
+
+
+    def check(self, tensor: torch.Tensor) -> list[str]:
+        """Return a line for each Hugging Face tensor that is not finite, or would not be in the planned dtype."""
+        return [line for info, part in zip(self.infos, self.rule.convert.to_hf(tensor), strict=True)
+                for line in check_values(info.name, part, info.dtype)]
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,9 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
 
     Raises:
         ValueError: the checkpoint lacks tensors of the model, has more, or has them in other shapes; the base is
-            another model; the folder has weights already. Everything that does not fit is listed.
+            another model; the folder has weights already; values are not finite, or would not be in the dtype that
+            is asked for. Everything that does not fit is listed.
+        OSError: the folder cannot be written, because the disk is full for example.
     """
     options, out = options or ExportOptions(), Path(out_dir)
     reader = CheckpointTensors(Path(checkpoint_dir))
@@ -118,22 +126,35 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
     count, total = 0, len(infos) + len(extra)
     with ShardWriter(out, shards) as writer:
         for rule, module, place in planned:
-            for name, tensor, first_row in rule.convert(reader.read(f"{module}.{place.key}", place.index)):
+            whole = reader.read(f"{module}.{place.key}", place.index)
+            problems += rule.check(whole)
+            for name, tensor, first_row in [] if problems else rule.convert(whole):
                 is_whole = writer.write(name, tensor, first_row)
                 count += is_whole
                 if progress and is_whole:
                     progress(count, total, name)
         for info in extra:
             assert base is not None
-            writer.write(info.name, base.read(info.name).to(info.dtype))
+            copied = base.read(info.name)
+            problems += check_values(info.name, copied, info.dtype)
+            if problems:
+                continue
+            writer.write(info.name, copied.to(info.dtype))
             count += 1
             if progress:
                 progress(count, total, info.name)
+        report(unwritable(reader.folder, options), problems)
         writer.finish()
         writer.publish()
     write_index(out, shards)
     write_companions(out, base, configuration, infos)
     return count
+
+
+def unwritable(source: str | Path, options: ExportOptions) -> str:
+    """Return the first line of an error about values that cannot be exported."""
+    hint = f" with --dtype {options.dtype} (bfloat16 has the range of float32)" if options.dtype == "float16" else ""
+    return f"{source} cannot be exported{hint}"
 
 
 def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: str,
@@ -206,7 +227,7 @@ def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[Tenso
     written = {info.name: info for info in infos}
     maps = list(maps)
     ignored = [pattern for weight_map in maps for pattern, _ in weight_map.ignored]
-    repeated = [pattern for weight_map in maps for pattern, _ in weight_map.repeated]
+    repeated = [one.pattern for weight_map in maps for one in weight_map.repeated]
     problems, extra = [], []
     for name, info in written.items():
         if name not in base.tensors:

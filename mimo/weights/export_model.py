@@ -116,8 +116,7 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
             if module in grids.modules:
                 group = grids.collections[module].intra_dist_opt
                 gathered = _whole_tensors(rules, places[module], pieces[module], group)
-                converted = (part for rule, whole in gathered for part in rule.convert(whole))
-                problems += _write(writers.get(module), converted, progress)
+                problems += _write(writers.get(module), _converted(gathered, problems), progress)
         if EXTRAS in writers:
             problems += _write(writers[EXTRAS], _base_tensors(plan), progress)
         agree(grids, f"{out} cannot be written", problems)
@@ -232,6 +231,16 @@ def _whole_tensors(rules: Sequence[PlannedRule], places: Mapping[str, Sequence[P
                 whole[place.slices].copy_(received)
         if whole is not None:
             yield rule, whole
+
+
+def _converted(gathered: Iterator[tuple[PlannedRule, torch.Tensor]],
+               problems: list[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Convert whole tensors, and note those whose values cannot be written."""
+    for rule, whole in gathered:
+        found = rule.check(whole)
+        problems += found
+        if not found:
+            yield from rule.convert(whole)
 
 
 def _write(writer: ShardWriter | None, tensors: Iterator[tuple[str, torch.Tensor, int]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 import warnings
@@ -12,11 +13,12 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -28,11 +30,12 @@ from mimo.checkpoint.differences import model_fields
 from mimo.checkpoint.paths import RELEASE, write_tracker
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 from mimo.checkpoint.state import weights_only_state
-from mimo.checkpoint.writer import crc32_of
+from mimo.checkpoint.writer import SummedStream, save_item
+from mimo.grid.text import format_bytes
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import compare_folder
 from mimo.weights.keys import StoredTensor
-from mimo.weights.match import ModuleMatch, check_tensor, match_source, report
+from mimo.weights.match import ModuleMatch, check_repeated, check_tensor, check_values, match_source, report
 from mimo.weights.rules import Rule
 from mimo.weights.source import HfSource
 from mimo.weights.writer import MAX_SHARD_BYTES, Progress
@@ -66,6 +69,11 @@ class ImportedTensor:
         """Where it begins in the stacked tensor."""
         return torch.Size((*self.place.index, *(0 for _ in self.shape)))
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def write_item(self) -> WriteItem:
         """What the distributed checkpoint is told of it."""
         sizes = torch.Size((*(1 for _ in self.place.axes), *self.shape))
@@ -74,9 +82,12 @@ class ImportedTensor:
                 chunk=ChunkStorageMetadata(self.offsets, sizes), properties=TensorProperties(dtype=self.dtype),
                 size=torch.Size((*self.place.axes, *self.shape))))
 
-    def make(self, source: HfSource) -> torch.Tensor:
-        """Its values, with the stacked axes."""
-        whole = self.rule.convert.to_megatron([source.read(name, self.rule.row_slice) for name in self.sources])
+    def make(self, source: HfSource, problems: list[str]) -> torch.Tensor:
+        """Return its values, with the stacked axes, and note those that are not finite."""
+        parts = [source.read(name, self.rule.row_slice) for name in self.sources]
+        for name, part in zip(self.sources, parts, strict=True):
+            problems += check_values(name, part, self.dtype)
+        whole = self.rule.convert.to_megatron(parts)
         return whole.to(self.dtype).reshape((*(1 for _ in self.place.axes), *self.shape)).contiguous()
 
 
@@ -100,7 +111,9 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
         The checkpoint's folder.
 
     Raises:
-        ValueError: the source and the model do not fit, all of it listed; `save_dir` has checkpoints already.
+        ValueError: the source and the model do not fit, or values are not finite, all of it listed; `save_dir` has
+            checkpoints already, or its disk is too small.
+        OSError: `save_dir` cannot be written, because the disk is full for example.
     """
     root, source = Path(save_dir), HfSource(hf_dir)
     if root.is_dir() and any(root.glob("iter_*")) or (root / RELEASE).exists():
@@ -115,22 +128,44 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    writer = _LazyWriter(folder, progress, len(tensors))
+    _check_space(root, sum(tensor.num_bytes for tensor in tensors))
+    writer, planner = _LazyWriter(folder, progress, len(tensors)), _LazyPlanner(tensors, source)
     try:
         with warnings.catch_warnings():
             # Of one process, which is meant, and of an argument of planners, which is taken.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-            checkpoint.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, source), no_dist=True)
+            checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        report(f"{source.path} cannot be trained from", planner.problems)
         torch.save(weights_only_state(modules, config, model_fields(provider, family_config)), folder / COMMON)
         for name in (INDEX, COMMON):
             writer.checksums[name] = {"0": zlib.crc32((folder / name).read_bytes())}
         (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         folder.rename(root / RELEASE)
+    except CheckpointException as error:
+        # Not an Exception: it would end the program in a traceback.
+        (cause, _), = error.failures.values()
+        raise _named(cause, root) from cause
+    except OSError as error:
+        raise _named(error, root) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     write_tracker(root, RELEASE)
     return root / RELEASE
+
+
+def _check_space(root: Path, num_bytes: int) -> None:
+    """Raise ValueError where the disk has not the space that the tensors need."""
+    free = shutil.disk_usage(root).free
+    if free < num_bytes:
+        (root / _UNFINISHED).rmdir()
+        raise ValueError(f"{root}: the checkpoint needs {format_bytes(num_bytes)}, and the disk has "
+                         f"{format_bytes(free)} left")
+
+
+def _named(error: BaseException, root: Path) -> BaseException:
+    """The error, naming the folder where it is about the disk."""
+    return OSError(f"{root} cannot be written: {error.strerror}") if isinstance(error, OSError) else error
 
 
 def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
@@ -153,6 +188,8 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
         sizes = {tuple(shape.shape) for shape in provider.parameter_shapes(family_config, module)}
         problems += _unknown_shapes([tensor for tensor in tensors if tensor.key.startswith(f"{module}.")], sizes)
     problems += _uneven(tensors)
+    if not problems:
+        problems = [line for module, match in matches.items() for line in check_repeated(source, match, maps[module])]
     report(f"{source.path} does not fit the model", problems)
     return tensors
 
@@ -194,11 +231,16 @@ def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:
 
 
 class _LazyPlanner(SavePlanner):
-    """Plans tensors that do not exist yet, and makes each when it is written."""
+    """Plans tensors that do not exist yet, and makes each when it is written.
+
+    Attributes:
+        problems: what is wrong with the values of those that were made.
+    """
 
     def __init__(self, tensors: list[ImportedTensor], source: HfSource) -> None:
         self._tensors = {(tensor.key, tensor.offsets): tensor for tensor in tensors}
         self._source = source
+        self.problems: list[str] = []
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the plan comes from the weight map."""
@@ -218,7 +260,7 @@ class _LazyPlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """The tensor, read and converted now."""
         assert write_item.index.offset is not None
-        return self._tensors[write_item.index.fqn, write_item.index.offset].make(self._source)
+        return self._tensors[write_item.index.fqn, write_item.index.offset].make(self._source, self.problems)
 
 
 class _LazyWriter(FileSystemWriter):
@@ -240,18 +282,20 @@ class _LazyWriter(FileSystemWriter):
         while items:
             name = f"__0_{len(self.checksums)}.distcp"
             self.checksums[name] = {}
-            with (self._folder / name).open("w+b") as file:
+            with (self._folder / name).open("wb") as file:
+                stream = SummedStream(file)
                 while items and file.tell() < MAX_SHARD_BYTES:
-                    results.append(self._write(name, file, items.popleft(), planner))
+                    results.append(self._write(name, stream, items.popleft(), planner))
                     if self._progress:
                         self._progress(len(results), self._total, results[-1].index.fqn)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def _write(self, name: str, file: BinaryIO, item: WriteItem, planner: SavePlanner) -> WriteResult:
-        offset = file.tell()
-        torch.save(planner.resolve_data(item), file)
-        length = file.tell() - offset
-        self.checksums[name][str(offset)] = crc32_of(file, offset, length)
+    def _write(self, name: str, stream: SummedStream, item: WriteItem, planner: SavePlanner) -> WriteResult:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor), item
+        save_item(tensor, stream)
+        offset, length, checksum = stream.end_item()
+        self.checksums[name][str(offset)] = checksum
         return WriteResult(item.index, length, _StorageInfo(name, offset, length))

@@ -15,7 +15,15 @@ from mimo.model.build import BuiltModel, named_modules_of
 from mimo.observe.errors import ReportedElsewhereError
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import compare_folder
-from mimo.weights.match import ModuleMatch, check_tensor, fitted, match_source, report
+from mimo.weights.match import (
+    ModuleMatch,
+    check_repeated,
+    check_tensor,
+    check_values,
+    fitted,
+    match_source,
+    report,
+)
 from mimo.weights.pieces import ModelPiece, module_pieces, replica_group
 from mimo.weights.rules import Rule, WeightMap
 from mimo.weights.source import Catalog, HfSource
@@ -78,8 +86,9 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
 
     Raises:
         ValueError: on the first rank, before anything is read: config.json describes a model that computes something
-            else; before anything is written: all that is missing, unused, of another shape or
-            dtype, not covered by the weight map, or unreadable.
+            else; before anything is written: all that is missing, unused, of another shape or dtype, not covered by
+            the weight map, or unreadable, and tensors that differ from those that they should repeat; after it, all
+            values that are not finite.
         ReportedElsewhereError: on the other ranks then.
     """
     maps = {module: provider.weight_map(family_config, module)
@@ -95,9 +104,14 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
                  for line in _check_module(plan[module], sources[paths.of(module)].catalog, maps[module],
                                            pieces.get(module, []), grids)]
     problems += _check_files(grids, paths, sources, pieces)
-    agree(grids, " and ".join(paths.flag(folder) for folder in folders) + " does not fit the model", problems)
+    if grids.rank == 0 and not problems:
+        problems += [line for module in modules
+                     for line in check_repeated(sources[paths.of(module)], plan[module], maps[module])]
+    given = " and ".join(paths.flag(folder) for folder in folders)
+    agree(grids, f"{given} does not fit the model", problems)
     for module, held in pieces.items():
-        _fill(plan[module], sources[paths.of(module)], held, grids.collections[module])
+        problems += _fill(plan[module], sources[paths.of(module)], held, grids.collections[module])
+    agree(grids, f"{given} cannot be trained from", problems)
     for source in sources.values():
         source.close()
     return LoadReport({module: match.style.name for module, match in plan.items()},
@@ -194,22 +208,31 @@ def _check_files(grids: Grids, paths: HfPaths, sources: Mapping[str, HfSource],
     return [f"on rank {grids.rank}: {line}" for folder in sorted(reads) for line in sources[folder].missing_files()]
 
 
-def _fill(match: ModuleMatch, source: HfSource, pieces: list[ModelPiece], groups: Any) -> None:
-    """Copy a module's tensors into its pieces, one global tensor at a time, in the same order on every rank."""
+def _fill(match: ModuleMatch, source: HfSource, pieces: list[ModelPiece], groups: Any) -> list[str]:
+    """Copy a module's tensors into its pieces, one global tensor at a time, in the same order on every rank.
+
+    Returns:
+        What is wrong with the values that this rank has read.
+    """
+    problems = []
     by_name: dict[str, list[ModelPiece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
     for rule in match.rules.values():
         held = by_name.get(rule.megatron, [])
         if held:
-            _fill_tensor(match, source, rule, held, groups)
+            problems += _fill_tensor(match, source, rule, held, groups)
+    return problems
 
 
-def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[ModelPiece], groups: Any) -> None:
+def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[ModelPiece], groups: Any) -> list[str]:
     group = replica_group(pieces[0], groups)
     whole = None
+    problems: list[str] = []
     if group.rank() == 0:
-        whole = rule.convert.to_megatron([source.read(name, rule.row_slice) for name in match.sources(rule)])
+        parts = {name: source.read(name, rule.row_slice) for name in match.sources(rule)}
+        problems = [line for name, part in parts.items() for line in check_values(name, part, pieces[0].tensor.dtype)]
+        whole = rule.convert.to_megatron(list(parts.values()))
     for piece in sorted(pieces, key=lambda piece: [part.start for part in piece.slices]):
         if group.size() == 1:
             assert whole is not None
@@ -221,3 +244,4 @@ def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[
         # As bytes: every backend sends those.
         dist.broadcast(buffer.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
         piece.tensor.copy_(buffer)
+    return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mimo.weights.rules import PaddedRows, Rule, Style, WeightMap
-from mimo.weights.source import Catalog, SourceTensor
+from mimo.weights.source import Catalog, HfSource, SourceTensor
 
 # What a conversion of tensors of other shapes raises: its own ValueError, or torch's for a cat or a reshape.
 SHAPE_ERRORS = (ValueError, RuntimeError, IndexError)
+# Rows that are compared at once.
+COMPARED_ROWS = 8192
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,11 +64,61 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
         style = weight_map.best_style(catalog.tensors)
         known |= {style.spell(name) for rule in weight_map.rules for name in rule.hf}
     ignored = [pattern for weight_map in (*wanted.values(), *others.values())
-               for pattern, _ in (*weight_map.ignored, *weight_map.repeated)]
+               for pattern in (*(pattern for pattern, _ in weight_map.ignored),
+                               *(repeated.pattern for repeated in weight_map.repeated))]
     for name, entry in catalog.tensors.items():
         if name not in known and not any(re.search(pattern, name) for pattern in ignored):
             problems.append(f"not used: {name} {list(entry.shape)} ({entry.file})")
     return matches, problems
+
+
+def check_repeated(source: HfSource, match: ModuleMatch, weight_map: WeightMap) -> list[str]:
+    """Return a line for each source tensor that should repeat another one and has other values. Reads both."""
+    problems = []
+    for repeated in weight_map.repeated:
+        rule = match.rules.get(repeated.megatron)
+        if rule is None:
+            continue
+        (original,) = match.sources(rule)
+        for name in source.tensors:
+            if (name != original and original in source.tensors and re.search(repeated.pattern, name)
+                    and not _same_values(source, original, name)):
+                problems.append(f"values: {name} differs from {original}: {repeated.why}")
+    return problems
+
+
+def _same_values(source: HfSource, first: str, second: str) -> bool:
+    """Whether two source tensors are equal, compared in blocks of rows because a vocabulary is large."""
+    shape = source.tensors[first].shape
+    if shape != source.tensors[second].shape:
+        return False
+    if not shape:
+        return torch.equal(source.read(first).double(), source.read(second).double())
+    blocks = (slice(row, row + COMPARED_ROWS) for row in range(0, shape[0], COMPARED_ROWS))
+    return all(torch.equal(source.read(first, rows).double(), source.read(second, rows).double()) for rows in blocks)
+
+
+def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> list[str]:
+    """Return a line where a floating-point tensor is not finite, or would not be in another dtype.
+
+    Args:
+        name: of the tensor, for the message.
+        tensor: its values.
+        dtype: what they will be converted to.
+    """
+    if tensor.dtype not in FLOAT_DTYPES or not tensor.numel():
+        return []
+    low, high = (float(value) for value in torch.aminmax(tensor.detach()))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        held = "NaN" if math.isnan(low) or math.isnan(high) else f"{low if math.isinf(low) else high}"
+        return [f"values: {name} holds {held}"]
+    if not dtype.is_floating_point:
+        return []
+    largest = max(low, high, key=abs)
+    if torch.tensor(largest, dtype=torch.float64).to(dtype).isinf():
+        return [f"values: {name} holds {largest:g}, and {str(dtype).removeprefix('torch.')} ends at "
+                f"{torch.finfo(dtype).max:g}"]
+    return []
 
 
 def _match_module(catalog: Catalog, module: str, weight_map: WeightMap) -> tuple[ModuleMatch, list[str]]:

@@ -258,6 +258,21 @@ class Style:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """Source tensors that repeat another one, such as the output layer of a model with tied embeddings.
+
+    Attributes:
+        pattern: regular expression of their names in a style's spelling, `re.search`ed.
+        megatron: Megatron name of the rule whose source tensor they repeat.
+        why: why they have the same values, and how to load a model in which they do not.
+    """
+
+    pattern: str
+    megatron: str
+    why: str
+
+
+@dataclass(frozen=True)
 class WeightMap:
     """Every tensor of one module.
 
@@ -266,15 +281,15 @@ class WeightMap:
         styles: known spellings, the one to export first.
         ignored: (regular expression, reason) of source tensors, in a style's spelling, that the model has no use for:
             the named allow-list of an import. `re.search`ed.
-        repeated: (regular expression, reason) of source tensors that repeat others, such as the output layer of a model
-            with tied embeddings: passed over like `ignored` ones, and never copied into an export.
+        repeated: source tensors that repeat others: passed over like `ignored` ones where they have the same values,
+            refused where they do not, and never copied into an export.
         stacked_layers: whether checkpoints of the module stack layers that are alike, see `mimo.weights.keys`.
     """
 
     rules: tuple[Rule, ...]
     styles: tuple[Style, ...] = (Style("own names"),)
     ignored: tuple[tuple[str, str], ...] = ()
-    repeated: tuple[tuple[str, str], ...] = ()
+    repeated: tuple[Repeated, ...] = ()
     stacked_layers: bool = True
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 # Formats of weights that are recognised, to say that they are not read and to leave them out of copies.
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 MAX_OPEN_FILES = 2
@@ -168,13 +170,21 @@ def _index(folder: Path) -> dict[str, str] | None:
     missing = sorted({name for name in located.values() if not (folder / name).is_file()})
     if missing:
         raise ValueError(f"{path} names files that are not there: {', '.join(missing)}")
+    if (folder / SINGLE).is_file() and SINGLE not in located.values():
+        # transformers reads the one and vLLM the other.
+        raise ValueError(f"{folder} has {SINGLE} and {INDEX}, which does not name it: these are two sets of weights; "
+                         "remove one of them")
     return located
 
 
 def _unindexed(folder: Path) -> list[str]:
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
     found = [path.name for path in weight_files(folder)]
+    if SINGLE in found:
+        shards = [name for name in found if SHARD.fullmatch(name)]
+        if shards:
+            raise ValueError(f"{folder} has {SINGLE} and parts of other weights ({', '.join(shards[:4])}"
+                             f"{', ...' if len(shards) > 4 else ''}) without {INDEX}; remove what is not the model")
+        return [SINGLE]
     if found:
         return found
     others = sorted(path.name for path in folder.iterdir() if path.name.endswith(OTHER_FORMATS))

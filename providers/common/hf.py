@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.protocols import LANGUAGE
-from providers.common.hf_text import TEXT_DEFAULTS, allow, refuse_quantized, text_sizes, with_defaults
+from providers.common.hf_text import ALIASES, TEXT_DEFAULTS, allow, refuse_quantized, renamed, text_sizes, with_defaults
 
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "clip_vision_model": {
@@ -63,6 +63,7 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: a value the model cannot reproduce; the message names the key.
     """
     allow("", "model_type", config.get("model_type", "llava"), ("llava",))
+    allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
     refuse_quantized(config, "")
     return llava_vision(config) | llava_language(config)
 
@@ -78,12 +79,13 @@ def llava_language(config: dict[str, Any]) -> dict[str, Any]:
 def llava_vision(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of `llava_sizes` that are the encoder's, the projector's and the placeholder's. Raises ValueError as
     it."""
+    config = renamed(config, "", ALIASES["llava"])
     allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
     allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
     vision = with_defaults(config.get("vision_config") or LLAVA_VISION, "vision_config.", "clip_vision_model",
                            VISION_DEFAULTS)
     return _vision_sizes(vision, config) | {
-        "image_token_id": config.get("image_token_index", config.get("image_token_id", 32000)),
+        "image_token_id": config.get("image_token_index", 32000),
         "projector_hidden_size": 0,
     }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from providers.common.checks import NO_FACTOR
 from providers.common.hf_radio import radio_config, radio_sizes
-from providers.common.hf_text import allow, refuse_quantized, with_defaults
+from providers.common.hf_text import allow, refuse_quantized, renamed, with_defaults
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
-    values = {OLD_NAMES.get(key, key): value for key, value in values.items()}
+    values = renamed(values, section, OLD_NAMES)
     values = with_defaults(values, section, "nemotron_h", NEMOTRON_DEFAULTS)
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
     values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
@@ -93,8 +93,9 @@ def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
         raise ValueError(f"--hf-config: {section}layers_block_type is missing, and so is "
                          f"{section}hybrid_override_pattern")
     depths = values["num_nextn_predict_layers"] or 0
-    mtp = _pattern(values, section, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
-    pattern += f"/{mtp or DEFAULT_MTP}" * depths
+    if depths:
+        mtp = _pattern(values, section, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
+        pattern += f"/{mtp or DEFAULT_MTP}" * depths
     _check_fixed(values, section, pattern)
     return {
         "hybrid_layer_pattern": pattern,
@@ -106,18 +107,20 @@ def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def _pattern(values: dict[str, Any], section: str, list_key: str, text_key: str) -> str:
-    """Layers as symbols, empty where neither key is there; a list has precedence over a text, as in transformers."""
-    blocks, pattern = values.get(list_key), values.get(text_key)
-    if blocks:
-        symbols = BLOCKS | LATER_BLOCKS
-        for block in blocks:
-            allow(section, f"{list_key}[]", block, tuple(symbols))
-        return "".join(symbols[block] for block in blocks)
-    for symbol in pattern or "":
+    """Layers as symbols, empty where neither key is there. transformers prefers the list and vLLM the text."""
+    blocks, pattern = values.get(list_key) or [], values.get(text_key) or ""
+    symbols = BLOCKS | LATER_BLOCKS
+    for block in blocks:
+        allow(section, f"{list_key}[]", block, tuple(symbols))
+    for symbol in pattern:
         if symbol not in BLOCKS.values():
             raise ValueError(f"--hf-config: {section}{text_key} = {pattern!r}: symbol {symbol!r} is not supported; "
                              f"supported: {' '.join(BLOCKS.values())}")
-    return pattern or ""
+    listed = "".join(symbols[block] for block in blocks)
+    if listed and pattern and listed != pattern:
+        raise ValueError(f"--hf-config: {section}{list_key} = {blocks} and {section}{text_key} = {pattern!r} "
+                         "contradict each other: remove the wrong one")
+    return listed or pattern
 
 
 def _check_fixed(values: dict[str, Any], section: str, pattern: str) -> None:

@@ -33,6 +33,13 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8, "router_jitter_noise": 0.0,
     },
 }
+# Other names that transformers takes for a key, and may have saved; a test holds them against it.
+ALIASES: dict[str, dict[str, str]] = {
+    "qwen3_moe": {"num_local_experts": "num_experts"}, "mixtral": {"num_experts": "num_local_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
+    "llava": {"image_token_id": "image_token_index"},
+}
 DEFAULT_ROPE_THETA = {"mixtral": 1e6}
 OTHER_ROPE_THETA = 10000.0
 # Megatron's rotary embedding has these numbers of Llama 3's scaling built in; the factor is free.
@@ -69,6 +76,23 @@ def refuse_quantized(config: dict[str, Any], section: str) -> None:
                          "quantized, which is not supported; convert them to bfloat16 first")
 
 
+def renamed(config: dict[str, Any], section: str, aliases: dict[str, str]) -> dict[str, Any]:
+    """Return a configuration under the names that are read here.
+
+    Raises:
+        ValueError: two names of one key have different values.
+    """
+    result = {key: value for key, value in config.items() if key not in aliases}
+    for alias, key in aliases.items():
+        if alias not in config:
+            continue
+        if key in result and result[key] != config[alias]:
+            raise ValueError(f"--hf-config: {section}{alias} = {config[alias]!r} and {section}{key} = {result[key]!r} "
+                             "are two names of one value and contradict each other: remove the wrong one")
+        result[key] = config[alias]
+    return result
+
+
 def with_defaults(config: dict[str, Any], section: str, default_type: str,
                   known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A configuration with its class defaults filled in.
@@ -80,14 +104,14 @@ def with_defaults(config: dict[str, Any], section: str, default_type: str,
         known: defaults of each supported `model_type`.
 
     Raises:
-        ValueError: another `model_type`, quantized weights, or layers whose sizes differ.
+        ValueError: another `model_type`, quantized weights, layers whose sizes differ, or as `renamed`.
     """
     model_type = config.get("model_type", default_type)
     allow(section, "model_type", model_type, tuple(known))
     refuse_quantized(config, section)
     # Sizes of single layers, by which transformers 5.19 overrides the model's.
     allow(section, "per_layer_config", config.get("per_layer_config") or None, (None,))
-    return {**known[model_type], **config, "model_type": model_type}
+    return {**known[model_type], **renamed(config, section, ALIASES.get(model_type, {})), "model_type": model_type}
 
 
 def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
@@ -119,8 +143,7 @@ def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
     }
     if model_type == "qwen3_moe":
         sizes |= {
-            # transformers 5 saves it under the second name.
-            "num_experts": text.get("num_local_experts", text["num_experts"]),
+            "num_experts": text["num_experts"],
             "moe_router_topk": text["num_experts_per_tok"],
             "moe_ffn_hidden_size": text["moe_intermediate_size"],
             "moe_router_pre_softmax": not text["norm_topk_prob"],

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap, split_rules
 from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
+from providers.common.weights import TIED_OUTPUT
 
 TEXT = (
     Style("NemotronHForCausalLM"),
@@ -19,7 +20,6 @@ TEXT = (
     Style("NemotronHForCausalLM as transformers 5 saves it", ((r"^backbone\.embeddings\.", "backbone.embedding."),)),
 )
 VLM = (Style("NemotronH_Nano_VL_V2", ((r"^", "language_model."),)),)
-TIED_OUTPUT = (r"^(language_model\.)?lm_head\.weight$", "the output layer is tied to the embedding")
 NO_MTP = (r"^(language_model\.)?mtp\.", "the configuration has no multi-token prediction")
 VLM_PARTS = (r"^(vision_model|mlp1|sound_encoder|sound_projection)\.", "a text model has no encoder")
 # z, x, B, C, dt: `mamba_in_proj_rows`.

@@ -34,16 +34,21 @@ class TextProvider(Computed):
         """None: there is only the language model."""
         return ()
 
-    def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grid and against the sequence.
+    def validate_sizes(self, config: Any) -> None:
+        """Check sizes against each other.
 
         Raises:
             ValueError: everything that does not fit, one line each, with flags, values and what would fit.
         """
-        source, config, problems = config.hf_config, self.resolved(config), Problems()
-        self.check(config, problems)
-        if not problems.found:
-            self.check_grid(config, layout.language, seq_length, problems)
+        source, problems = config.hf_config, Problems()
+        self.check(self.resolved(config), problems)
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, against the grid and against the sequence. Raises as `validate_sizes`."""
+        self.validate_sizes(config)
+        source, problems = config.hf_config, Problems()
+        self.check_grid(self.resolved(config), layout.language, seq_length, problems)
         problems.report(f"--hf-config {source}" if source else "")
 
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:

@@ -47,8 +47,8 @@ class VisionLanguageProvider(Computed):
         """The one encoder, `vision`."""
         return (VISION,)
 
-    def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grids and against the sequence.
+    def validate_sizes(self, config: Any) -> None:
+        """Check sizes against each other.
 
         Raises:
             ValueError: everything that does not fit, one line each, with flags, values and what would fit.
@@ -59,15 +59,20 @@ class VisionLanguageProvider(Computed):
         if not 0 <= config.image_token_id < config.vocab_size:
             problems.add(f"--image-token-id {config.image_token_id} must lie between 0 and --vocab-size "
                          f"{config.vocab_size} less one")
-        if not problems.found:
-            self.check_language_grid(config, layout.language, seq_length, problems)
-            for grid in layout.encoders:
-                self.check_encoder_grid(config, grid, problems)
-                if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
-                    problems.add(f"an image becomes {config.num_tokens} tokens ({image_flags(*config.image_shape)}, "
-                                 f"--vision-patch-size {config.vision_patch_size}, "
-                                 f"--vision-pixel-shuffle {config.vision_pixel_shuffle}), which leaves no room in "
-                                 f"--seq-length {seq_length}; it must be above {config.num_tokens}")
+        problems.report(f"--hf-config {source}" if source else "")
+
+    def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
+        """Check sizes against each other, the grids and the sequence. Raises as `validate_sizes`."""
+        self.validate_sizes(config)
+        source, config, problems = config.hf_config, self.resolved(config), Problems()
+        self.check_language_grid(config, layout.language, seq_length, problems)
+        for grid in layout.encoders:
+            self.check_encoder_grid(config, grid, problems)
+            if not config.vision_dynamic_resolution and config.num_tokens >= seq_length:
+                problems.add(f"an image becomes {config.num_tokens} tokens ({image_flags(*config.image_shape)}, "
+                             f"--vision-patch-size {config.vision_patch_size}, "
+                             f"--vision-pixel-shuffle {config.vision_pixel_shuffle}), which leaves no room in "
+                             f"--seq-length {seq_length}; it must be above {config.num_tokens}")
         problems.report(f"--hf-config {source}" if source else "")
 
     def token_spec(self, config: Any) -> TokenSpec:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap
+from mimo.weights.rules import Direct, Fused, PaddedRows, Repeated, Rule, Style, WeightMap
 from providers.common.decoder import DecoderConfig
 from providers.common.vision import VisionConfig
 
@@ -24,7 +24,11 @@ LLAVA_LANGUAGE = (
 )
 # Older checkpoints hold what is computed from the configuration.
 ROTARY_BUFFERS = (r"\brotary_emb\.inv_freq$", "rotary frequencies follow from the configuration")
-TIED_OUTPUT = (r"(^|\.)lm_head\.weight$", "the output layer is tied to the embedding")
+TIED_OUTPUT = Repeated(
+    r"(^|\.)lm_head\.weight$", "embedding.word_embeddings.weight",
+    "the output layer is tied to the embedding here, and transformers would take both as they are: set "
+    "\"tie_word_embeddings\": false in config.json (in text_config too, where there is one), or without --hf-config "
+    "give --untie-embeddings-and-output-weights")
 LLAVA_VISION_TENSORS = (r"^(model\.)?(vision_tower|multi_modal_projector)\.", "a text model has no encoder")
 
 LLAVA_VISION = (

@@ -193,7 +193,9 @@ def test_unknown_modules_are_named(pool: WorkerPool, checkpoint: Path) -> None:
 
 def test_another_size_lists_every_clash_at_once(pool: WorkerPool, checkpoint: Path) -> None:
     """Both modules, weights and optimizer, in one error; nothing else is done."""
-    flags = ("--ffn-hidden-size", "48", "--vision-ffn-hidden-size", "96", "--num-layers", "2", "--no-bf16")
+    flags = ("--ffn-hidden-size", "48", "--vision-ffn-hidden-size", "96", "--num-layers", "2", "--no-bf16",
+             *(word for key in ("ffn-hidden-size", "vision-ffn-hidden-size", "num-layers")
+               for word in ("--allow-difference", key)))
     found = listed(errors_of(pool, checkpoint, [unchanged], *flags)[0])
     assert found.keys() == {CLASH, LEFT}
     clashes = "\n".join(found[CLASH])
@@ -215,6 +217,44 @@ def test_damaged_files_are_named(pool: WorkerPool, checkpoint: Path) -> None:
              Write(COMMON, b"no zip"), Truncate(CHECKSUMS, 10)]
     for change, message in zip(files, errors_of(pool, checkpoint, files), strict=True):
         assert change.name in message, message
+
+
+def test_a_checkpoint_without_its_checksums_is_not_trusted(pool: WorkerPool, checkpoint: Path) -> None:
+    changes: list[Change] = [Remove(CHECKSUMS), Write(CHECKSUMS, b"{}")]
+    gone, empty = errors_of(pool, checkpoint, changes)
+    assert f"{CHECKSUMS} is missing" in gone and "--no-ckpt-verify" in gone
+    assert f"{COMMON} is damaged" in empty
+    assert pool.run(refusals, (*FLAGS, "--no-ckpt-verify"), 1, checkpoint, changes[:1], world_size=1) == [[None]]
+
+
+def test_weights_that_are_not_finite_are_named(pool: WorkerPool, checkpoint: Path) -> None:
+    key = "language.decoder.final_layernorm.weight"
+    item = next(item for item in items_of(checkpoint) if item.fqn == key)
+    (message,) = errors_of(pool, checkpoint, [Replace(item, not_a_number)])
+    assert message == f"{checkpoint}: values that are NaN or infinite in {key}"
+
+
+def not_a_number(value: torch.Tensor) -> torch.Tensor:
+    return value * torch.nan
+
+
+def test_the_newest_whole_checkpoint_before_a_damaged_one_is_named(pool: WorkerPool, checkpoint: Path,
+                                                                    tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        shutil.copytree(checkpoint, tmp_path / f"iter_000000{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    item = items_of(checkpoint)[0]
+    Flip(item)(tmp_path / "iter_0000004")
+    Remove(COMMON)(tmp_path / "iter_0000003")
+    flags = (*FLAGS, "--load", str(tmp_path))
+    hint = f"The newest whole checkpoint before it is that of iteration {{}}: give --load {tmp_path} --ckpt-step {{}}"
+    for more, step in (((), 2), (("--ckpt-step", "3"), 2)):
+        (message,) = pool.run(refusal, (*flags, *more), 1, world_size=1)
+        assert message is not None and message.endswith(hint.format(step, step)), message
+    for step in (1, 2):
+        Flip(item)(tmp_path / f"iter_000000{step}")
+    (message,) = pool.run(refusal, flags, 1, world_size=1)
+    assert message is not None and message.endswith(f"There is no whole checkpoint before it in {tmp_path}")
 
 
 def test_no_code_of_a_checkpoint_is_run(pool: WorkerPool, checkpoint: Path, tmp_path: Path) -> None:

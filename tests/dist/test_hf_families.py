@@ -113,13 +113,30 @@ def test_modules_come_from_models_of_their_own(pool: WorkerPool, saved: Saved, t
     assert found["text"] == []
 
 
+def test_values_that_a_run_cannot_start_from_are_named(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("qwen2-tied-one-key-head")
+    tensors = safetensors_of(folder)
+    embedding, bias = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"
+    for name, changes, words in (
+            ("tied", {"lm_head.weight": tensors[embedding] + 1},
+             f"values: lm_head.weight differs from {embedding}: the output layer is tied"),
+            ("same", {"lm_head.weight": tensors[embedding].clone()}, ""),
+            ("nan", {bias: torch.full_like(tensors[bias], torch.nan)}, f"values: {bias} holds NaN")):
+        (tmp_path / name).mkdir()
+        save_file(tensors | changes, tmp_path / name / "model.safetensors", {"format": "pt"})
+        (lines,) = pool.run(hf_families.load_errors, "qwen2-tied-one-key-head", str(folder), str(tmp_path / name),
+                            world_size=1)
+        assert words in "".join(lines) and bool(lines) == bool(words), lines
+
+
 def test_a_stale_output_layer_of_a_tied_base_is_not_exported(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("qwen2-tied-one-key-head")
     base = shutil.copytree(folder, tmp_path / "base")
     tensors = safetensors_of(base)
     save_file(tensors | {"lm_head.weight": torch.ones_like(tensors["model.embed_tokens.weight"])},
               base / "model.safetensors", {"format": "pt"})
-    pool.run(hf_families.logits_of, "qwen2-tied-one-key-head", str(base), (), 1, str(tmp_path / "out"), world_size=1)
+    pool.run(hf_families.export, "qwen2-tied-one-key-head", str(folder), str(tmp_path / "out"), str(base),
+             world_size=1)
     assert_same_tensors(safetensors_of(tmp_path / "out"), tensors)
 
 

@@ -21,7 +21,7 @@ import torch
 from tests.support import hf_families
 from tests.support.launch import ROOT, losses, records, torchrun
 from tests.support.spawn import WorkerPool
-from tests.support.stored import safetensors_of
+from tests.support.stored import safetensors_of, save_small_llama
 
 MOCK = ("--model-provider", "mock", "--dataset-provider", "mock", "--num-experts", "4", "--num-layers", "2")
 BATCH = tuple("--device cpu --seq-length 24 --micro-batch-size 2 --global-batch-size 4 --mock-min-length 5 "
@@ -134,22 +134,74 @@ def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) ->
         "architecture": (["import", str(tmp_path / "hf"), str(tmp_path / "save")], "BertForMaskedLM"),
         "no config.json": (["import", str(tmp_path / "full"), str(tmp_path / "save")], "--model-provider"),
     }
-    # One process: each start takes seconds.
-    code = ("import contextlib, io, json, sys\nfrom mimo.commands.main import main\nfound = {}\n"
+    for name, message in messages_of(cases).items():
+        assert cases[name][1] in message, f"{name}: {message}"
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "out").exists() and not (tmp_path / "save").exists()
+
+
+def messages_of(cases: dict[str, tuple[list[str], str]], setup: str = "") -> dict[str, str]:
+    """What each command says that ends with exit code 2, all in one process: each start takes seconds."""
+    code = (f"import contextlib, io, json, sys\nfrom mimo.commands.main import main\n{setup}\nfound = {{}}\n"
             "for name, words in json.load(sys.stdin).items():\n    error = io.StringIO()\n"
-            "    with contextlib.redirect_stderr(error):\n        code = main(words)\n"
+            "    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(error):\n"
+            "        code = main(words)\n"
             "    found[name] = code, error.getvalue()\nprint(json.dumps(found))")
     typed = json.dumps({name: words for name, (words, _) in cases.items()})
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=SETTINGS, text=True, input=typed,
                           timeout=200, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for name, (_, expected) in cases.items():
-        exit_code, message = found[name]
-        assert exit_code == 2, name
-        assert message.startswith("error: ") and expected in message, f"{name}: {message}"
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
-    assert not (tmp_path / "out").exists() and not (tmp_path / "save").exists()
+    for name, (exit_code, message) in found.items():
+        assert exit_code == 2 and message.startswith("error: "), f"{name}: {message}"
+    return {name: message for name, (_, message) in found.items()}
+
+
+def test_what_a_run_refuses_is_neither_imported_nor_exported(tmp_path: Path) -> None:
+    cases: dict[str, tuple[list[str], str]] = {}
+
+    def expect(name: str, words: str, changes: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+        save_small_llama(tmp_path / name, changes or {}, **config)
+        cases[name] = ["import", str(tmp_path / name), str(tmp_path / f"{name}-save")], words
+        return tmp_path / name
+
+    expect("nan", "values: model.norm.weight holds NaN", {"model.norm.weight": torch.tensor([1.0, torch.nan] * 4)})
+    expect("infinite", "values: model.layers.0.mlp.up_proj.weight holds -inf",
+           {"model.layers.0.mlp.up_proj.weight": torch.full((12, 8), -torch.inf)})
+    expect("large", "values: lm_head.weight holds 3.4e+38, and bfloat16 ends at 3.38953e+38",
+           {"lm_head.weight": torch.full((20, 8), 3.4e38)})
+    expect("tied", "values: lm_head.weight differs from model.embed_tokens.weight: the output layer is tied",
+           tie_word_embeddings=True)
+    expect("quantized", "quantization_config.quant_method = 'fp8'", quantization_config={"quant_method": "fp8"})
+    expect("odd", "--num-attention-heads 2 is not divisible by --num-query-groups 3", num_key_value_heads=3)
+    expect("rope", "rope_theta = 10000.0 and rope_parameters.rope_theta = 500000.0 contradict each other",
+           rope_theta=1e4, rope_parameters={"rope_theta": 5e5})
+    two = expect("two", "has model.safetensors and model.safetensors.index.json, which does not name it")
+    shutil.copyfile(two / "model.safetensors", two / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(safetensors_of(two), "model-00001-of-00001.safetensors")
+    (two / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    parts = expect("parts", "has model.safetensors and parts of other weights (model-00002-of-00003.safetensors)")
+    shutil.copyfile(parts / "model.safetensors", parts / "model-00002-of-00003.safetensors")
+    for name, message in messages_of(cases).items():
+        assert cases[name][1] in message, f"{name}: {message}"
+        assert not (tmp_path / f"{name}-save" / "release").exists(), name
+    # Larger than every file may be, which is an error of the disk as a full one is.
+    fits = {"lm_head.weight": torch.full((2000, 8), 1e6), "model.embed_tokens.weight": torch.ones(2000, 8)}
+    expect("full", "", fits, vocab_size=2000)
+    save_small_llama(tmp_path / "fits", fits, vocab_size=2000)
+    mimo("import", tmp_path / "fits", tmp_path / "save")
+    export = ["export", str(tmp_path / "save"), str(tmp_path / "out")]
+    cases = {"full": cases["full"], "full out": (export, ""), "float16": (
+        [*export, "--dtype", "float16"],
+        "with --dtype float16 (bfloat16 has the range of float32) (1 problem):\n"
+        "  values: lm_head.weight holds 999424, and float16 ends at 65504\n")}
+    small = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))"
+    full = messages_of({name: cases.pop(name) for name in ("full", "full out")}, small)
+    assert full["full"] == f"error: {tmp_path}/full-save cannot be written: File too large\n"
+    assert full["full out"] == f"error: {tmp_path}/out cannot be written: File too large\n"
+    assert list((tmp_path / "full-save").iterdir()) == []
+    assert cases["float16"][1] in messages_of(cases)["float16"]
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_inspect_tells_what_a_checkpoint_holds(save: Path) -> None:

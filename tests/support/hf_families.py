@@ -225,14 +225,15 @@ def import_error(rank: int, name: str, folder: str, source: str, save: str) -> s
     return ""
 
 
-def export(rank: int, name: str, folder: str, out: str) -> None:
-    """Load a saved model on one process and export it without a base: names and configuration are the provider's."""
+def export(rank: int, name: str, folder: str, out: str, base: str = "") -> None:
+    """Load a saved model on one process and export it; without a base, names and configuration are the provider's."""
+    from mimo.weights.export import ExportOptions
     from mimo.weights.export_model import export_model
 
     with trainer_of(flags_of(name, folder, ("--layout", "colocated") if name in LLAVA_MODELS else ()), 1) as parts:
         load(parts, model=folder)
         provider = model_provider(parts.config.model.model_provider)
-        export_model(parts.built, parts.grids, provider, parts.config.model_family, out)
+        export_model(parts.built, parts.grids, provider, parts.config.model_family, out, ExportOptions(base))
 
 
 def save_parts(rank: int, name: str, tower: str, text: str) -> None:

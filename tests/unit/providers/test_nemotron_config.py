@@ -87,8 +87,10 @@ def test_multi_token_prediction_is_built_where_the_configuration_has_it() -> Non
     assert nemotron_sizes(one)["hybrid_layer_pattern"] == f"{PATTERN}/*E"
     two = one | {"num_nextn_predict_layers": 2, "mtp_hybrid_override_pattern": "*-"}
     assert nemotron_sizes(two)["hybrid_layer_pattern"] == f"{PATTERN}/*-/*-"
-    layers = two | {"mtp_layers_block_type": ["mamba"]}
+    layers = one | {"num_nextn_predict_layers": 2, "mtp_layers_block_type": ["mamba"]}
     assert nemotron_sizes(layers)["hybrid_layer_pattern"] == f"{PATTERN}/M/M"
+    with pytest.raises(ValueError, match=r"mtp_layers_block_type = .*contradict each other"):
+        nemotron_sizes(two | {"mtp_layers_block_type": ["mamba"]})
     unused = PUBLISHED | {"num_nextn_predict_layers": 0, "mtp_layers_block_type": ["attention", "moe"]}
     assert nemotron_sizes(unused)["hybrid_layer_pattern"] == PATTERN
 
@@ -124,8 +126,8 @@ def test_old_names_and_optional_values() -> None:
     ({"num_experts_per_tok": 1}, "norm_topk_prob = True with {section}num_experts_per_tok = 1"),
     ({"num_experts_per_tok": 1, "norm_topk_prob": 1}, "norm_topk_prob = 1 with {section}num_experts_per_tok = 1"),
     ({"routed_scaling_factor": 0.0}, "routed_scaling_factor = 0.0"),
-    ({"time_step_min": 0.01}, "time_step_min = 0.01"), ({"mamba_dt_min": 0.5}, "time_step_min = 0.5"),
-    ({"conv_kernel": 3}, "conv_kernel = 3"), ({"mamba_d_conv": 2}, "conv_kernel = 2"),
+    ({"time_step_min": 0.01}, "time_step_min = 0.01"), ({"mamba_dt_min": 0.5}, "mamba_dt_min = 0.5"),
+    ({"conv_kernel": 3}, "conv_kernel = 3"), ({"mamba_d_conv": 2, "conv_kernel": 2}, "conv_kernel = 2"),
     ({"use_conv_bias": False}, "use_conv_bias = False"),
     ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
     ({"mamba_proj_bias": True}, "mamba_proj_bias = True"),
@@ -138,6 +140,9 @@ def test_old_names_and_optional_values() -> None:
     ({"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu'"), ({"mlp_bias": True}, "mlp_bias = True"),
     ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern = 'MX': symbol 'X'"),
     ({"layers_block_type": ["mamba", "moe+"]}, "layers_block_type[] = 'moe+'"),
+    ({"layers_block_type": ["mamba"]}, "layers_block_type = ['mamba'] and {section}hybrid_override_pattern = "),
+    ({"layer_types": ["mamba"]}, "layers_block_type = ['mamba'] and {section}hybrid_override_pattern = "),
+    ({"mamba_n_groups": 4}, "mamba_n_groups = 4 and {section}n_groups = 8 are two names of one value"),
     ({"hybrid_override_pattern": None}, "layers_block_type is missing"),
     ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*?"}, "mtp_hybrid_override_pattern = '*?'"),
     ({"hybrid_override_pattern": "M-", "intermediate_size": [1, 2]}, "intermediate_size = 'list'"),

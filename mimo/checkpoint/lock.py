@@ -1,0 +1,196 @@
+"""One run at a time saves into a folder. The lock says which, and a run that was killed leaves nothing to clean up.
+
+Three things tell whether the run that a lock file names still lives. Its lock on the file goes with its process, across
+machines too where the file system has such locks. On the same machine there is the process itself. Elsewhere the file's
+time says it, which the run renews every few seconds; a lock that is not renewed for a while is taken over.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+LOCK = ".lock"
+# The holder renews its file this often. One that has not for STALE_S, and runs on another machine, is taken for dead.
+RENEW_S = 5.0
+STALE_S = 30.0
+# A process that was just killed may hold its lock for a moment while it ends.
+ENDING_S = 5.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# Seconds by which two readings of a process's start may differ.
+_CLOCK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock.
+
+    Attributes:
+        host: name of its machine.
+        machine: identity of the boot and of the space of process numbers, within which `pid` means something.
+        pid: process number.
+        started_unix_s: start of the process.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started_unix_s: float
+
+    @classmethod
+    def current(cls) -> Holder:
+        """Return this process."""
+        boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+        machine = f"{boot.read_text().strip()} {space.readlink()}" if boot.exists() and space.is_symlink() else ""
+        return cls(socket.gethostname(), machine or socket.gethostname(), os.getpid(),
+                   psutil.Process().create_time())
+
+    def is_same(self, other: Holder) -> bool:
+        """Whether both are one process."""
+        return (self.machine, self.pid) == (other.machine, other.pid) and (
+            abs(self.started_unix_s - other.started_unix_s) < _CLOCK_S)
+
+    def lives_here(self) -> bool:
+        """Whether the process, which ran on this machine, still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() != psutil.STATUS_ZOMBIE and (
+                abs(process.create_time() - self.started_unix_s) < _CLOCK_S)
+        except psutil.NoSuchProcess:
+            return False
+
+    def __str__(self) -> str:
+        started = datetime.fromtimestamp(self.started_unix_s, UTC).isoformat(" ", "seconds")
+        return f"process {self.pid} on {self.host}, started {started}"
+
+
+class FolderLock:
+    """The lock of a folder of checkpoints, held from construction to `release` or the end of the process.
+
+    Args:
+        root: the folder; must be there.
+
+    Raises:
+        ValueError: another run holds it; names its process.
+        OSError: the lock file cannot be written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / LOCK
+        self._me = Holder.current()
+        self._released = threading.Event()
+        # Watched before the file is locked: closing a file gives up all locks that the process has on it.
+        holder = self._read()
+        if holder is not None and self._lives(holder):
+            raise ValueError(self._refusal(holder))
+        self._file = self._locked()
+        found = _parsed(os.pread(self._file, 4096, 0))
+        if found is not None and found != holder and not found.is_same(self._me):
+            os.close(self._file)
+            raise ValueError(self._refusal(found))  # it came in between
+        self._write(json.dumps(asdict(self._me)).encode())
+        self._thread = threading.Thread(target=self._renew, name="checkpoint lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Let other runs save into the folder."""
+        if not self._released.is_set():
+            self._released.set()
+            self._thread.join()
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+
+    def _read(self) -> Holder | None:
+        try:
+            return _parsed(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _lives(self, holder: Holder) -> bool:
+        """Whether the run that the file names still lives; may take STALE_S to find out."""
+        if holder.is_same(self._me):
+            return False  # an earlier run of this process
+        if holder.machine == self._me.machine:
+            ends = time.monotonic() + ENDING_S
+            while holder.lives_here() and time.monotonic() < ends:
+                time.sleep(0.1)
+            return holder.lives_here()
+        # By the clock of the file system, which is the only one that both machines share.
+        probe = self._path.with_name(f"{LOCK}.{self._me.host}.{self._me.pid}")
+        probe.write_bytes(b"")
+        now = probe.stat().st_mtime_ns
+        probe.unlink()
+        try:
+            seen = self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        ends = time.monotonic() + STALE_S - (now - seen) / 1e9
+        while time.monotonic() < ends:
+            time.sleep(min(RENEW_S, STALE_S) / 10)
+            try:
+                file = self._path.open("rb")  # which makes a network file system look
+            except FileNotFoundError:
+                return False
+            with file:
+                if os.fstat(file.fileno()).st_mtime_ns != seen:
+                    return True
+        return False
+
+    def _locked(self) -> int:
+        """Open the file and lock it, where its file system has locks."""
+        ends = time.monotonic() + ENDING_S
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._path.exists() and os.path.samestat(os.fstat(file), self._path.stat()):
+                    return file
+                # Its last holder has just removed it.
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return file
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    os.close(file)
+                    raise
+                if time.monotonic() > ends:
+                    holder = _parsed(os.pread(file, 4096, 0))
+                    os.close(file)
+                    raise ValueError(self._refusal(holder)) from error
+            os.close(file)
+            time.sleep(0.1)
+
+    def _write(self, content: bytes) -> None:
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, content, 0)
+        os.fsync(self._file)
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            try:
+                os.utime(self._file)
+            except OSError:
+                # The disk is away for a moment, or for good, which the next save will say.
+                continue
+
+    def _refusal(self, holder: Holder | None) -> str:
+        return (f"--save {self._path.parent}: another run saves there ({holder or 'its lock is held'}). Two runs would "
+                "overwrite each other's checkpoints: give --save another folder, or end that run first")
+
+
+def _parsed(content: bytes) -> Holder | None:
+    """Return the holder that a lock file names; None for an empty file, or one that was cut off as it was written."""
+    try:
+        values = json.loads(content)
+        return Holder(str(values["host"]), str(values["machine"]), int(values["pid"]), float(values["started_unix_s"]))
+    except (ValueError, KeyError, TypeError):
+        return None

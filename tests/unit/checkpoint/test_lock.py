@@ -1,0 +1,107 @@
+"""Two runs never save into one folder, and a run that was killed is never in the way of the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from mimo.checkpoint import lock
+from mimo.checkpoint.lock import LOCK, FolderLock, Holder
+
+HOLD = ("import os, sys, time\nfrom pathlib import Path\nfrom mimo.checkpoint.lock import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1]))\n"
+        # A loader's worker outlives the run for a moment.
+        "if sys.argv[2:] and not os.fork():\n    time.sleep(5)\n    os._exit(0)\n"
+        "print(os.getpid(), flush=True)\ntime.sleep(1000)\n")
+
+
+@contextmanager
+def another_run(root: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(root), *more], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == str(process.pid)
+        yield process
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    monkeypatch.setattr(lock, "STALE_S", 0.8)
+    monkeypatch.setattr(lock, "ENDING_S", 0.5)
+
+
+def elsewhere(root: Path) -> None:
+    """Leave a lock file as a run on another machine writes it."""
+    holder = replace(Holder.current(), host="node7", machine="another boot", pid=12)
+    (root / LOCK).write_text(json.dumps(asdict(holder)))
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *,
+                                                           has_locks: bool) -> None:
+    if not has_locks:
+        def refuse(*_: object) -> None:
+            raise OSError(lock.errno.ENOLCK, "no locks available")
+
+        monkeypatch.setattr(lock.fcntl, "lockf", refuse)
+    with another_run(tmp_path, "and", "fork") as process:
+        with pytest.raises(ValueError, match=f"--save {tmp_path}: another run saves there .process {process.pid} on "):
+            FolderLock(tmp_path)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        FolderLock(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_released_lock_is_free_and_a_process_may_take_its_own_again(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    FolderLock(tmp_path).release()
+    first.release()
+    with another_run(tmp_path) as process, pytest.raises(ValueError, match=str(process.pid)):
+        FolderLock(tmp_path)
+
+
+def test_a_lock_of_another_machine_counts_as_long_as_it_is_renewed(tmp_path: Path) -> None:
+    elsewhere(tmp_path)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.1):
+            os.utime(tmp_path / LOCK)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    with pytest.raises(ValueError, match="another run saves there .process 12 on node7, started "):
+        FolderLock(tmp_path)
+    ended.set()
+    thread.join()
+    held = FolderLock(tmp_path)
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    before = (tmp_path / LOCK).stat().st_mtime_ns
+    deadline = time.monotonic() + 20
+    while (tmp_path / LOCK).stat().st_mtime_ns == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (tmp_path / LOCK).stat().st_mtime_ns > before, "it is not renewed"
+    held.release()
+
+
+def test_an_old_lock_of_another_machine_is_taken_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "STALE_S", 1000.0)
+    elsewhere(tmp_path)
+    os.utime(tmp_path / LOCK, (1, 1))
+    FolderLock(tmp_path).release()
+    (tmp_path / LOCK).write_text('{"host": "cut of')
+    FolderLock(tmp_path).release()
+    assert not list(tmp_path.iterdir())
