@@ -14,6 +14,7 @@ import time
 from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.validate import run_world_size, validate
+from mimo.config.validate_paths import check_paths
 from mimo.grid.report import dry_run_report
 
 # Seconds that the ranks which say nothing leave to the one that speaks, far apart as they may have started.
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse(argv)
         layout = validate(config, run_world_size(config, os.environ), int(os.environ.get("RANK", "0")))
+        if speaks:
+            check_paths(config)
         if config.train.dry_run:
             report = dry_run_report(config, layout, registry.model_provider(config.model.model_provider))
             if speaks:

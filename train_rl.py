@@ -13,16 +13,19 @@ import os
 import sys
 import time
 
+from mimo import registry
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.validate import run_world_size
+from mimo.config.validate_paths import check_paths
+from mimo.rl.plan import dry_run_report
 
 # Seconds that the ranks which say nothing leave to the one that speaks, far apart as they may have started.
 SILENCE_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check, then train.
+    """Parse, check, then train or print the plan.
 
     Returns:
         The exit code: 0, 2 for a run that cannot start, or that of the trainer.
@@ -33,7 +36,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_as(RlRunConfig, argv, DESCRIPTION)
         layout = validate_rl(config, run_world_size(config, os.environ), rank)
-        # Imported late: torch and Megatron take seconds, and --help needs neither.
+        if rank == 0:
+            check_paths(config)
+        if config.train.dry_run:
+            if rank == 0:
+                print(dry_run_report(config, layout, registry.model_provider(config.model.model_provider)))
+            return 0
+        # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
         from mimo.rl.run import run
 
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.

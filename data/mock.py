@@ -78,6 +78,10 @@ class MockProvider:
 
     Config: ClassVar[type] = Config
 
+    def validate(self, config: Any, tokens: TokenSpec) -> None:
+        """Raise ValueError, naming the flag, for a configuration that cannot work."""
+        check(config, tokens)
+
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
         """Open one lane. Raises ValueError, naming the flag, for a configuration that cannot work."""
         check(config, tokens)

@@ -146,6 +146,15 @@ class DataProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class CheckedDataProvider(DataProvider, Protocol):
+    """A data provider that checks its configuration before the model is built, as it should where it reads files."""
+
+    def validate(self, config: Any, tokens: TokenSpec) -> None:
+        """Raise ValueError, naming flags and values, for what cannot work. Called before process groups exist."""
+        ...
+
+
 @dataclass(frozen=True)
 class DataRequest:
     """What a run asks of a data set that is read once for all ranks, as plain data.

@@ -206,6 +206,11 @@ def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = T
     return folder
 
 
+def is_interrupted(root: Path) -> bool:
+    """Return whether a publication has stopped halfway, which `find` with `repair` undoes."""
+    return any(root.glob(f"{_REPLACED}*"))
+
+
 def _restore_replaced(root: Path) -> None:
     """Undo a publication that stopped between moving the old checkpoint of an iteration away and the new one in."""
     for replaced in root.glob(f"{_REPLACED}*"):

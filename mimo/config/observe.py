@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+# Servers of MLflow whose URI may be a bare word, as that of a folder is.
+NO_FOLDERS = ("databricks", "databricks-uc", "uc")
+
+
+def is_folder(uri: str) -> bool:
+    """Return whether MLflow keeps the runs of a tracking URI in files: it is a path or a `file:` URI."""
+    return urlsplit(uri).scheme in ("", "file") and uri not in NO_FOLDERS
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,6 @@ def _refuse_missing(config: RlRunConfig) -> None:
     _refuse(train.encoder_prefetch_depth != 0,
             f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
             "step are not known before the present one is over; leave it out")
-    _refuse(train.dry_run, "--dry-run is for train_hetero.py, with the same grids")
     _refuse(not config.observe.timeline, "--no-timeline is for train_hetero.py: no timeline is recorded here; leave it "
             "out")
     for name in ("profile_steps", "timeline_interval", "peak_tflops"):

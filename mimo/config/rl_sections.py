@@ -33,9 +33,9 @@ class RlTrainConfig(TrainConfig):
     encoder_prefetch_depth: int = 0
     """train_hetero.py only."""
     dry_run: bool = False
-    """train_hetero.py only; it plans the same grids."""
+    """Print grids, engine, GPUs and batch, check what the flags name, then exit; needs no GPU and starts nothing."""
     world_size: int | None = None
-    """train_hetero.py only."""
+    """Trainer ranks for --dry-run; otherwise torchrun's."""
 
 
 @dataclass(frozen=True)

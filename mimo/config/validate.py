@@ -18,7 +18,7 @@ from mimo.data_request import data_request
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.reading import lanes_read_by
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, MegatronSourceProvider, RoutedDataProvider
+from mimo.protocols import LANGUAGE, CheckedDataProvider, MegatronSourceProvider, RoutedDataProvider
 
 PROJECTOR = "projector"
 
@@ -214,11 +214,18 @@ def _check_ddp(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
-    """Let a data set that is read by lanes refuse what cannot work."""
+    """Let a data set refuse what cannot work: one that is read by lanes on the ranks that read, another on all."""
     dataset = config.find_dataset(config.data.dataset_provider)
-    if not isinstance(dataset, RoutedDataProvider) or not lanes_read_by(layout, rank):
-        return
     provider, train = registry.model_provider(config.model.model_provider), config.train
+    if not isinstance(dataset, RoutedDataProvider):
+        if isinstance(dataset, CheckedDataProvider):
+            try:
+                dataset.validate(config.dataset, provider.token_spec(config.model_family))
+            except OSError as error:
+                raise ValueError(f"--dataset-provider {config.data.dataset_provider}: {error}") from error
+        return
+    if not lanes_read_by(layout, rank):
+        return
     for split in ("train", "valid") if train.eval_iters else ("train",):
         dataset.validate(config.dataset, data_request(
             layout, provider, config.model_family, micro_batch_size=train.micro_batch_size,

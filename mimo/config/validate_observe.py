@@ -14,14 +14,16 @@ def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, 
         flags: of the run.
         world_size: number of ranks.
         length: of the run in iterations; None for a dry run without one.
-        dry_run: nothing is trained, so packages may be missing here.
+        dry_run: nothing is trained, so packages may be missing here; see `check_packages`.
 
     Raises:
         ValueError: the first thing found wrong.
     """
     _check_timeline(flags)
     _check_profile(flags, world_size, length)
-    _check_trackers(flags, dry_run)
+    _check_trackers(flags)
+    if not dry_run:
+        check_packages(flags)
 
 
 def check_device(flags: ObserveConfig, device: str) -> None:
@@ -57,13 +59,18 @@ def _check_profile(flags: ObserveConfig, world_size: int, length: int | None) ->
         raise ValueError(f"--profile-ranks {flags.profile_ranks} needs --profile-steps or --memory-snapshot")
 
 
-def _check_trackers(flags: ObserveConfig, dry_run: bool) -> None:
+def check_packages(flags: ObserveConfig) -> None:
+    """Raise ValueError where a tracker's package is not installed."""
+    for flag, value, package in (("--wandb-project", flags.wandb_project, "wandb"),
+                                 ("--mlflow-uri", flags.mlflow_uri, "mlflow"),
+                                 ("--tensorboard-dir", flags.tensorboard_dir, "tensorboard")):
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave "
+                             "the flag out")
+
+
+def _check_trackers(flags: ObserveConfig) -> None:
     if flags.wandb_name is not None and flags.wandb_project is None:
         raise ValueError(f"--wandb-name {flags.wandb_name} needs --wandb-project")
     if flags.mlflow_experiment is not None and flags.mlflow_uri is None:
         raise ValueError(f"--mlflow-experiment {flags.mlflow_experiment} needs --mlflow-uri")
-    for flag, value, package in (("--wandb-project", flags.wandb_project, "wandb"),
-                                 ("--mlflow-uri", flags.mlflow_uri, "mlflow")):
-        if value is not None and not dry_run and importlib.util.find_spec(package) is None:
-            raise ValueError(f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave "
-                             "the flag out")

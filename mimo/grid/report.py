@@ -24,15 +24,19 @@ def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -
         layout: its layout.
         provider: the model provider that `config` names.
     """
-    parts = [
+    parts = [*grid_parts(config, layout, provider), _batch_lines(config, layout, provider)]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def grid_parts(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[list[str]]:
+    """Return the lines about the layout, the grids, their lanes and ranks, and the parameters, part by part."""
+    return [
         [f"layout {layout.kind}, {counted(layout.world_size, 'rank')}, {counted(layout.num_lanes, 'lane')}"],
         _grid_table(layout),
         _lane_lines(config, layout),
         _rank_map(layout),
         _parameter_table(config, layout, provider),
-        _batch_lines(config, layout, provider),
     ]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def _grid_table(layout: Layout) -> list[str]:

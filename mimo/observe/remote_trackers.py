@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
-from mimo.config.observe import ObserveConfig
+from mimo.config.observe import ObserveConfig, is_folder
 from mimo.observe.errors import within_limit
 from mimo.observe.trackers import Tracker, Value, curves
 
@@ -27,8 +26,6 @@ OPEN_LIMIT_S = 60.0
 # Seconds for the word that a run has failed.
 FAIL_LIMIT_S = 2.0
 DEFAULT_EXPERIMENT = "mimo-hetero"
-# Servers whose URI may be a bare word, as that of a folder is.
-NO_FOLDERS = ("databricks", "databricks-uc", "uc")
 
 
 # Trackers whose threads were left behind at the end.
@@ -66,11 +63,6 @@ class WandbTracker:
 
     def mark_failed(self) -> None:
         """The server sees for itself that the process is gone."""
-
-
-def is_folder(uri: str) -> bool:
-    """Whether MLflow keeps the runs of a tracking URI in files: it is a path or a `file:` URI."""
-    return urlsplit(uri).scheme in ("", "file") and uri not in NO_FOLDERS
 
 
 class MlflowTracker:

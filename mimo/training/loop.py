@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from mimo.batch import Microbatch
-from mimo.checkpoint.agree import from_first_rank, gather
+from mimo.checkpoint.agree import from_first_rank, gather, raise_together
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress
 from mimo.config.cli import to_toml
@@ -90,6 +90,9 @@ class TrainingLoop:
         stop = StopSignal(self.watchdog)
         failed = True
         try:
+            # Before the model is built, so that a data set that cannot be opened is told at once.
+            STARTUP.enter(Phase.DATA)
+            loader = self._open_training_data()
             self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
             self.moe_losses = MoeLosses(
                 self.parts.built.model, self.grids.collections.get(LANGUAGE), self.platform.device,
@@ -97,8 +100,6 @@ class TrainingLoop:
             self.meter = FlopsMeter.of(self.config, self.provider, self.grids.layout,
                                        impl=layer_impl(self.config, self.platform),
                                        device_name=self.platform.device_name)
-            STARTUP.enter(Phase.DATA)
-            loader = self._open("train", prefetch=True)
             logger = self._start(loader)
             with kept_objects():
                 stopped = self._train(loader, logger, stop, began)
@@ -131,6 +132,23 @@ class TrainingLoop:
         self.parts.built.model.destroy()
         if self.parts.communicator is not None:
             self.parts.communicator.destroy()
+
+    def _open_training_data(self) -> StepLoader:
+        """Open the training split, or stop every rank with one message. A file that is missing is the user's to name.
+
+        Raises:
+            ValueError: the data set refuses its configuration, or cannot read a file.
+        """
+        loader, error = None, None
+        try:
+            loader = self._open("train", prefetch=True)
+        except ValueError as problem:
+            error = str(problem)
+        except OSError as problem:
+            error = f"--dataset-provider {self.config.data.dataset_provider}: {problem}"
+        raise_together(self.grids, error)
+        assert loader is not None, "raised above"
+        return loader
 
     def _open(self, split: str, *, prefetch: bool) -> StepLoader:
         train = self.config.train

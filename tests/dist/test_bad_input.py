@@ -82,6 +82,16 @@ def test_a_sample_that_is_bad_on_both_sides(tmp_path: Path) -> None:
     assert message == f"sample {SECOND_BATCH}: 2 image placeholders (token id 95) but 1 images"
 
 
+def test_a_file_that_a_data_set_misses_is_told_once_and_before_the_model_is_built(tmp_path: Path) -> None:
+    done = torchrun(2, *TINY, "--dataset-provider", "tests.support.bad_data:unopened", "--run-dir", str(tmp_path),
+                    timeout_s=ENDS_WITHIN_S)
+    (found,) = errors_of(done)
+    assert found.endswith("ValueError: --dataset-provider tests.support.bad_data:unopened: [Errno 2] No such file or "
+                          "directory: 'nowhere/list.txt'")
+    own = done.stdout.partition("torch/distributed/elastic")[0]
+    assert "Traceback" not in own and "layers: " not in own
+
+
 # Told to stop
 
 def test_sigterm_to_one_worker_ends_the_run_in_order(tmp_path: Path) -> None:

@@ -80,3 +80,13 @@ cropped_image = BadProvider(_crop_image)
 fewer_images_encoded = BadProvider(_encode_fewer_images)
 another_sample_encoded = BadProvider(_encode_another_sample)
 overflow = BadProvider(_overflow)
+
+
+class UnopenedProvider(MockProvider):
+    """A data set that finds its file missing when a lane is opened."""
+
+    def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
+        raise FileNotFoundError(2, "No such file or directory", "nowhere/list.txt")
+
+
+unopened = UnopenedProvider()

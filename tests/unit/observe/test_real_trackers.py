@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mimo.observe.remote_trackers import is_folder
+from mimo.config.observe import is_folder
 from tests.support.tracked_run import CONFIG
 
 RUNS = "from tests.support.tracked_run import main\nmain()\n"

@@ -74,7 +74,7 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     with pytest.raises(SystemExit):
         parsed("--help")
     text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for flag in ("micro-batch-size", "eval-iters", "encoder-prefetch-depth", "dry-run", "world-size", "lane-loader",
+    for flag in ("micro-batch-size", "eval-iters", "encoder-prefetch-depth", "lane-loader",
                  "timeline", "timeline-interval", "profile-steps", "peak-tflops", "llm-only",
                  "no-correct-encoder-grad-for-partial-participation"):
         assert re.search(rf"--{flag}(,? [^ ]+)? train_hetero\.py only", text), flag
@@ -108,7 +108,6 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--rollout-mode one-step-off --engine-placement colocated",
      "--rollout-mode one-step-off with --engine-placement colocated: the engine cannot generate beside the update"),
     ("--hidden-dropout 0.1", "--hidden-dropout 0.1: the policy that is trained"),
-    ("--dry-run", "--dry-run is for train_hetero.py"),
     ("--updates-per-rollout 0", "--updates-per-rollout 0 is below 1"),
     ("--updates-per-rollout 3", "--updates-per-rollout 3 does not divide the 4 prompts that --global-batch-size 16"),
     ("--encoder-prefetch-depth 2", "--encoder-prefetch-depth 2 is for train_hetero.py: the prompts of the next step"),

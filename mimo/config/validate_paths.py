@@ -1,0 +1,103 @@
+"""Checks of files, folders and packages: everything that a run reads and writes, before it starts anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mimo import registry
+from mimo.checkpoint import paths
+from mimo.config.checkpoint import CheckpointConfig
+from mimo.config.observe import is_folder
+from mimo.config.rl_run import RlRunConfig
+from mimo.config.run import RunConfig
+from mimo.config.toml_file import flag_name
+from mimo.config.validate_observe import check_packages
+from mimo.observe.run_folder import RUNS
+from mimo.protocols import MegatronSourceProvider
+
+
+def check_paths(config: RunConfig) -> None:
+    """Check what the flags name on this machine. Reads no tensors, writes nothing, and imports no torch.
+
+    The data set checks its own paths, and the model family those of its configuration (`mimo.config.validate`).
+
+    Args:
+        config: the validated run.
+
+    Raises:
+        ValueError: the first thing that is missing or cannot be written, in one line with its flag.
+    """
+    flags = config.checkpoint
+    if not _has_checkpoint(flags):
+        for name in ("load_hf", "load_vision_from", "load_language_from"):
+            if vars(flags)[name]:
+                _check_weights(flag_name(name), Path(vars(flags)[name]))
+        provider = registry.model_provider(config.model.model_provider)
+        source = provider.megatron_source(config.model_family) if isinstance(provider, MegatronSourceProvider) else None
+        if source is not None:
+            _check_folder(source.flag, Path(source.path))
+    if isinstance(config, RlRunConfig):
+        if config.rl.ref_load:
+            _check_checkpoint("--ref-load", Path(config.rl.ref_load), None)
+        if config.rl.ref_load_hf:
+            _check_weights("--ref-load-hf", Path(config.rl.ref_load_hf))
+    observe = config.observe
+    check_packages(observe)
+    written = {"--save": flags.save, "--run-dir": observe.run_dir or str(RUNS),
+               "--tensorboard-dir": observe.tensorboard_dir}
+    if observe.mlflow_uri is not None and is_folder(observe.mlflow_uri):
+        written["--mlflow-uri"] = urlsplit(observe.mlflow_uri).path
+    for flag, path in written.items():
+        if path is not None:
+            _check_writable(flag, Path(path))
+
+
+def _has_checkpoint(flags: CheckpointConfig) -> bool:
+    """Return whether the run starts from a checkpoint, of its own or another. Raises ValueError for a missing one."""
+    if flags.load is None:
+        return False
+    if flags.starts_elsewhere:
+        assert flags.save is not None
+        own = paths.find(Path(flags.save), None, "--save", repair=False)
+        if own is not None and own.name != paths.RELEASE:
+            return True
+    if flags.load_is_save and (not Path(flags.load).is_dir() or paths.is_interrupted(Path(flags.load))):
+        return False
+    if flags.load_is_save:
+        return paths.find(Path(flags.load), flags.ckpt_step, repair=False) is not None
+    _check_checkpoint("--load", Path(flags.load), flags.ckpt_step)
+    return True
+
+
+def _check_checkpoint(flag: str, root: Path, step: int | None) -> None:
+    if not paths.is_interrupted(root) and paths.find(root, step, flag, repair=False) is None:
+        raise ValueError(f"{flag} {root} " + ("holds no checkpoint" if root.is_dir() else "does not exist")
+                         + ("; only where --save names the same folder does a run start fresh there"
+                            if flag == "--load" else ""))
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {folder}: there is no such folder")
+
+
+def _check_weights(flag: str, folder: Path) -> None:
+    """Refuse what is no folder of a Hugging Face model; its files are looked into when they are loaded."""
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {folder}: there is no such folder; weights are read from a local folder, never from "
+                         "a hub")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{flag} {folder}: the folder has no weights: no *.safetensors")
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Refuse a folder that cannot be made or written; whether a disk has room is only seen when it is used."""
+    place = path.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"{flag} {path}: cannot be written: {place}: Not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path}: cannot be written: {place}: Permission denied")
