@@ -7,11 +7,14 @@ that rank serves.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from mimo.protocols import DataRequest, LaneReader
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Config:
     """How turns are written: `tokenizer` (its own chat template) or a name, such as chatml or llama3."""
     image_tag_type: str = "none"
     """What stands around each image: none, internvl (<img> </img>), nvlm (<Image> </Image>), ..."""
+    append_eos: bool = False
+    """Write the end-of-sequence token after each answer, for a chat template that ends none, such as LLaVA-1.5's."""
     num_workers: int = 1
     """Energon worker processes of each lane; 0 reads in the training process, in the order of 1."""
     packing_buffer_size: int = 0
@@ -115,7 +120,12 @@ class EnergonProvider:
         train = request.split == "train"
         config = config if train else unpacked(config)
         errors = ErrorLog(config.max_bad_samples)
-        encoding = Encoding(VlmTaskEncoder(config, request, errors), errors.handler, to_sample)
+        encoder = VlmTaskEncoder(config, request, errors)
+        if train and 0 in lanes and encoder.tokenizer.rewrites_history:
+            logger.warning("%s: the chat template writes an answer differently once other turns follow; of a "
+                           "conversation with several answers, those that it has rewritten are not learned",
+                           encoder.tokenizer.name)
+        encoding = Encoding(encoder, errors.handler, to_sample)
         return EnergonReader(config, request, lanes, encoding) if train else ValidReader(
             config, request, lanes, encoding)
 

@@ -157,7 +157,9 @@ class VlmTaskEncoder(TaskEncoder):
     cookers = (Cooker(cook),)
 
     def __init__(self, config: Config, request: DataRequest, errors: ErrorLog) -> None:
-        self.tokenizer = Tokenizer(config.tokenizer, config.prompt_format, config.image_tag_type, request.tokens)
+        self.tokenizer = Tokenizer(
+            config.tokenizer, config.prompt_format, config.image_tag_type, request.tokens, append_eos=config.append_eos
+        )
         self._config = config
         self._request = request
         self._errors = errors

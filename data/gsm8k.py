@@ -9,7 +9,6 @@ test files.
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from mimo.rl.rewards.gsm8k import answer as number_of
 
 FILES = {"train": "train", "valid": "test"}
 SUFFIXES = (".jsonl", ".parquet")
-# Some templates write today's date; a prompt is to be the same every day.
-DATE = datetime.date(2024, 7, 26)
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,11 @@ class Gsm8k:
         self.end_token_id: int = self._tokenizer.eos_token_id
         padding = self._tokenizer.pad_token_id
         self.pad_token_id: int = self.end_token_id if padding is None else padding
+        if config.gsm8k_format == "chat":
+            from data.chat_template import ChatTemplate
+
+            self._template = ChatTemplate(f"--tokenizer {config.tokenizer}", str(self._tokenizer.get_chat_template()),
+                                          self._tokenizer)
         self.prompt(0)  # a template that refuses it does so now
 
     @property
@@ -110,8 +112,7 @@ class Gsm8k:
         said = f"{problem.question.strip()} {self._config.gsm8k_instruction}".strip()
         if self._config.gsm8k_format == "chat":
             text = self._chat(said)
-            # The template has written all special tokens.
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self._tokenizer(text, add_special_tokens=self._template.adds_special_tokens(text))["input_ids"]
         else:
             text = f"Question: {said}\nAnswer:"
             ids = self._tokenizer(text)["input_ids"]
@@ -138,21 +139,15 @@ class Gsm8k:
 
     def _chat(self, said: str) -> str:
         """What a user says as the template writes it, up to where the model goes on."""
-        import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            rendered, _ = render_jinja_template(
-                [[{"role": "user", "content": said}]], chat_template=self._tokenizer.get_chat_template(),
-                add_generation_prompt=True, strftime_now=DATE.strftime, enable_thinking=self._config.gsm8k_thinking,
-                **self._tokenizer.special_tokens_map)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"--tokenizer {self._config.tokenizer}: the chat template refuses a question: {error}; "
-                             "--gsm8k-format plain does without it") from error
-        if said not in rendered[0]:
+            text, _ = self._template.render([self._template.message("user", said)], add_generation_prompt=True,
+                                            enable_thinking=self._config.gsm8k_thinking)
+        except ValueError as error:
+            raise ValueError(f"{error}; --gsm8k-format plain does without it") from error
+        if said not in text:
             raise ValueError(f"--tokenizer {self._config.tokenizer}: the chat template leaves out what the user says; "
                              "give --gsm8k-format plain")
-        return str(rendered[0])
+        return text
 
 
 class Gsm8kProvider:

@@ -18,12 +18,15 @@ class PromptFormat:
     """How turns are written.
 
     Attributes:
-        template: Jinja chat template; what the model learns to write stands between {% generation %} tags.
+        template: Jinja chat template; what the model learns to write stands between {% generation %} tags. Empty
+            for the tokenizer's own.
         tokens: special tokens that the tokenizer must have, `eos_token` for its own.
+        marks: what stands before and ends each answer, in a template without {% generation %} tags.
     """
 
     template: str
     tokens: tuple[str, ...]
+    marks: tuple[str, str] | None = None
 
 
 def _headed(header: str, end: str, after: str = "", *, start: str = "", content: str = "message['content']") -> str:
@@ -47,11 +50,16 @@ _MISTRAL = (
     "{% else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 _NEMOTRON_H = (
-    "{% for message in messages %}{% set content = message['content'] | trim + '\\n' %}"
+    "{% for message in messages %}{% set content = CONTENT | trim + '\\n' %}"
     "{% if message['role'] == 'system' %}{{ '<SPECIAL_10>System\\n' + content }}"
     "{% elif message['role'] == 'user' %}{{ '<SPECIAL_11>User\\n' + content }}"
     "{% else %}{{ '<SPECIAL_11>Assistant\\n' }}{% generation %}{{ content + END }}{% endgeneration %}{{ AFTER }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<SPECIAL_11>Assistant\\n' }}{% endif %}"
+)
+# Users switch thinking on and off with words that the model is not shown.
+_WITHOUT_SWITCHES = (
+    "(message['content'] if message['role'] == 'assistant' else "
+    "message['content'].replace('/think', '').replace('/no_think', ''))"
 )
 _PLAIN = (
     _BOS + "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
@@ -86,11 +94,16 @@ PROMPT_FORMATS = {
         _headed("role | capitalize + '\\n'", "'\\n[PREFIX]'", start=_BOS), ("[PREFIX]",)
     ),
     "nemotron-h-aligned": PromptFormat(
-        _NEMOTRON_H.replace("END", "''").replace("AFTER", "''"), ("<SPECIAL_10>", "<SPECIAL_11>")
+        _NEMOTRON_H.replace("CONTENT", "message['content']").replace("END", "''").replace("AFTER", "''"),
+        ("<SPECIAL_10>", "<SPECIAL_11>"),
     ),
     "nemotron-nano-v2": PromptFormat(
-        _NEMOTRON_H.replace("END", "'<SPECIAL_12>'").replace("AFTER", "'\\n'"),
+        _NEMOTRON_H.replace("CONTENT", _WITHOUT_SWITCHES).replace("END", "'<SPECIAL_12>'").replace("AFTER", "'\\n'"),
         ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+    ),
+    # The tokenizer's own template, and what Megatron's tokenizer learns of it: all between these two.
+    "nemotron6-moe": PromptFormat(
+        "", ("<|im_start|>", "<|im_end|>"), marks=("<|im_start|>assistant\n", "<|im_end|>")
     ),
     "plain": PromptFormat(_PLAIN, ("eos_token",)),
 }

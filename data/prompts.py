@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
+from tokenizers import AddedToken
 
+from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Rendered, unused_word
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from mimo.protocols import TokenSpec
 
 IMAGE_MARKER = "<image>"
 ROLES = ("system", "user", "assistant")
+# How families of vision-language models write the token that becomes an image.
+IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|patch|>", "<|image|>")
+# Tokenizer classes of transformers that take tokenizer.json as it is.
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def content_parts(content: Any) -> list[str | None]:
@@ -51,30 +55,26 @@ def content_parts(content: Any) -> list[str | None]:
     return parts
 
 
-def _place_images(texts: Sequence[list[str | None]], tags: tuple[str, str]) -> tuple[list[str], str]:
-    """Each text with its images as markers between tags, and the marker: a word that occurs in none of the texts."""
-    literal = "".join(part for parts in texts for part in parts if part is not None)
-    number = 0
-    while (marker := f"IMAGE{number}PLACEHOLDER") in literal:
-        number += 1
-    image = f"{tags[0]}{marker}{tags[1]}"
-    return ["".join(image if part is None else part for part in parts) for parts in texts], marker
-
-
 class Tokenizer:
     """A tokenizer with a prompt format and image tags, for one model.
+
+    The whole text of a sample is tokenised at once, with its image tokens in it, as a processor of transformers does:
+    many tokenizers treat the first word of a text differently, so a text must not be cut at its images.
 
     Args:
         folder: where a Hugging Face tokenizer was saved; nothing is downloaded and none of its code is run.
         prompt_format: `tokenizer` for its own chat template, or a key of `PROMPT_FORMATS`.
         image_tag_type: a key of `IMAGE_TAGS`.
         tokens: the model's vocabulary and image placeholder.
+        append_eos: write the end-of-sequence token after each answer, for a chat template that ends none.
 
     Raises:
         ValueError: naming flags and values, for what cannot work.
     """
 
-    def __init__(self, folder: str, prompt_format: str, image_tag_type: str, tokens: TokenSpec) -> None:
+    def __init__(
+        self, folder: str, prompt_format: str, image_tag_type: str, tokens: TokenSpec, *, append_eos: bool = False
+    ) -> None:
         if image_tag_type not in IMAGE_TAGS:
             raise ValueError(f"--image-tag-type {image_tag_type}: unknown; known are {', '.join(IMAGE_TAGS)}")
         if prompt_format != "tokenizer" and prompt_format not in PROMPT_FORMATS:
@@ -88,97 +88,75 @@ class Tokenizer:
         self._backend.no_padding()
         self._tags = IMAGE_TAGS[image_tag_type]
         self._image_id = tokens.image_token_id
-        self._check_vocabulary(folder, tokens)
-        self._image_text = self._hf.decode([self._image_id]) if self._image_id in self._hf.added_tokens_decoder else ""
+        self._image_text = ""
+        self._stand_ins: dict[str, tuple[Any, str, int]] = {}
+        self._document_tags = self._tags
         self._template = self._find_template(folder, prompt_format)
-        self._tracks_answers = "endgeneration" in self._template
-        self._as_parts = False
-        self._check_template()
-
-    def _check_vocabulary(self, folder: str, tokens: TokenSpec) -> None:
-        vocabulary = self._hf.get_vocab()
-        size = max(vocabulary.values()) + 1
-        if size > tokens.vocab_size:
+        if self._image_id >= 0:
+            check_image_token(folder, self._hf, tokens, self._template.image_text)
+            if self._image_id in self._hf.added_tokens_decoder:
+                self._image_text = self._hf.added_tokens_decoder[self._image_id].content
+            self._check_images(image_tag_type)
+        elif max(self._hf.get_vocab().values()) >= tokens.vocab_size:
+            raise ValueError(too_small(folder, self._hf, tokens))
+        self._renderer = self._find_renderer(folder, prompt_format, append_eos=append_eos)
+        if self._image_text and self._image_text in self._renderer.render(PROBE).text:
             raise ValueError(
-                f"--tokenizer {folder}: has token ids up to {size - 1}, the model's --vocab-size is {tokens.vocab_size}"
-            )
-        special = {self._hf.bos_token_id, self._hf.eos_token_id, self._hf.unk_token_id}
-        ordinary = self._image_id in vocabulary.values() and self._image_id not in self._hf.added_tokens_decoder
-        if self._image_id >= 0 and (ordinary or self._image_id in special):
-            raise ValueError(
-                f"--image-token-id {self._image_id}: is {self._hf.convert_ids_to_tokens(self._image_id)!r} of "
-                f"--tokenizer {folder}, which text gives too; take an id that it does not use"
-                + (f", such as {size}" if size < tokens.vocab_size else "")
+                f"--image-token-id {self._image_id}: is {self._image_text!r}, which {self.name} writes in every "
+                "conversation; give the id of the image token"
             )
 
-    def _find_template(self, folder: str, prompt_format: str) -> str:
-        if prompt_format == "tokenizer":
+    @property
+    def rewrites_history(self) -> bool:
+        """Whether the template writes an answer differently once other turns follow, so that it is not learned."""
+        return self._renderer.rewrites_history
+
+    def _find_template(self, folder: str, prompt_format: str) -> ChatTemplate:
+        if prompt_format == "tokenizer" or not PROMPT_FORMATS[prompt_format].template:
             if not self._hf.chat_template:
-                raise ValueError(
-                    f"--tokenizer {folder}: has no chat template; give --prompt-format, one of "
-                    f"{', '.join(PROMPT_FORMATS)}"
-                )
-            return str(self._hf.get_chat_template())
-        known = self._hf.get_vocab()
-        for token in PROMPT_FORMATS[prompt_format].tokens:
-            if (self._hf.eos_token is None) if token == "eos_token" else (token not in known):
-                raise ValueError(f"--prompt-format {prompt_format}: --tokenizer {folder} has no token {token}")
-        return PROMPT_FORMATS[prompt_format].template
+                known = ", ".join(name for name, known in PROMPT_FORMATS.items() if known.template)
+                raise ValueError(f"--tokenizer {folder}: has no chat template; give --prompt-format, one of {known}")
+            template = str(self._hf.get_chat_template())
+        else:
+            template = PROMPT_FORMATS[prompt_format].template
+        if prompt_format != "tokenizer":
+            known = self._hf.get_vocab()
+            for token in PROMPT_FORMATS[prompt_format].tokens:
+                if (self._hf.eos_token is None) if token == "eos_token" else (token not in known):
+                    raise ValueError(f"--prompt-format {prompt_format}: --tokenizer {folder} has no token {token}")
+        return ChatTemplate(self.name, template, self._hf, parts=prompt_format == "tokenizer")
 
-    def _check_template(self) -> None:
-        """Find out how the template takes text, and that it works for a conversation of several turns."""
-        if "probe" not in self._render([("user", "probe")])[0]:
-            self._as_parts = True  # templates of vision models may read nothing but content parts
-            if "probe" not in self._render([("user", "probe")])[0]:
-                raise ValueError(f"{self.name}: the chat template leaves out what the user says")
-        turns = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]
-        text, spans = self._answers(turns)
-        if ["two" in text[start:end] or "four" in text[start:end] for start, end in spans] != [True, True]:
-            raise ValueError(f"{self.name}: the chat template does not write both answers of two turns")
+    def _find_renderer(self, folder: str, prompt_format: str, *, append_eos: bool) -> ConversationRenderer:
+        ends = [token.content for token in self._hf.added_tokens_decoder.values()]
+        marks = None
+        if prompt_format != "tokenizer":
+            ends += PROMPT_FORMATS[prompt_format].tokens
+            marks = PROMPT_FORMATS[prompt_format].marks
+        eos = self._hf.eos_token or ""
+        if append_eos and not eos:
+            raise ValueError(f"--append-eos: --tokenizer {folder} has no end-of-sequence token")
+        return ConversationRenderer(
+            self._template, self._image_text, [*ends, eos], eos_token=eos if append_eos else "", marks=marks
+        )
 
-    def _render(self, turns: Sequence[tuple[str, str]], add_generation_prompt: bool = False) -> tuple[str, list[Any]]:
-        """Turns (role, text) as text, and where answers stand in it if the template tells.
-
-        Raises:
-            ValueError: the template refuses the conversation.
-        """
-        messages = [
-            {"role": role, "content": [{"type": "text", "text": text}] if self._as_parts else text}
-            for role, text in turns
-        ]
-        try:
-            rendered, spans = render_jinja_template(
-                [messages],
-                chat_template=self._template,
-                return_assistant_tokens_mask=self._tracks_answers,
-                add_generation_prompt=add_generation_prompt,
-                # Some templates write today's date; the same sample must give the same tokens every day.
-                strftime_now=datetime.date(2024, 7, 26).strftime,
-                **self._hf.special_tokens_map,
+    def _check_images(self, image_tag_type: str) -> None:
+        """Compare what the template writes for an image with the flags, and take over its tags for documents."""
+        written = self._template.image_text
+        if not written:
+            return
+        if not self._image_text or written.count(self._image_text) != 1:
+            raise ValueError(
+                f"--image-token-id {self._image_id}: is {self._image_text or 'no token'!r} of {self.name}, whose chat "
+                f"template writes an image as {written!r}; give the id of the image token in it, or a --prompt-format "
+                "that writes no images itself, with --image-tag-type"
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"{self.name}: the chat template refuses the conversation: {error}") from error
-        return rendered[0], spans[0] if self._tracks_answers else []
-
-    def _answers(self, turns: Sequence[tuple[str, str]]) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered conversation, and start and end of each answer with its end of turn in it."""
-        text, spans = self._render(turns)
-        if self._tracks_answers:
-            return text, spans
-        for position, (role, content) in enumerate(turns):
-            if role != "assistant":
-                continue
-            plain = self._render(turns[:position])[0] if position else ""
-            before = self._render(turns[:position], add_generation_prompt=True)[0] if position else ""
-            after = self._render(turns[: position + 1])[0]
-            if position == 0 or not (after.startswith(before) and text.startswith(after)):
-                raise ValueError(
-                    f"{self.name}: the chat template writes a turn differently when others follow, or cannot start "
-                    f"with an answer (turn {position + 1} of {len(turns)}), so answers cannot be told apart; give "
-                    f"another --prompt-format: {', '.join(PROMPT_FORMATS)}"
-                )
-            spans.append(_answer_span(after, len(before), content.strip(), has_header=plain != before))
-        return text, spans
+        before, after = written.split(self._image_text)
+        if any(tag and tag in around for tag, around in zip(self._tags, (before, after), strict=True)):
+            raise ValueError(
+                f"--image-tag-type {image_tag_type}: the chat template of {self.name} writes an image as {written!r}, "
+                "with these tags; leave --image-tag-type at none"
+            )
+        self._document_tags = before.strip() + self._tags[0], self._tags[1] + after.strip()
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """A conversation as tokens.
@@ -195,18 +173,21 @@ class Tokenizer:
         """
         if not messages:
             raise ValueError("empty conversation")
-        turns = [_checked_turn(position, message) for position, message in enumerate(messages, 1)]
+        turns = [
+            _checked_turn(position, message, own_lines=bool(self._template.image_text))
+            for position, message in enumerate(messages, 1)
+        ]
         if not any(role == "assistant" for role, _ in turns):
             raise ValueError("no assistant turn: nothing to learn")
-        texts, marker = _place_images([parts for _, parts in turns], self._tags)
         self._check_count(sum(parts.count(None) for _, parts in turns), tiles)
-        rendered, spans = self._answers([(role, text) for (role, _), text in zip(turns, texts, strict=True)])
-        if rendered.count(marker) != len(tiles):
-            raise ValueError(f"{self.name}: the chat template writes {rendered.count(marker)} of {len(tiles)} images")
-        is_target = np.zeros(len(rendered), bool)
-        for start, end in spans:
+        rendered = self._renderer.render(turns)
+        shown = rendered.text.count(rendered.image) if rendered.image else 0
+        if shown != len(tiles):
+            raise ValueError(f"{self.name}: the chat template writes {shown} of {len(tiles)} images")
+        is_target = np.zeros(len(rendered.text), bool)
+        for start, end in rendered.answers:
             is_target[start:end] = True
-        tokens, mask = self._tokenise(rendered, marker, tiles, is_target)
+        tokens, mask = self._tokenise(rendered, is_target, self._tags, tiles)
         if not mask.any():
             raise ValueError("no assistant turn has a token to learn")
         return tokens, mask
@@ -228,14 +209,10 @@ class Tokenizer:
         if not any(part and part.strip() for part in parts):
             raise ValueError("no text")
         self._check_count(parts.count(None), tiles)
-        (text,), marker = _place_images([parts], self._tags)
-        tag_lengths = [len(tag) for tag in self._tags]
-        is_target = np.ones(len(text), bool)
-        end = -1
-        while (start := text.find(marker, end + 1)) >= 0:
-            end = start + len(marker)
-            is_target[start - tag_lengths[0] : end + tag_lengths[1]] = False
-        tokens, mask = self._tokenise(text, marker, tiles, is_target)
+        marker = unused_word("".join(part for part in parts if part is not None))
+        text = "".join(marker if part is None else part for part in parts)
+        tags = self._document_tags if tiles else ("", "")
+        tokens, mask = self._tokenise(Rendered(text, [], marker), np.ones(len(text), bool), tags, tiles)
         for token, position in ((self._hf.bos_token_id, 0), (self._hf.eos_token_id, None)):
             if token is not None:
                 at = len(tokens) if position is None else position
@@ -250,40 +227,161 @@ class Tokenizer:
             raise ValueError(f"has {len(tiles)} images, but the model takes none")
 
     def _tokenise(
-        self, text: str, marker: str, tiles: Sequence[int], is_target: np.ndarray
+        self, rendered: Rendered, is_target: np.ndarray, tags: tuple[str, str], tiles: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of `text` between its markers, and which of them have a character where `is_target`."""
-        tokens: list[int] = []
-        mask: list[bool] = []
-        targets_before = np.concatenate([[0], np.cumsum(is_target)])
-        start = 0
-        for position, piece in enumerate(text.split(marker)):
-            if position:
-                tokens += [self._image_id] * tiles[position - 1]
-                mask += [False] * tiles[position - 1]
-                start += len(marker)
-            for offset, fragment in self._fragments(piece):
-                encoding = self._backend.encode(fragment, add_special_tokens=False)
-                first = start + offset
-                tokens += encoding.ids
-                mask += [bool(targets_before[first + b] > targets_before[first + a]) for a, b in encoding.offsets]
-            start += len(piece)
-        return np.array(tokens, np.int64), np.array(mask, bool)
+        """Tokens of a text with its images in it, and which of them have a character where `is_target`.
 
-    def _fragments(self, piece: str) -> Iterator[tuple[int, str]]:
-        """A piece of text cut inside every spelling of the image token, which must not become an image there."""
-        cuts = [0, len(piece)]
-        at = piece.find(self._image_text) if self._image_text else -1
-        while at >= 0:
-            cuts.append(at + 1)
-            at = piece.find(self._image_text, at + 1)
-        for start, end in pairwise(sorted(cuts)):
-            if end > start:
-                yield start, piece[start:end]
+        Raises:
+            ValueError: the beginning or end of an answer lies inside a token.
+        """
+        places = [re.escape(word) for word in (rendered.image, rendered.spelling) if word]
+        pieces = re.split(f"({'|'.join(places)})", rendered.text) if places else [rendered.text]
+        # The image token's name in a sample's own text must not become an image.
+        spelled = self._image_text if rendered.spelling else ""
+        backend, image, image_id = self._image_token("".join(pieces[::2]) + spelled, has_images=bool(tiles))
+        texts: list[str] = []
+        masks: list[np.ndarray] = []
+        start, images = 0, iter(tiles)
+        for number, piece in enumerate(pieces):
+            target = is_target[start : start + len(piece)]
+            start += len(piece)
+            if number % 2 and piece == rendered.image:
+                piece = f"{tags[0]}{image * next(images)}{tags[1]}"
+                target = np.zeros(len(piece), bool)
+            elif number % 2:
+                piece = self._image_text
+                target = np.full(len(piece), target.any())
+            texts.append(piece)
+            masks.append(target)
+        text = "".join(texts)
+        encoding = backend.encode(text, add_special_tokens=bool(rendered.answers)
+                                  and self._template.adds_special_tokens(rendered.text))
+        tokens = np.array(encoding.ids, np.int64)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        targets_before = np.concatenate([[0], np.cumsum(np.concatenate(masks))])
+        mask = targets_before[offsets[:, 1]] > targets_before[offsets[:, 0]]
+        if rendered.answers:
+            _check_boundaries(text, offsets, np.concatenate(masks), mask)
+        is_image = tokens == image_id
+        if is_image.sum() != sum(tiles):
+            raise ValueError(f"{self.name}: tokenising the text gives {is_image.sum()} image tokens, not {sum(tiles)}")
+        tokens[is_image] = self._image_id
+        return tokens, mask & ~is_image
+
+    def _image_token(self, text: str, *, has_images: bool) -> tuple[Any, str, int]:
+        """A tokenizer for a text and the image token in it: how it is written there, and its id.
+
+        That is the tokenizer's own image token, unless it has none or the text spells its name.
+        """
+        if self._image_text not in text if self._image_text else not has_images:
+            return self._backend, self._image_text, self._image_id
+        word = next((word for word in self._stand_ins if word not in text), unused_word(text))
+        if word not in self._stand_ins:
+            self._stand_ins[word] = self._stand_in(word)
+        return self._stand_ins[word]
+
+    def _stand_in(self, word: str) -> tuple[Any, str, int]:
+        """A copy of the tokenizer whose image token is written as a word that no text has."""
+        if not self._image_text:
+            self._backend.add_special_tokens([AddedToken(word, special=True, normalized=False)])
+            return self._backend, word, self._backend.token_to_id(word)
+        saved = json.loads(self._backend.to_str())
+        for token in saved["added_tokens"]:
+            if token["id"] == self._image_id:
+                token["content"] = word
+        vocabulary = saved["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            saved["model"]["vocab"] = {
+                word if number == self._image_id else token: number for token, number in vocabulary.items()
+            }
+        elif self._image_id < len(vocabulary):
+            vocabulary[self._image_id] = [word, *vocabulary[self._image_id][1:]]
+        backend = type(self._backend).from_str(json.dumps(saved))
+        assert backend.token_to_id(word) == self._image_id, (word, backend.token_to_id(word))
+        return backend, word, self._image_id
+
+
+def _check_boundaries(text: str, offsets: np.ndarray, is_target: np.ndarray, mask: np.ndarray) -> None:
+    """Refuse a token that holds the end of a prompt and the start of an answer, or the end of one and what follows.
+
+    White space is no matter: a token " yes" behind "ASSISTANT:" is what the model gives, though the template wrote the
+    space. But nobody can prompt the model with half a token.
+    """
+    lengths = offsets[:, 1] - offsets[:, 0]
+    targets_before = np.concatenate([[0], np.cumsum(is_target)])
+    partly = targets_before[offsets[:, 1]] - targets_before[offsets[:, 0]] < lengths
+    for start, end in offsets[mask & partly]:
+        inside = is_target[start:end]
+        outside = "".join(character for character, learned in zip(text[start:end], inside, strict=True) if not learned)
+        if outside.strip():
+            raise ValueError(
+                f"the token {text[start:end]!r} holds a part of an answer and {outside!r}, which is none: the "
+                "tokenizer merges answers with what the chat template writes around them; give another --prompt-format"
+            )
+
+
+def too_small(folder: str, tokenizer: Any, tokens: TokenSpec) -> str:
+    """The error message for a vocabulary with fewer tokens than the tokenizer's."""
+    largest = max(tokenizer.get_vocab().values())
+    return f"--tokenizer {folder}: has token ids up to {largest}, the model's --vocab-size is {tokens.vocab_size}"
+
+
+def check_image_token(folder: str, tokenizer: Any, tokens: TokenSpec, image_text: str) -> None:
+    """Refuse an image token that is not the tokenizer's, or that text gives, too.
+
+    Args:
+        folder: of the tokenizer.
+        tokenizer: Hugging Face's.
+        tokens: the model's vocabulary and image placeholder.
+        image_text: what the chat template writes for an image; empty if it writes none.
+
+    Raises:
+        ValueError: naming flags and values.
+    """
+    vocabulary, image_id = tokenizer.get_vocab(), tokens.image_token_id
+    size = max(vocabulary.values()) + 1
+    if size > tokens.vocab_size:
+        raise ValueError(too_small(folder, tokenizer, tokens))
+    known = image_tokens(folder, tokenizer, image_text)
+    if known and image_id not in known.values():
+        right = " or ".join(f"{number} ({token!r})" for token, number in known.items())
+        raise ValueError(
+            f"--image-token-id {image_id}: is {tokenizer.convert_ids_to_tokens(image_id) or 'no token'!r} of "
+            f"--tokenizer {folder}, whose image token is {right}"
+        )
+    special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
+    ordinary = image_id in vocabulary.values() and image_id not in tokenizer.added_tokens_decoder
+    if ordinary or image_id in special:
+        raise ValueError(
+            f"--image-token-id {image_id}: is {tokenizer.convert_ids_to_tokens(image_id)!r} of "
+            f"--tokenizer {folder}, which text gives too; take an id that it does not use"
+            + (f", such as {size}" if size < tokens.vocab_size else "")
+        )
+
+
+def image_tokens(folder: str, tokenizer: Any, image_text: str) -> dict[str, int]:
+    """The tokens of a tokenizer that may stand for an image, with their ids: most often one, or none if it has none.
+
+    They are what its files say, else what the chat template writes for an image, else names that families use.
+    """
+    names = [tokenizer.special_tokens_map.get("image_token")]
+    saved = Path(folder) / "processor_config.json"
+    if saved.is_file():
+        names.append(json.loads(saved.read_text()).get("image_token"))
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    for candidates in (names, [name for name in IMAGE_TOKENS if name in image_text], IMAGE_TOKENS):
+        found = {name: added[name] for name in candidates if name in added}
+        if found:
+            return found
+    return {}
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The fast Hugging Face tokenizer of a folder. Raises ValueError, naming --tokenizer, where there is none."""
+    """Load the fast Hugging Face tokenizer of a folder as AutoTokenizer does, with the chat template of its processor.
+
+    Raises:
+        ValueError: there is none, or transformers would read it wrongly; names --tokenizer.
+    """
     if not folder:
         raise ValueError("--tokenizer: give the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
@@ -294,15 +392,18 @@ def load_tokenizer(folder: str) -> Any:
 
     verbosity = logging.get_verbosity()
     try:
-        if (Path(folder) / "tokenizer.json").exists():
-            # The file says all; AutoTokenizer would look for the model's own class, and every rank would wait for that
-            # import. Nor is it news that the class is another.
+        saved, named = Path(folder) / "tokenizer.json", _tokenizer_class(folder)
+        if saved.is_file() and named in GENERIC_CLASSES:
+            # AutoTokenizer gives the same after an import of many seconds, for which every rank would wait.
             logging.set_verbosity_error()
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        template = Path(folder) / "chat_template.json"
+        if template.is_file() and not template.with_suffix(".jinja").is_file():
+            tokenizer.chat_template = json.loads(template.read_text())["chat_template"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(f"--tokenizer {folder}: not a Hugging Face tokenizer: {error}") from error
     finally:
@@ -311,36 +412,60 @@ def load_tokenizer(folder: str) -> Any:
         raise ValueError(f"--tokenizer {folder}: has no tokenizer.json, whose offsets the loss mask needs")
     if not tokenizer.get_vocab():
         raise ValueError(f"--tokenizer {folder}: has no vocabulary; is it the folder of a tokenizer?")
+    if saved.is_file() and named not in GENERIC_CLASSES:
+        _check_class(folder, tokenizer, named)
     return tokenizer
 
 
-def _checked_turn(position: int, message: Any) -> tuple[str, list[str | None]]:
-    """Role and content parts of a turn. Raises ValueError for an unknown role, an empty turn, an image in an answer."""
+def _tokenizer_class(folder: str) -> str:
+    """The class that transformers uses; empty if only the model's config.json tells."""
+    path = Path(folder) / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if "auto_map" in config:  # a class in the folder itself, whose code is not run
+        return GENERIC_CLASSES[0]
+    has_model = (Path(folder) / "config.json").is_file()
+    return str(config.get("tokenizer_class") or ("" if has_model else GENERIC_CLASSES[0]))
+
+
+def _check_class(folder: str, tokenizer: Any, named: str) -> None:
+    """Refuse a tokenizer class under which ordinary text has other tokens than in tokenizer.json.
+
+    transformers builds some classes anew from the vocabulary alone. That is right for their own vocabularies, and for
+    others, such as a byte-level one under the name LlamaTokenizer, text is lost.
+    """
+    file = type(tokenizer.backend_tokenizer).from_file(str(Path(folder) / "tokenizer.json"))
+    text = "Two words, 3.14 and\n  na\u00efve lines"
+    wanted, given = (each.encode(text, add_special_tokens=False).ids for each in (file, tokenizer.backend_tokenizer))
+    if wanted != given:
+        raise ValueError(
+            f"--tokenizer {folder}: {text!r} has {len(wanted)} tokens in its tokenizer.json and other {len(given)} in "
+            f"transformers' class {named}, which tokenizer_config.json names as tokenizer_class; name "
+            f"{GENERIC_CLASSES[0]} there to use tokenizer.json as it is"
+        )
+
+
+def _checked_turn(position: int, message: Any, *, own_lines: bool) -> tuple[str, list[str | None]]:
+    """Role and content parts of a turn.
+
+    Args:
+        position: of the turn, from 1.
+        message: with `role` and `content`.
+        own_lines: the template writes images, so a line break beside the marker of one is part of the marker.
+
+    Raises:
+        ValueError: an unknown role, an empty turn, an image in an answer.
+    """
     if not isinstance(message, Mapping):
         raise ValueError(f"turn {position} is {type(message).__name__}, expected role and content")
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"turn {position}: role {role!r} is none of {', '.join(ROLES)}")
-    parts = content_parts(message.get("content"))
+    content = message.get("content")
+    if own_lines and isinstance(content, str):
+        content = re.sub(f"\n?{IMAGE_MARKER}\n?", IMAGE_MARKER, content)
+    parts = content_parts(content)
     if role == "assistant" and None in parts:
         raise ValueError(f"turn {position}: image in an answer")
     if not any(part is None or part.strip() for part in parts):
         raise ValueError(f"turn {position} ({role}) is empty")
     return str(role), parts
-
-
-def _answer_span(text: str, start: int, content: str, *, has_header: bool) -> tuple[int, int]:
-    """Where an answer stands in a text that ends with it: after the header, up to its end-of-turn token.
-
-    Args:
-        text: the conversation up to the answer, its end of turn included.
-        start: where the answer starts, by the template's generation prompt.
-        content: the answer, stripped.
-        has_header: whether the template has a generation prompt; if not, `start` may be before the answer's header.
-    """
-    at = text.find(content, start)
-    if at < 0:
-        return start, len(text)  # the template rewrites answers
-    # Line breaks behind an end-of-turn token belong to the next turn's header.
-    end = len(text.rstrip()) if text[at + len(content) :].strip() else len(text)
-    return start if has_header else at, end

@@ -11,7 +11,9 @@ import pytest
 
 from data.energon import Config, provider
 from mimo.protocols import DataRequest, RoutedDataProvider, TokenSpec
+from tests.support.chat_templates import LLAVA, QWEN3
 from tests.support.shards import text_shards
+from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
 ROOT = Path(__file__).parents[3]
 META = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
@@ -111,6 +113,22 @@ def test_validation_counts_single_samples_even_where_training_packs(digits):
 def test_flags_that_cannot_work_are_refused_by_name(digits, flags, message):
     with pytest.raises(ValueError, match=message):
         provider.validate(replace(digits, **flags), request())
+
+
+def test_a_template_that_ends_no_answer_needs_a_flag(digits, tmp_path):
+    wanted = replace(request(), tokens=TokenSpec(400, 3, 32, 3))
+    config = replace(digits, tokenizer=str(write_tokenizer(tmp_path, special=["<image>"], chat_template=LLAVA)))
+    with pytest.raises(ValueError, match="answers that never end; --append-eos"):
+        provider.validate(config, wanted)
+    provider.validate(replace(config, append_eos=True), wanted)
+
+
+def test_a_template_that_rewrites_answers_is_told_once(digits, tmp_path, caplog):
+    wanted = replace(request(), tokens=TokenSpec(400, 399, 32, 3))
+    config = replace(digits, tokenizer=str(write_tokenizer(tmp_path, special=CHATML_TOKENS, chat_template=QWEN3)))
+    provider.reader(config, wanted, [0])
+    provider.reader(config, wanted, [1])
+    assert [record.message.count("those that it has rewritten are not learned") for record in caplog.records] == [1]
 
 
 def test_packing_wants_one_row_a_microbatch(digits):

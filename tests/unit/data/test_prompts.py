@@ -1,14 +1,19 @@
 """Prompt formats, image tags and the loss mask."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+from megatron.core.tokenizers.vision.libraries.multimodal_tokenizer import MegatronMultimodalTokenizer
 from transformers import AutoTokenizer
 
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from data.prompts import Tokenizer, content_parts
 from mimo.protocols import TokenSpec
+from tests.support.chat_templates import CHATML, LLAVA, MISTRAL_V3, NEMOTRON3, QWEN2_VL, QWEN3, TRIMMING
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
 IMAGE = 390
@@ -47,8 +52,8 @@ WRITTEN = {
         "Assistant\n[blue dog\n[PREFIX]]"
     ),
     "nemotron-h-aligned": (
-        "<SPECIAL_10>System\nbe brief\n<SPECIAL_11>User\na # b\n<SPECIAL_11>Assistant\n[red cat\n]"
-        "<SPECIAL_11>User\nand #?\n<SPECIAL_11>Assistant\n[blue dog\n]"
+        "<SPECIAL_10>System\nbe brief\n<SPECIAL_11>User\na # b\n<SPECIAL_11>Assistant\n[red cat</s>]"
+        "<SPECIAL_11>User\nand #?\n<SPECIAL_11>Assistant\n[blue dog</s>]"
     ),
     "nemotron-nano-v2": (
         "<SPECIAL_10>System\nbe brief\n<SPECIAL_11>User\na # b\n<SPECIAL_11>Assistant\n[red cat\n<SPECIAL_12>]\n"
@@ -57,12 +62,18 @@ WRITTEN = {
     "plain": "<s>be brief\na # b\n[red cat</s>]\nand #?\n[blue dog</s>]",
 }
 WRITTEN |= {"qwen2p0": WRITTEN["chatml"], "qwen2p5": WRITTEN["chatml"], "nvlm-yi-34b": "<s>" + WRITTEN["chatml"]}
+WRITTEN["nemotron6-moe"] = WRITTEN["chatml"]
 WRITTEN |= {"llama3p1": WRITTEN["llama3"], "llama3p2": WRITTEN["llama3"]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), special=SPECIAL)
+
+
+@pytest.fixture(scope="module")
+def chatml_folder(tmp_path_factory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("chatml"), special=SPECIAL, chat_template=CHATML)
 
 
 def shown(tokenizer_folder: Path, tokens: np.ndarray, mask: np.ndarray) -> str:
@@ -77,20 +88,20 @@ def shown(tokenizer_folder: Path, tokens: np.ndarray, mask: np.ndarray) -> str:
     return text
 
 
-def templated(folder: Path, template: str | None) -> Tokenizer:
-    write_tokenizer(folder, special=CHATML_TOKENS, chat_template=template)
-    return Tokenizer(str(folder), "tokenizer", "none", TOKENS)
-
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+def templated(folder: Path, template: str | None, *, append_eos: bool = False, special=CHATML_TOKENS) -> Tokenizer:
+    write_tokenizer(folder, special=special, chat_template=template)
+    tokens = TOKENS
+    for token in ("<image>", "<|image_pad|>"):
+        if token in special:
+            tokens = replace(TOKENS, image_token_id=3 + list(special).index(token))
+    return Tokenizer(str(folder), "tokenizer", "none", tokens, append_eos=append_eos)
 
 
 @pytest.mark.parametrize("prompt_format", PROMPT_FORMATS)
-def test_each_format_writes_turns_and_learns_answers_with_their_end(folder, prompt_format):
-    tokens, mask = Tokenizer(str(folder), prompt_format, "none", TOKENS).encode(TALK, [1, 1])
+def test_each_format_writes_turns_and_learns_answers_with_their_end(folder, chatml_folder, prompt_format):
+    chosen = folder if PROMPT_FORMATS[prompt_format].template else chatml_folder
+    endless = prompt_format == "nemotron-h-aligned"
+    tokens, mask = Tokenizer(str(chosen), prompt_format, "none", TOKENS, append_eos=endless).encode(TALK, [1, 1])
     assert tokens.dtype == np.int64 and mask.dtype == np.bool_ and tokens.shape == mask.shape
     assert shown(folder, tokens, mask) == WRITTEN[prompt_format]
 
@@ -122,7 +133,7 @@ def test_a_template_that_takes_only_content_parts_is_given_them(tmp_path):
 
 def test_a_template_that_writes_the_last_answer_differently_is_refused_by_name(tmp_path):
     template = CHATML.replace("message['content'] +", "('' if loop.last else 'Earlier: ') + message['content'] +")
-    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}.*differently.*--prompt-format: chatml"):
+    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}.*turn 2 behind its own.*another --prompt-format"):
         templated(tmp_path, template)
 
 
@@ -153,6 +164,182 @@ def test_todays_date_is_not_written(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
     tokens, mask = templated(tmp_path, template).encode(TALK[1:3], [1])
     assert shown(tmp_path, tokens, mask).startswith("26 Jul 2024")
+
+
+VISION = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+GEMMA = ["<image>", "<start_of_turn>", "<end_of_turn>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "written"),
+    [
+        # The images first, each on a line of its own; </s> in place of the space behind an answer.
+        (LLAVA, ["<image>"], "USER: #\na   b ASSISTANT:[ red cat</s>]USER: #\nand  ? ASSISTANT:[ blue dog</s>]"),
+        (QWEN2_VL, VISION,
+         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+         "a <|vision_start|>#<|vision_end|> b<|im_end|>\n<|im_start|>assistant\n[red cat<|im_end|>]\n"
+         "<|im_start|>user\nand <|vision_start|>#<|vision_end|>?<|im_end|>\n<|im_start|>assistant\n"
+         "[blue dog<|im_end|>]\n"),
+        (TRIMMING.replace("<start_of_image>", "<image>"), GEMMA,
+         "<s><start_of_turn>user\na#b<end_of_turn>\n<start_of_turn>model\n[red cat<end_of_turn>]\n"
+         "<start_of_turn>user\nand#?<end_of_turn>\n<start_of_turn>model\n[blue dog<end_of_turn>]\n"),
+    ],
+)
+def test_a_template_that_writes_images_places_them_itself(tmp_path, template, special, written):
+    tokenizer = templated(tmp_path, template, special=special, append_eos=template is LLAVA)
+    tokens, mask = tokenizer.encode(TALK[1:], [1, 1])
+    image = AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids(
+        "<|image_pad|>" if special is VISION else "<image>")
+    assert shown(tmp_path, np.where(tokens == image, IMAGE, tokens), mask) == written
+
+
+def test_a_line_break_beside_a_marker_is_the_templates(tmp_path):
+    tokenizer = templated(tmp_path, LLAVA, special=["<image>"], append_eos=True)
+    parts = [{"type": "image"}, {"type": "text", "text": "the cat"}]
+    talks = [[{"role": "user", "content": content}, TALK[2]] for content in (parts, "<image>\nthe cat")]
+    (tokens, _), (same, _) = (tokenizer.encode(talk, [2]) for talk in talks)
+    assert tokens.tolist() == same.tolist()
+
+
+def test_a_template_that_ends_no_answer_is_refused_and_eos_can_end_them(tmp_path):
+    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}.*never end; --append-eos"):
+        templated(tmp_path, LLAVA, special=["<image>"])
+    with pytest.raises(ValueError, match=r"--append-eos: .* ends answers with '<\|im_end\|>' already"):
+        templated(tmp_path, CHATML, append_eos=True)
+
+
+def test_an_end_that_the_template_does_not_mark_is_learned_with_the_answer(tmp_path):
+    template = (
+        "{% for message in messages %}{{ message['role'] + ':' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+        "{{ '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    tokens, mask = templated(tmp_path, template).encode(TALK[1:], [1, 1])
+    assert shown(tmp_path, tokens, mask) == (
+        "user:a # b</s>\nassistant:[red cat</s>]\nuser:and #?</s>\nassistant:[blue dog</s>]\n")
+
+
+def test_an_answer_that_the_template_rewrites_later_is_history(tmp_path):
+    """Qwen3's last answer has a block of thoughts, if only an empty one; earlier answers have none."""
+    tokenizer = templated(tmp_path, QWEN3)
+    assert tokenizer.rewrites_history
+    tokens, mask = tokenizer.encode(TALK[1:3], [1])
+    user = "<|im_start|>user\na # b<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(tmp_path, tokens, mask) == f"{user}[<think>\n\n</think>\n\nred cat<|im_end|>]\n"
+    tokens, mask = tokenizer.encode(TALK[1:], [1, 1])
+    assert shown(tmp_path, tokens, mask) == (
+        f"{user}red cat<|im_end|>\n<|im_start|>user\nand #?<|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\n\n</think>\n\nblue dog<|im_end|>]\n")
+    with pytest.raises(ValueError, match="differently when other turns follow"):
+        tokenizer.encode(TALK[1:4], [1, 1])
+
+
+def test_a_template_that_asks_for_thoughts_takes_answers_with_and_without(tmp_path):
+    """Nemotron 3's generation prompt opens the thoughts; its switch for none opens and closes them."""
+    tokenizer = templated(tmp_path, NEMOTRON3)
+    head = "<|im_start|>system\n<|im_end|>\n<|im_start|>user\na # b<|im_end|>\n<|im_start|>assistant\n"
+    tokens, mask = tokenizer.encode(TALK[1:3], [1])
+    assert shown(tmp_path, tokens, mask) == f"{head}<think></think>[red cat<|im_end|>]\n"
+    thinking = {"role": "assistant", "content": "<think>\nwhy\n</think>\nred cat"}
+    tokens, mask = tokenizer.encode([TALK[1], thinking], [1])
+    assert shown(tmp_path, tokens, mask) == f"{head}<think>\n[why\n</think>\nred cat<|im_end|>]\n"
+    assert tokenizer.rewrites_history
+
+
+def test_a_template_that_drops_the_system_turn_once_an_answer_follows_is_a_bad_sample(tmp_path):
+    tokenizer = templated(tmp_path, MISTRAL_V3)
+    assert tokenizer.encode(TALK[1:], [1, 1])[1].any()
+    with pytest.raises(ValueError, match="turn 3 behind its own generation prompt"):
+        tokenizer.encode(TALK[:3], [1])
+
+
+def test_a_token_that_is_half_an_answer_is_a_bad_sample(tmp_path):
+    template = (
+        "{% for message in messages %}{{ 'catu' if message['role'] == 'user' else 'th' }}{{ message['content'] }}"
+        "{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ 'th' }}{% endif %}"
+    )
+    tokenizer = templated(tmp_path, template)
+    with pytest.raises(ValueError, match="the token 'the' holds a part of an answer and 'th'"):
+        tokenizer.encode([TALK[1], {"role": "assistant", "content": "e cat"}], [1])
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "image_id", "tags", "message"),
+    [
+        (LLAVA, ["<image>"], 390, "none", "--image-token-id 390: is 'no token' of .*image token is 3 \\('<image>'\\)"),
+        (QWEN2_VL, VISION, 5, "none",
+         r"--image-token-id 5: is '<\|vision_start\|>' of .*image token is 6 \('<\|image_pad\|>'\)"),
+        (CHATML, [*CHATML_TOKENS, "<image>"], 390, "none", "--image-token-id 390: .*image token is 5"),
+        (LLAVA, ["<pixels>"], 3, "none", r"--image-token-id 3: is '<pixels>' of .*writes an image as '<image>\\n'"),
+        (QWEN2_VL, VISION, 6, "qwen2-vl", "--image-tag-type qwen2-vl: .*leave --image-tag-type at none"),
+    ],
+)
+def test_an_image_token_that_is_not_the_tokenizers_is_refused(tmp_path, template, special, image_id, tags, message):
+    write_tokenizer(tmp_path, special=special, chat_template=template)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(str(tmp_path), "tokenizer", tags, replace(TOKENS, image_token_id=image_id),
+                  append_eos=template is LLAVA)
+
+
+def test_the_image_token_may_be_told_by_the_files_of_the_processor(tmp_path):
+    write_tokenizer(tmp_path, special=[*CHATML_TOKENS, "<pixels>"], chat_template=CHATML)
+    (tmp_path / "processor_config.json").write_text('{"image_token": "<pixels>"}')
+    with pytest.raises(ValueError, match="--image-token-id 390: .*image token is 5 \\('<pixels>'\\)"):
+        Tokenizer(str(tmp_path), "tokenizer", "none", TOKENS)
+
+
+def test_the_template_of_the_processor_is_the_one_that_is_used(tmp_path):
+    write_tokenizer(tmp_path, special=[*CHATML_TOKENS, "<image>"], chat_template=CHATML)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": LLAVA}))
+    tokens = Tokenizer(str(tmp_path), "tokenizer", "none", replace(TOKENS, image_token_id=5), append_eos=True).encode(
+        TALK[1:3], [1])[0]
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(tokens) == "USER: <image>\na   b ASSISTANT: red cat</s>"
+
+
+def test_a_document_has_the_tags_that_the_template_writes_around_images(tmp_path):
+    tokenizer = templated(tmp_path, QWEN2_VL, special=VISION)
+    tokens, mask = tokenizer.encode_document("red<image> cat", [2])
+    assert shown(tmp_path, np.where(tokens == 6, IMAGE, tokens), mask) == (
+        "<s>[red]<|vision_start|>##<|vision_end|>[ cat</s>]")
+
+
+@pytest.mark.parametrize(
+    "prompt_format",
+    ["mistral", "qwen2p0", "qwen2p5", "llama3p1", "llama3p2", "nemotron5", "nemotron5-aligned", "nemotron-nano-v2"],
+)
+def test_formats_write_what_megatrons_tokenizers_write(folder, prompt_format):
+    talk = [{"role": "system", "content": "be brief /no_think"}, *TALK[1:]]
+    talk = talk[1:] if prompt_format == "mistral" else talk  # Megatron leaves it out
+    tokens, _ = Tokenizer(str(folder), prompt_format, "internvl", TOKENS).encode(talk, [1, 1])
+    turns = [dict(turn) for turn in talk]
+    if prompt_format == "nemotron-nano-v2":
+        for turn in turns:
+            turn["content"] = turn["content"].replace("<image>", "<img><image></img>")
+        megatrons = SFTTokenizer(str(folder), prompt_format)
+        megatrons._tokenizer.add_tokens(["<image>"], special_tokens=True)
+        image = megatrons._tokenizer.convert_tokens_to_ids("<image>")
+    else:
+        megatrons = MegatronMultimodalTokenizer(str(folder), prompt_format, ["<image>"], "internvl")
+        image = megatrons.convert_tokens_to_ids("<image>")
+    wanted = megatrons.tokenize_conversation(turns, False, False)
+    assert tokens.tolist() == np.where(wanted == image, IMAGE, wanted).tolist()
+
+
+def test_prompt_format_nemotron6_moe_learns_what_megatrons_tokenizer_learns(tmp_path):
+    """Megatron learns all between these marks, of the tokenizer's own template, in every answer of a conversation."""
+    write_tokenizer(tmp_path, special=[*CHATML_TOKENS, "<image>", "<img>", "</img>"], chat_template=NEMOTRON3)
+    tokens = replace(TOKENS, image_token_id=5)
+    thinking = {"role": "assistant", "content": "<think>\nwhy\n</think>\nred cat"}
+    ids, mask = Tokenizer(str(tmp_path), "nemotron6-moe", "internvl", tokens).encode(
+        [TALK[1], thinking, *TALK[3:]], [1, 2])
+    assert shown(tmp_path, np.where(ids == 5, IMAGE, ids), mask) == (
+        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\na <img>#</img> b<|im_end|>\n<|im_start|>assistant\n"
+        "[<think></think>\nred cat<|im_end|>]\n<|im_start|>user\nand <img>##</img>?<|im_end|>\n"
+        "<|im_start|>assistant\n[<think></think>blue dog<|im_end|>]\n")
+    write_tokenizer(tmp_path / "bare", special=CHATML_TOKENS)
+    with pytest.raises(ValueError, match="has no chat template"):
+        Tokenizer(str(tmp_path / "bare"), "nemotron6-moe", "none", TOKENS)
 
 
 @pytest.mark.parametrize("kind", IMAGE_TAGS)
@@ -250,6 +437,7 @@ def test_string_content_is_cut_at_its_markers():
         ("chatml", "none", {"vocab_size": 300}, "--tokenizer .*token ids up to 318.*--vocab-size is 300"),
         ("chatml", "none", {"image_token_id": 100}, "--image-token-id 100: is .*take an id that.*such as 319"),
         ("chatml", "none", {"image_token_id": 2}, "--image-token-id 2: is '</s>'"),
+        ("chatml", "none", {"image_token_id": 4}, r"--image-token-id 4: is '<\|im_end\|>', which .* in every"),
     ],
 )
 def test_what_cannot_work_names_the_flag(folder, prompt_format, tags, tokens, message):

@@ -1,0 +1,307 @@
+"""Chat templates: conversations as text, and where the answers stand in it.
+
+A template is rendered as transformers does it. One that writes images by itself gets them as content parts, so that it
+decides on their place and on what surrounds them. Any other gets text in which a marker stands for each image.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+# Some templates write today's date; the same sample must give the same tokens every day.
+DATE = datetime.date(2024, 7, 26)
+# A template that opens an answer with its thoughts has a switch for models that do not think.
+SWITCHES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+PROBE = [("user", ["one"]), ("assistant", ["two"]), ("user", ["three"]), ("assistant", ["four"])]
+Turn = tuple[str, list[str | None]]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: what the template writes.
+        answers: start and end of each answer to learn, with the token that ends it.
+        image: stands in `text` for an image.
+        spelling: stands in `text` for the image token's name where a sample's text spells it; empty if none does.
+    """
+
+    text: str
+    answers: list[tuple[int, int]]
+    image: str
+    spelling: str = ""
+
+
+def unused_word(text: str) -> str:
+    """A word that does not occur in a text."""
+    number = 0
+    while (word := f"IMAGE{number}PLACEHOLDER") in text:
+        number += 1
+    return word
+
+
+class ChatTemplate:
+    """A Jinja chat template, and the kind of content that it takes.
+
+    Args:
+        name: the flags that chose it, for error messages.
+        template: its text.
+        tokenizer: whose special tokens it writes.
+
+        parts: whether it may be given lists of parts; False if it is known to take text alone.
+
+    Attributes:
+        as_parts: it takes the content of a turn as a list of parts.
+        image_text: what it writes for an image part; empty if it takes no images.
+        switches: values of its own switches with which it may write a generation prompt.
+
+    Raises:
+        ValueError: it leaves out what the user says.
+    """
+
+    def __init__(self, name: str, template: str, tokenizer: Any, *, parts: bool = True) -> None:
+        self.name, self._template, self._special = name, template, tokenizer.special_tokens_map
+        self._bos = tokenizer.bos_token
+        self._tracks_answers = "endgeneration" in template
+        self.switches = SWITCHES if "enable_thinking" in template else SWITCHES[:1]
+        text, image = {"type": "text", "text": "probe"}, {"type": "image"}
+        with_text, with_image = (self._probe([text]), self._probe([image, text])) if parts else ("", "")
+        self.image_text = ""
+        if with_text and with_image and with_text != with_image:
+            head = len(commonprefix([with_text, with_image]))
+            tail = len(commonprefix([with_text[head:][::-1], with_image[head:][::-1]]))
+            self.image_text = with_image[head : len(with_image) - tail]
+        self.as_parts = bool(self.image_text) or not self._probe("probe")
+        if self.as_parts and not with_text:
+            raise ValueError(f"{name}: the chat template leaves out what the user says")
+
+    def _probe(self, content: Any) -> str:
+        """The rendering of one turn; empty if the template cannot take such content or leaves out its text."""
+        try:
+            text, _ = self.render([{"role": "user", "content": content}])
+        except ValueError:
+            return ""
+        # One that knows no parts may write the list as Python or JSON does.
+        return text if "probe" in text and not re.search("""["']type["']""", text) else ""
+
+    def render(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **switches: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Write messages as text; also the start and end of each answer if the template marks them.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        try:
+            rendered, spans = render_jinja_template(
+                [messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=self._tracks_answers,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=DATE.strftime,
+                **switches,
+                **self._special,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"{self.name}: the chat template refuses the conversation: {error}") from error
+        return rendered[0], spans[0] if self._tracks_answers else []
+
+    def message(self, role: str, content: str) -> dict[str, Any]:
+        """A turn without images, with the kind of content that the template takes."""
+        return {"role": role, "content": [{"type": "text", "text": content}] if self.as_parts else content}
+
+    def adds_special_tokens(self, text: str) -> bool:
+        """Whether the tokenizer adds its special tokens, such as that of the beginning, to a conversation.
+
+        A processor of transformers has them added unless the template has written that token; a tokenizer of
+        transformers never adds any to a conversation.
+        """
+        return bool(self.image_text) and not (self._bos and text.startswith(self._bos))
+
+
+class ConversationRenderer:
+    """Write conversations with a chat template and find their answers.
+
+    Args:
+        template: what writes them.
+        image_token: how the model's image token is written; needed if the template writes images by itself.
+        end_tokens: tokens that may end an answer.
+        eos_token: written after each answer; empty if the template ends answers.
+        marks: what stands right before an answer and ends it, if that is known; else the template tells.
+
+    Attributes:
+        rewrites_history: the template writes an answer differently once other turns follow.
+
+    Raises:
+        ValueError: the template does not write answers or, without `eos_token`, does not end them.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, image_token: str, end_tokens: Sequence[str], *, eos_token: str = "",
+        marks: tuple[str, str] | None = None,
+    ) -> None:
+        self._template, self._image_token, self._eos, self._marks = template, image_token, eos_token, marks
+        self._end = ""
+        self._end = self._find_end(sorted(filter(None, end_tokens), key=len, reverse=True))
+        thoughts = "<think>\nwhy\n</think>\n\n"
+        thinking = [(role, [thoughts + parts[0]] if role == "assistant" else parts) for role, parts in PROBE]
+        self.rewrites_history = any(self._loses_answers(turns) for turns in (PROBE, thinking))
+
+    def _find_end(self, end_tokens: Sequence[str]) -> str:
+        """The token that the template writes after the last answer, without which a model would never stop."""
+        text, (*_, (start, end)) = self._answers(PROBE[:2])
+        at = text.find("two", start)
+        if at < 0 or at > end:
+            raise ValueError(f"{self._template.name}: the chat template does not write answers")
+        after = text[at + len("two") :].lstrip()
+        found = next((token for token in end_tokens if after.startswith(token)), "")
+        if found and self._eos:
+            raise ValueError(f"--append-eos: the chat template of {self._template.name} ends answers with {found!r} "
+                             "already")
+        if not found and not self._eos:
+            raise ValueError(self._endless())
+        return found
+
+    def _endless(self) -> str:
+        return (
+            f"{self._template.name}: the chat template writes no token that ends an answer, so the model would learn "
+            "answers that never end; --append-eos writes the tokenizer's end-of-sequence token after each answer, or "
+            "give another --prompt-format"
+        )
+
+    def _loses_answers(self, turns: Sequence[Turn]) -> bool:
+        """Whether one of two answers is not learned. Raises ValueError if one is learned without its end."""
+        try:
+            rendered = self.render(turns)
+        except ValueError:
+            return False  # samples with several turns are refused one by one
+        if not all(rendered.text[:end].rstrip().endswith(self._eos or self._end) for _, end in rendered.answers):
+            raise ValueError(self._endless())
+        return len(rendered.answers) < 2
+
+    def render(self, turns: Sequence[Turn]) -> Rendered:
+        """Write a conversation.
+
+        Args:
+            turns: role and content parts of each, None for an image.
+
+        Raises:
+            ValueError: the template refuses it, or its answers cannot be told apart from the rest.
+        """
+        literal = "".join(part for _, parts in turns for part in parts if part is not None)
+        word = unused_word(literal)
+        image, spelling = word, ""
+        if self._template.image_text:
+            image = self._image_token
+            spelling = word if image and image in literal else ""
+        if spelling:
+            turns = [(role, [part and part.replace(image, spelling) for part in parts]) for role, parts in turns]
+        text, answers = self._answers(turns, image)
+        if self._eos:
+            text, answers = self._end_answers(text, answers)
+        return Rendered(text, answers, image, spelling)
+
+    def _write(
+        self, turns: Sequence[Turn], image: str, *, add_generation_prompt: bool = False, **switches: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        messages = []
+        for role, parts in turns:
+            if self._template.image_text:
+                shown = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts
+                         if part != ""]
+                messages.append({"role": role, "content": shown})
+            else:
+                text = "".join(image if part is None else part for part in parts)
+                messages.append(self._template.message(role, text))
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **switches)
+
+    def _answers(self, turns: Sequence[Turn], image: str = "") -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the answers in it."""
+        text, marked = self._write(turns, image)
+        if self._marks is not None:
+            return text, self._between_marks(text, sum(role == "assistant" for role, _ in turns))
+        if not marked:
+            return text, self._behind_prompts(turns, text, image)
+        answers: list[tuple[int, int]] = []
+        for start, end in marked:
+            if answers and answers[-1][1] == start:  # parts of one answer
+                start = answers.pop()[0]
+            answers.append((start, end))
+        return text, [(start, self._end_after(text, end)) for start, end in answers]
+
+    def _between_marks(self, text: str, count: int) -> list[tuple[int, int]]:
+        assert self._marks is not None
+        before, after = map(re.escape, self._marks)
+        answers = [match.span(1) for match in re.finditer(f"{before}(.*?{after})", text, re.DOTALL)]
+        if len(answers) != count:
+            raise ValueError(f"{self._template.name}: the conversation has {count} answers, and its text has "
+                             f"{len(answers)} between {self._marks[0]!r} and {self._marks[1]!r}")
+        return answers
+
+    def _behind_prompts(self, turns: Sequence[Turn], text: str, image: str) -> list[tuple[int, int]]:
+        """Answers of a template that does not mark them: what it writes between a generation prompt and the next turn.
+
+        An answer that it writes differently once other turns follow is history: the model would never give it so.
+        """
+        answers: list[tuple[int, int]] = []
+        for position, (role, parts) in enumerate(turns):
+            if role != "assistant":
+                continue
+            last = position == len(turns) - 1
+            after = text if last else self._write(turns[: position + 1], image)[0]
+            before = self._generation_prompt(turns[:position], after, image)
+            if before is None and (last or position == 0):
+                raise ValueError(
+                    f"{self._template.name}: the chat template does not write the answer of turn {position + 1} behind "
+                    "its own generation prompt, so the prompt and the answer cannot be told apart; give another "
+                    "--prompt-format"
+                )
+            if before is None or not text.startswith(after):
+                continue
+            content = "".join(part for part in parts if part is not None).strip()
+            # Without a generation prompt, the answer's own header comes first.
+            plain = self._write(turns[:position], image)[0]
+            start = len(before) if plain != before else max(after.find(content, len(before)), len(before))
+            # Line breaks behind an end-of-turn token belong to the next turn's header.
+            answers.append((start, len(after.rstrip())))
+        if not answers:
+            raise ValueError(
+                f"{self._template.name}: the chat template writes answers differently when other turns follow, and the "
+                "conversation does not end with one"
+            )
+        return answers
+
+    def _generation_prompt(self, turns: Sequence[Turn], text: str, image: str) -> str | None:
+        """What the model is shown before it answers; None if `text`, with the answer, does not begin so."""
+        for switches in self._template.switches if turns else ():
+            prompt = self._write(turns, image, add_generation_prompt=True, **switches)[0]
+            if text.startswith(prompt):
+                return prompt
+        return None
+
+    def _end_after(self, text: str, end: int) -> int:
+        """The end of an answer, with the token that ends it even if the template does not mark that."""
+        following = text[end:].lstrip()
+        if self._end and following.startswith(self._end) and not text[:end].rstrip().endswith(self._end):
+            return len(text) - len(following) + len(self._end)
+        return end
+
+    def _end_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+        """Put the end-of-sequence token behind each answer, in place of white space that the template writes there."""
+        written, ended, at = "", [], 0
+        for start, end in answers:
+            stop = start + len(text[start:end].rstrip())
+            first = len(written) + start - at
+            written += text[at:stop] + self._eos
+            ended.append((first, len(written)))
+            at = len(text) - len(text[stop:].lstrip())
+        return written + text[at:], ended
