@@ -17,6 +17,7 @@ from mimo.protocols import ComparableProvider, ModelProvider, RecordedData, Rout
 
 # The key of `data_fields` that is no flag.
 PROGRAM = "program"
+UNUSED = "without effect"
 Differences = dict[str, tuple[Any, Any]]
 """Field -> its value in the run and in the checkpoint."""
 
@@ -103,8 +104,8 @@ def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_
     found: Differences = {}
     for module in modules:
         ours_of, theirs_of = (provider.computed_fields(one, module) for one in (resolved, theirs))
-        found |= {name: (ours_of.get(name), theirs_of.get(name)) for name in {**ours_of, **theirs_of}
-                  if ours_of.get(name) != theirs_of.get(name)}
+        found |= {name: (ours_of.get(name, UNUSED), theirs_of.get(name, UNUSED)) for name in {**ours_of, **theirs_of}
+                  if ours_of.get(name, UNUSED) != theirs_of.get(name, UNUSED)}
     return found
 
 

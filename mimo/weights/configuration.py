@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mimo.checkpoint.differences import UNUSED
 from mimo.config.toml_file import flag_name
 from mimo.protocols import ComparableProvider, ModelProvider
 
@@ -60,8 +61,8 @@ def differing_fields(provider: ComparableProvider, family_config: Any, values: M
     own = provider.resolved(family_config)
     theirs = provider.computed_fields(provider.with_hf(own, values, module), module)
     ours = provider.computed_fields(own, module)
-    return {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}
-            if ours.get(name) != theirs.get(name)}
+    return {name: (ours.get(name, UNUSED), theirs.get(name, UNUSED)) for name in {**ours, **theirs}
+            if ours.get(name, UNUSED) != theirs.get(name, UNUSED)}
 
 
 def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Path, modules: Iterable[str],
