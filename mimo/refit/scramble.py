@@ -23,7 +23,8 @@ from mimo.refit.live import finish_gathers
 from mimo.weights.pieces import ModelPiece, module_pieces
 
 # Integers of the same size, and bits of the mantissa; the exponent lies above it, and the sign is the highest bit.
-FORMATS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), torch.float32: (torch.int32, 23)}
+FORMATS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), torch.float32: (torch.int32, 23),
+           torch.float64: (torch.int64, 52)}
 # dtypes whose exponents (8 bits) have room for scaling; largest power of two to scale by.
 SCALED_DTYPES = frozenset({torch.bfloat16, torch.float32})
 EXPONENT_BITS = 8

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from vllm.v1.worker import gpu_worker
 
+from mimo.refit import checksums, receiver
 from mimo.refit import plan as planning
-from mimo.refit import receiver
 from mimo.refit.engine import RolloutEngine
 from mimo.refit.meeting import Meeting, RefitError
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
@@ -407,6 +407,25 @@ def test_a_box_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     for told in messages_of(ranks.send("policy")):
         assert "blocks.1.weight [0:3, 0:6] arrived with checksum" in told
         assert "read back from blocks.1.weight, where it was written to, it has" in told
+
+
+def test_a_tensor_that_comes_with_the_values_of_the_sync_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "MIN_ELEMENTS", 30)
+    ranks, engine = connected(1, 1, verify=True)
+    assert ranks.send("policy 0")[0].version == "policy 0"
+    stale = ranks.weights[0].tensors["blocks.3.weight"].clone()
+    (sender,) = ranks.senders
+    sender.is_changed = True
+    ranks.set(1)
+    assert ranks.send("policy 1")[0].version == "policy 1"
+    ranks.set(0)
+    assert ranks.send("policy 2")[0].version == "policy 2"
+    ranks.set(1)
+    ranks.weights[0].tensors["blocks.3.weight"] = stale
+    (told,) = messages_of(ranks.send("policy 3"))
+    assert ("worker 0: 1 tensors came with the values of the sync before, though the trainer has changed every "
+            "tensor: blocks.3.weight") in told
+    assert refuses(engine)
 
 
 def test_a_sequence_that_is_not_the_announced_one(monkeypatch: pytest.MonkeyPatch) -> None:
