@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.validate import run_world_size, validate
 from mimo.config.validate_paths import check_paths
 from mimo.grid.report import dry_run_report
-
-# Seconds that the ranks which say nothing leave to the one that speaks, far apart as they may have started.
-SILENCE_S = 30.0
+from mimo.observe.errors import command_line, refuse, report_uncaught
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.append(os.getcwd())
     speaks = os.environ.get("RANK", "0") == "0"
     try:
-        config = parse(argv)
+        with command_line():
+            config = parse(argv)
         layout = validate(config, run_world_size(config, os.environ), int(os.environ.get("RANK", "0")))
         if speaks:
             check_paths(config)
@@ -46,13 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.
         return run(config, layout)
     except ValueError as error:
-        if speaks:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
-            # torchrun ends all ranks as soon as one exits: the one that speaks has to be the first.
-            time.sleep(SILENCE_S)
-        return 2
+        return refuse(error)
 
 
 if __name__ == "__main__":
+    sys.excepthook = report_uncaught
     sys.exit(main())

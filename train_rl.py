@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 from mimo import registry
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.validate import run_world_size
 from mimo.config.validate_paths import check_paths
+from mimo.observe.errors import command_line, refuse, report_uncaught
 from mimo.rl.plan import dry_run_report
-
-# Seconds that the ranks which say nothing leave to the one that speaks, far apart as they may have started.
-SILENCE_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.append(os.getcwd())
     rank = int(os.environ.get("RANK", "0"))
     try:
-        config = parse_as(RlRunConfig, argv, DESCRIPTION)
+        with command_line():
+            config = parse_as(RlRunConfig, argv, DESCRIPTION)
         layout = validate_rl(config, run_world_size(config, os.environ), rank)
         if rank == 0:
             check_paths(config)
@@ -48,13 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.
         return run(config, layout)
     except ValueError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
-            # torchrun ends all ranks as soon as one exits: the one that speaks has to be the first.
-            time.sleep(SILENCE_S)
-        return 2
+        return refuse(error)
 
 
 if __name__ == "__main__":
+    sys.excepthook = report_uncaught
     sys.exit(main())

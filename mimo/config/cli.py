@@ -73,7 +73,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     titles = {"model_family": f"{model} model" if model in registry.MODEL_PROVIDERS else "model-family",
               "dataset": f"{dataset} data" if ":" not in str(dataset) else "dataset"}
     flags = _parse_flags(instances, titles, argv, description)
-    config = run_type(**{name: getattr(flags, name) for name in sections})
+    config = run_type(**{name: getattr(flags, name) for name in sections}).resolved()
     if flags.files.print_config:
         if _prints():
             print(to_toml(config), end="")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mimo import registry
@@ -11,6 +11,33 @@ from mimo import registry
 # vLLM samples no colder: it takes smaller temperatures for this one and only logs it (`_MAX_TEMP` of its
 # sampling_params.py), while the trainer divides by what was asked for.
 MIN_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True)
+class LossDefaults:
+    """What a policy loss uses where no flag says otherwise.
+
+    Attributes:
+        clip_ratio_low: `--clip-ratio-low`.
+        clip_ratio_high: `--clip-ratio-high`.
+        loss_aggregation: `--loss-aggregation`.
+    """
+
+    clip_ratio_low: float
+    clip_ratio_high: float
+    loss_aggregation: str
+
+
+LOSS_DEFAULTS = {
+    # The best range of arXiv:1707.06347, table 1. The mean over tokens is equation 8 of DAPO, arXiv:2503.14476, whose
+    # upper bound is --clip-ratio-high 0.28.
+    "ppo": LossDefaults(0.2, 0.2, "token-mean"),
+    # Section 5.1 and equation 5 of arXiv:2507.18071. Ratios of sequences vary far less than those of tokens.
+    "gspo": LossDefaults(3e-4, 4e-4, "seq-mean-token-mean"),
+    # Equation 4 of arXiv:2506.13585, which has no lower bound and does not tell the upper one. Weights up to 5 are the
+    # choice of ScaleRL, arXiv:2510.13786.
+    "cispo": LossDefaults(1.0, 4.0, "token-mean"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,15 +62,15 @@ class RlConfig:
     divided), rloo (against the mean of the others)."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """ppo: clipped ratio of each token; gspo: of the whole sequence; cispo: clipped ratio as a constant weight."""
-    clip_ratio_low: float = 0.2
-    """Ratios count as no less than 1 minus this; 1 with cispo: no lower bound."""
-    clip_ratio_high: float = 0.2
-    """Ratios count as no more than 1 plus this."""
+    clip_ratio_low: float | None = None
+    """Ratios count as no less than 1 minus this. Left out: 0.2 with ppo, 3e-4 with gspo, 1 (no bound) with cispo."""
+    clip_ratio_high: float | None = None
+    """Ratios count as no more than 1 plus this. Left out: 0.2 with ppo, 4e-4 with gspo, 4 with cispo."""
     dual_clip_ratio: float | None = None
     """Bound of the ratio where the advantage is negative, such as 3; left out: none."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """Mean over the global batch: of tokens, of each sequence's mean, or of each sequence's sum over
-    --loss-norm-length."""
+    --loss-norm-length. Left out: seq-mean-token-mean with gspo, else token-mean."""
     loss_norm_length: int | None = None
     """Tokens that divide a sequence's sum with --loss-aggregation seq-mean-token-sum-norm, such as the longest
     completion."""
@@ -80,6 +107,22 @@ class RlConfig:
     iterations and at the end; 0 does not evaluate."""
     eval_temperature: float = 0.0
     """Divides the logits in evaluations; 0: the likeliest token, else at least 0.01."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 a ratio counts: the flags, or else the defaults of the policy loss."""
+        low, high, defaults = self.clip_ratio_low, self.clip_ratio_high, LOSS_DEFAULTS[self.policy_loss]
+        return (defaults.clip_ratio_low if low is None else low, defaults.clip_ratio_high if high is None else high)
+
+    @property
+    def aggregation(self) -> str:
+        """`--loss-aggregation`, or else the default of the policy loss."""
+        return self.loss_aggregation or LOSS_DEFAULTS[self.policy_loss].loss_aggregation
+
+    def resolved(self) -> RlConfig:
+        """The flags with the defaults of the policy loss filled in."""
+        low, high = self.clip_range
+        return replace(self, clip_ratio_low=low, clip_ratio_high=high, loss_aggregation=self.aggregation)
 
     @property
     def importance_band(self) -> tuple[float, float]:
@@ -166,7 +209,7 @@ def _check_truncation(config: RlConfig) -> None:
 
 
 def _check_loss(config: RlConfig) -> None:
-    low, high, dual = config.clip_ratio_low, config.clip_ratio_high, config.dual_clip_ratio
+    (low, high), dual = config.clip_range, config.dual_clip_ratio
     if config.policy_loss == "cispo":
         _refuse(not 0 <= low <= 1, f"--clip-ratio-low {low} is not in [0, 1]")
         _refuse(dual is not None, f"--dual-clip-ratio {dual} is for --policy-loss ppo and gspo, not for cispo")
@@ -176,10 +219,10 @@ def _check_loss(config: RlConfig) -> None:
     _refuse(dual is not None and not _is_above(dual, 1), f"--dual-clip-ratio {dual} is not a number above 1")
     for flag, value in (("--entropy-coeff", config.entropy_coeff), ("--kl-coeff", config.kl_coeff)):
         _refuse(not _is_least(value, 0), f"{flag} {value} is not a number from 0 on")
-    length, normed = config.loss_norm_length, config.loss_aggregation == "seq-mean-token-sum-norm"
+    length, normed = config.loss_norm_length, config.aggregation == "seq-mean-token-sum-norm"
     _refuse(normed and length is None, "--loss-aggregation seq-mean-token-sum-norm needs --loss-norm-length")
     _refuse(not normed and length is not None, f"--loss-norm-length {length} is for --loss-aggregation "
-            f"seq-mean-token-sum-norm, not for {config.loss_aggregation}")
+            f"seq-mean-token-sum-norm, not for {config.aggregation}")
     _refuse(length is not None and length < 1, f"--loss-norm-length {length} is below 1")
 
 

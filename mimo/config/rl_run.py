@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from mimo import registry
 from mimo.config import rl
@@ -43,6 +43,10 @@ class RlRunConfig(RunConfig):
     observe: RlObserveConfig = field(default_factory=RlObserveConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    @override
+    def resolved(self) -> RlRunConfig:
+        return replace(self, rl=self.rl.resolved())
 
     @staticmethod
     def find_dataset(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mimo import registry
 from mimo.config.checkpoint import CheckpointConfig
@@ -46,6 +46,10 @@ class RunConfig:
     def lane_rows(self) -> int:
         """Rows of a lane's microbatch, which encoder ranks share where several serve one lane."""
         return self.train.micro_batch_size
+
+    def resolved(self) -> Self:
+        """The configuration with defaults filled in that depend on other flags."""
+        return self
 
     @staticmethod
     def find_dataset(name: str) -> Any:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 STDERR_FD = 2
 # Seconds that an exit waits for its output to be taken: a full pipe that nobody reads must not keep the process alive.
 WRITE_LIMIT_S = 5.0
+# Seconds for which the other ranks leave a refusal before the start to rank 0: they may have started far apart.
+SILENCE_S = 30.0
+# Seconds for which a rank that stops because of another one lets that one end first: torchrun's summary has the
+# processes that have ended when it notices the first, and it ends the others then.
+ECHO_DELAY_S = 5.0
 # What gloo and NCCL say of a rank whose process has ended.
 LOST_RANK_MARKS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
@@ -64,6 +74,80 @@ def _copy(text: str, path: Path) -> str:
     return ""
 
 
+def write_error_file(message: str, *, is_cause: bool = True) -> None:
+    """Leave a message for torchrun's summary, where torchrun has asked for one. The first message stays.
+
+    The file has the format of `torch.distributed.elastic.multiprocessing.errors`. The summary calls the failure with
+    the earliest time, in whole seconds, the root cause. So the time is rounded down on the rank that met the error and
+    up on ranks that stop because of it.
+
+    Args:
+        message: what to show.
+        is_cause: whether this rank met the error itself.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return
+    stamp = int(time.time()) + (0 if is_cause else 1)
+    text = json.dumps({"message": {"message": message.strip(), "extraInfo": {"timestamp": str(stamp)}}})
+    within_limit(lambda: _write_first(text, Path(name)))
+
+
+def _write_first(text: str, path: Path) -> None:
+    """Write a file in one step, unless it is there. The launcher fails on half a file, and does without one."""
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+
+
+def _is_launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def refuse(error: ValueError) -> int:
+    """Report why a run cannot start and return the exit code. Only for errors before any process group exists.
+
+    Every rank usually finds the same error, and rank 0 reports it. The others wait, because torchrun ends them once
+    rank 0 has exited; one that is not ended has met an error of its own and reports it.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    write_error_file(f"error: {error}", is_cause=rank == 0)
+    if rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif _is_launched():
+        time.sleep(SILENCE_S)
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+@contextlib.contextmanager
+def command_line() -> Iterator[None]:
+    """Context in which a command line is parsed. Under torchrun a mistake in it is also in torchrun's summary."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said) if _is_launched() else contextlib.nullcontext():
+            yield
+    except SystemExit as ended:
+        rank = int(os.environ.get("RANK", "0"))
+        if ended.code:
+            write_error_file(said.getvalue() or "the command line cannot be read; rank 0 reports why",
+                             is_cause=rank == 0)
+            if rank != 0 and _is_launched():
+                time.sleep(SILENCE_S)
+        raise
+    finally:
+        sys.stderr.write(said.getvalue())
+
+
+def report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Leave the traceback of an uncaught exception for torchrun's summary and print it; for `sys.excepthook`."""
+    write_error_file("".join(traceback.format_exception(kind, error, trace)))
+    sys.__excepthook__(kind, error, trace)
+
+
 def exit_now(code: int) -> NoReturn:
     """Leave the process with `code`: no `atexit`, no join, no process group tear-down, any of which can hang."""
     within_limit(_flush_streams)
@@ -81,6 +165,21 @@ def _raised_at(error: BaseException) -> str:
 
 class ReportedElsewhereError(RuntimeError):
     """This rank stops because of an error that another rank can name, and does."""
+
+
+def _is_caused_elsewhere(error: BaseException) -> bool:
+    """Whether this rank stops only because another one has failed."""
+    return isinstance(error, ReportedElsewhereError) or _is_lost_rank(error)
+
+
+def _let_the_cause_end_first() -> None:
+    """Wait, so that the rank which met the error is the first that torchrun sees end."""
+    if not _is_launched():
+        return
+    if threading.current_thread() is threading.main_thread():
+        # The run's own handler would let this process go on; torchrun's SIGTERM has to end it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(ECHO_DELAY_S)
 
 
 def _is_lost_rank(error: BaseException) -> bool:
@@ -124,7 +223,11 @@ class FailFast:
         if isinstance(error, KeyboardInterrupt):
             write_report(f"interrupted: {self.who}\n")
             exit_now(130)
-        write_report(format_error(self.who, error))
+        block, is_cause = format_error(self.who, error), not _is_caused_elsewhere(error)
+        write_error_file(block, is_cause=is_cause)
+        write_report(block)
+        if not is_cause:
+            _let_the_cause_end_first()
         exit_now(1)
 
 
@@ -132,6 +235,8 @@ def fail_fast(who: str) -> FailFast:
     """Context of a rank's whole run: an exception inside is printed in one block and ends the process with code 1.
 
     Nothing is waited for, so the other ranks learn of the failure from the launcher at once and not from a timeout.
+    Under torchrun the block is also in its summary, and a rank that stops because of another one lets that one end
+    first, so that the summary names the right rank.
     SystemExit passes through; an interrupt from the keyboard exits with code 130.
 
     Args:

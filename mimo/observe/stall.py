@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from mimo.grid.spec import Layout
-from mimo.observe.errors import write_report
+from mimo.observe.errors import write_error_file, write_report
 from mimo.observe.stall_processes import own_process, show_stacks_on_signal
 from mimo.observe.stall_status import RankProcess, RankStatus
 from mimo.observe.stall_store import Processes, StallStore, Statuses
@@ -38,7 +38,9 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_tim
 
     def write(statuses: Statuses, processes: Processes) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        write_report(write_summary(statuses, processes, places, stamp), folder / SUMMARY_FILE)
+        summary = write_summary(statuses, processes, places, stamp)
+        write_error_file(summary)
+        write_report(summary, folder / SUMMARY_FILE)
 
     process = own_process(grids.rank)
     show_stacks_on_signal()

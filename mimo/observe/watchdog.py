@@ -16,7 +16,14 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from mimo.observe import stall_status
-from mimo.observe.errors import STDERR_FD, WRITE_LIMIT_S, exit_now, within_limit, write_report
+from mimo.observe.errors import (
+    STDERR_FD,
+    WRITE_LIMIT_S,
+    exit_now,
+    within_limit,
+    write_error_file,
+    write_report,
+)
 from mimo.observe.stall_processes import end_processes, stopped_siblings
 from mimo.observe.stall_stack import find_blocked, stack_lines
 from mimo.observe.stall_status import RankProcess, RankStatus, format_ranks, format_schedule
@@ -374,6 +381,9 @@ class Watchdog:
                 write_report(f"{self.who} knows of no summary of the stall: there is no answer from "
                              f"{conclusion.holder}\n")
             end_processes(silent or ())
+        # Where this rank has written the summary, that stays.
+        write_error_file(f"stall: {self.describe()} ends; the summary of the stall says which rank it waits for",
+                         is_cause=conclusion is None)
         for action in self.at_stall:
             within_limit(action)
         exit_now(STALL_EXIT_CODE)

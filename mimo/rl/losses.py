@@ -96,7 +96,7 @@ def loss_metrics(totals: Totals) -> dict[str, float]:
 
 def loss_count(config: RlConfig, completion_lengths: Sequence[int]) -> int:
     """The divisor of a batch whose completions have so many tokens: the sum of those of `token_weights`."""
-    return sum(completion_lengths) if config.loss_aggregation == "token-mean" else len(completion_lengths)
+    return sum(completion_lengths) if config.aggregation == "token-mean" else len(completion_lengths)
 
 
 def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +112,7 @@ def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tenso
         float32 `[t]`, 0 where no token was sampled; int32 scalar.
     """
     ones = torch.ones_like(sampled.mask, dtype=torch.float32)
-    kind = config.loss_aggregation
+    kind = config.aggregation
     if kind == "token-mean":
         return sampled.masked(ones), sampled.mask.sum(dtype=torch.int32)
     lengths = sampled.lengths()
@@ -139,7 +139,8 @@ def _policy_terms(
     if config.policy_loss == "gspo":
         log_ratio = sampled.spread(sampled.sequence_means(log_ratio))
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
+    clip_low, clip_high = config.clip_range
+    low, high = 1 - clip_low, 1 + clip_high
     clipped_ratio = ratio.clamp(low, high)
     dual = torch.zeros_like(sampled.mask)
     if config.policy_loss == "cispo":

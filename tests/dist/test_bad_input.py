@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import find_worker, finish, records, start_torchrun, torchrun
+from tests.support.launch import ROOT, find_worker, finish, records, start_torchrun, torchrun, wait_for_steps
 
 TINY = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --seq-length 64 --global-batch-size 4
 --train-iters 3 --watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
@@ -28,18 +28,28 @@ def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("error", "stall", "interrupted"))]
 
 
+def root_cause(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
+    """The rank and the message that torchrun's summary shows as the cause."""
+    summary = done.stdout.rpartition("Root Cause (first observed failure):")[2]
+    return int(re.findall(r"^  rank      : (\d+)", summary, re.M)[0]), summary.partition("traceback : ")[2]
+
+
 # Refused before any process group exists
 
 @pytest.mark.parametrize(("flags", "named"), [
     ("--model-provider nowhere:family", "--model-provider nowhere:family"),
     ("--llm-tp 2", "--llm-tp 2"),
     ("--layout colocated --encoder-tp 2 --llm-tp 2 --num-attention-heads 3", "--num-attention-heads 3"),
+    pytest.param("--no-such-flag 3", "--no-such-flag", marks=pytest.mark.slow),
 ])
 def test_flags_that_cannot_work(flags: str, named: str, tmp_path: Path) -> None:
     done = torchrun(2, *TINY, *flags.split(), "--run-dir", str(tmp_path), timeout_s=ENDS_WITHIN_S)
     assert done.returncode != 0
-    (message,) = errors_of(done)
-    assert named in message
+    if "such" not in named:  # of what cannot be parsed, the parser has its own form
+        (message,) = errors_of(done)
+        assert named in message
+    rank, message = root_cause(done)
+    assert rank == 0 and named in message
     assert not list(tmp_path.iterdir())
 
 
@@ -68,7 +78,10 @@ def test_a_bad_sample(fault: str, tmp_path: Path) -> None:
     assert done.returncode != 0
     (found,) = errors_of(done)
     assert found.startswith(f"error on {rank}") and "ValueError" in found
-    assert re.search(message if ".*" in message else re.escape(message), found)
+    pattern = message if ".*" in message else re.escape(message)
+    assert re.search(pattern, found)
+    root, told = root_cause(done)
+    assert rank.startswith(f"rank {root} ") and re.search(pattern, told)
     assert [record["iteration"] for record in records(tmp_path)] == [1], "the step before was taken, none after"
 
 
@@ -90,6 +103,31 @@ def test_a_file_that_a_data_set_misses_is_told_once_and_before_the_model_is_buil
                           "directory: 'nowhere/list.txt'")
     own = done.stdout.partition("torch/distributed/elastic")[0]
     assert "Traceback" not in own and "layers: " not in own
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_the_cause_and_not_the_rank_that_misses_it(tmp_path: Path) -> None:
+    process = start_torchrun(2, *TINY, "--train-iters", "100000", "--run-dir", str(tmp_path))
+    wait_for_steps(tmp_path, process)
+    os.kill(find_worker(process.pid, 1), signal.SIGKILL)
+    done = finish(process, ENDS_WITHIN_S)
+    assert done.returncode != 0
+    rank, told = root_cause(done)
+    assert rank == 1 and "Signal 9 (SIGKILL)" in told
+
+
+@pytest.mark.slow
+def test_a_refusal_of_one_rank_alone_is_told(tmp_path: Path) -> None:
+    """Rank 0 finds nothing wrong, and waits for the others."""
+    (tmp_path / "one_rank.py").write_text(
+        "import os\nfrom data.mock import provider\n"
+        "if os.environ['RANK'] == '1':\n    raise ValueError('this node lacks its data')\n")
+    done = torchrun(2, *TINY, "--dataset-provider", "one_rank:provider", "--run-dir", str(tmp_path / "run"),
+                    timeout_s=ENDS_WITHIN_S, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode != 0
+    rank, told = root_cause(done)
+    assert rank == 1 and "this node lacks its data" in told
+    assert "this node lacks its data" in done.stdout.partition("Root Cause")[0]
 
 
 # Told to stop

@@ -78,7 +78,8 @@ def test_log_probs_and_entropy_of_columns_over_ranks_are_those_of_one_process(
     torch.testing.assert_close(gradient[..., :VOCAB].double(), wide.grad, **tolerance)
 
 
-PPO = RlConfig(dual_clip_ratio=2.0, kl_coeff=0.1, entropy_coeff=0.01, temperature=0.8, max_tokens_per_microbatch=24)
+PPO = RlConfig(clip_ratio_low=0.2, clip_ratio_high=0.2, dual_clip_ratio=2.0, kl_coeff=0.1, entropy_coeff=0.01,
+               temperature=0.8, max_tokens_per_microbatch=24)
 LOSSES = {
     "ppo": PPO,
     "gspo": dataclasses.replace(PPO, policy_loss="gspo", loss_aggregation="seq-mean-token-mean", kl_type="k2",

@@ -35,6 +35,21 @@ def one_token(ratio, advantage, **fields):
     return total.item(), torch.autograd.grad(total, log_prob)[0].item(), {k: v.item() for k, v in totals.sums.items()}
 
 
+def test_what_is_left_out_is_as_the_paper_of_the_loss_has_it():
+    """Sequences whose ratios are 1.001 and 0.999: within the range of a token's, outside of that of a sequence's."""
+    batch = batch_of([3, 2], [True] * 5, [1.0, -1.0], [-1.0] * 5)
+    log_probs = torch.tensor([-0.999] * 3 + [-1.001] * 2, dtype=torch.float64)
+    total, count, totals = policy_loss(config(policy_loss="gspo"), batch, log_probs)
+    assert (count.item(), totals.sums["clipped_high"].item(), totals.sums["clipped_low"].item()) == (2, 3, 2)
+    assert total.item() == pytest.approx(-(1 + 4e-4) + (1 - 3e-4), abs=1e-6)
+    total, count, totals = policy_loss(config(), batch, log_probs)
+    assert (count.item(), totals.sums["clipped_high"].item(), totals.sums["clipped_low"].item()) == (5, 0, 0)
+    assert total.item() == pytest.approx(-3 * math.exp(1e-3) + 2 * math.exp(-1e-3), abs=1e-6)
+    for ratio, cut in ((0.01, 0.0), (4.9, 0.0), (5.1, 1.0)):
+        sums = one_token(ratio, 1.0, policy_loss="cispo")[2]
+        assert (sums["clipped_low"], sums["clipped_high"]) == (0.0, cut), ratio
+
+
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped"), [
     (1.0, 2.0, -2.0, -2.0, None),
     (1.1, 2.0, -2.2, -2.2, None),
@@ -66,7 +81,7 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage():
 @pytest.mark.parametrize(("ratio", "advantage", "weight"), [(1.0, 2.0, 1.0), (3.0, 2.0, 1.2), (0.5, 2.0, 0.8),
                                                             (3.0, -2.0, 1.2), (0.5, -2.0, 0.8)])
 def test_cispo_keeps_the_gradient_of_clipped_tokens(ratio, advantage, weight):
-    got, slope, sums = one_token(ratio, advantage, policy_loss="cispo")
+    got, slope, sums = one_token(ratio, advantage, policy_loss="cispo", clip_ratio_low=0.2, clip_ratio_high=0.2)
     assert slope == pytest.approx(-weight * advantage, rel=1e-6)
     assert got == pytest.approx(weight * advantage, rel=1e-6)  # -w A log p, log p = -1
     assert (sums["clipped_high"], sums["clipped_low"]) == (float(weight == 1.2), float(weight == 0.8))
@@ -78,7 +93,8 @@ def test_gspo_takes_the_geometric_mean_of_a_sequence():
     log_probs = torch.zeros(5, dtype=torch.float64, requires_grad=True)
     batch = batch_of([3, 2], [False, True, True, True, True], [1.0, 2.0], [0.0] * 5)
     batch.old_log_probs = -ratios.log()
-    total, count, totals = policy_loss(config(policy_loss="gspo", clip_ratio_high=1.0), batch, log_probs)
+    total, count, totals = policy_loss(config(policy_loss="gspo", clip_ratio_low=0.2, clip_ratio_high=1.0,
+                                                loss_aggregation="token-mean"), batch, log_probs)
     second = 1.1 ** 1.5
     assert total.item() == pytest.approx(-(2 * 1 * 1 + 2 * second * 2)) and count.item() == 4
     # Each token has 1 / |y| of the sequence's gradient, which counts |y| times in the mean over tokens.

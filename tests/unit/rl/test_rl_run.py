@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import tomllib
 import signal
 from pathlib import Path
 
@@ -50,6 +51,25 @@ def test_the_configuration_reads_back_from_its_file(tmp_path):
     ("--top-k 5 --max-gen-kl 1", 1.0)])
 def test_gen_kl_has_a_limit_where_engine_and_trainer_should_agree(flags, limit):
     assert parsed(*flags.split()).max_gen_kl == limit
+
+
+@pytest.mark.parametrize(("flags", "low", "high", "mean"), [
+    ("", 0.2, 0.2, "token-mean"),
+    ("--policy-loss gspo", 3e-4, 4e-4, "seq-mean-token-mean"),
+    ("--policy-loss gspo --clip-ratio-low 1e-3 --loss-aggregation token-mean", 1e-3, 4e-4, "token-mean"),
+    ("--policy-loss cispo", 1.0, 4.0, "token-mean"),
+])
+def test_print_config_shows_what_the_policy_loss_uses(flags, low, high, mean, capsys):
+    with pytest.raises(SystemExit):
+        parsed(*flags.split(), "--print-config")
+    printed = tomllib.loads(capsys.readouterr().out)["rl"]
+    assert [printed[name] for name in ("clip-ratio-low", "clip-ratio-high", "loss-aggregation")] == [low, high, mean]
+
+
+def test_a_file_that_names_the_loss_does_not_fix_the_range_of_another(tmp_path):
+    (tmp_path / "run.toml").write_text('policy_loss = "gspo"\n')
+    config = parsed("--config", str(tmp_path / "run.toml"), "--policy-loss", "ppo")
+    assert (config.rl.clip_range, config.rl.aggregation) == ((0.2, 0.2), "token-mean")
 
 
 def test_names_of_flags_are_those_of_no_other_section():
