@@ -37,7 +37,7 @@ REWARDS = {
     "multiple-choice": "mimo.rl.rewards.multiple_choice:reward",
 }
 # Rewards that work with a package that is not among the dependencies: distribution and module.
-REWARD_PACKAGES = {"math-verify": ("math-verify", "math_verify")}
+REWARD_PACKAGES = {name: ("math-verify", "math_verify") for name in ("gsm8k", "math-verify")}
 
 
 def resolve(name: str, flag: str, known: dict[str, str]) -> Any:

@@ -13,6 +13,9 @@ from mimo import registry
 MIN_TEMPERATURE = 0.01
 
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
 @dataclass(frozen=True)
 class LossDefaults:
     """What a policy loss uses where no flag says otherwise.
@@ -25,7 +28,7 @@ class LossDefaults:
 
     clip_ratio_low: float
     clip_ratio_high: float
-    loss_aggregation: str
+    loss_aggregation: Aggregation
 
 
 LOSS_DEFAULTS = {
@@ -68,7 +71,7 @@ class RlConfig:
     """Ratios count as no more than 1 plus this. Left out: 0.2 with ppo, 4e-4 with gspo, 4 with cispo."""
     dual_clip_ratio: float | None = None
     """Bound of the ratio where the advantage is negative, such as 3; left out: none."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
+    loss_aggregation: Aggregation | None = None
     """Mean over the global batch: of tokens, of each sequence's mean, or of each sequence's sum over
     --loss-norm-length. Left out: seq-mean-token-mean with gspo, else token-mean."""
     loss_norm_length: int | None = None
@@ -115,7 +118,7 @@ class RlConfig:
         return (defaults.clip_ratio_low if low is None else low, defaults.clip_ratio_high if high is None else high)
 
     @property
-    def aggregation(self) -> str:
+    def aggregation(self) -> Aggregation:
         """`--loss-aggregation`, or else the default of the policy loss."""
         return self.loss_aggregation or LOSS_DEFAULTS[self.policy_loss].loss_aggregation
 

@@ -11,6 +11,8 @@ import os
 import queue
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
+from mimo.refit import engine_guard
 from mimo.refit.engine import EngineOptions, Rollout, RolloutEngine, Sampling
 from mimo.refit.meeting import RefitError
 
@@ -139,6 +142,9 @@ class EngineProcess:
         # Not a daemon: an engine of several workers starts processes itself.
         self.process = context.Process(target=_serve, args=(options, self._key, there, setup))
         self.process.start()
+        # In a session of its own, as a launcher ends all of this process's. Its standard input ends with this process.
+        self._guard = subprocess.Popen([sys.executable, "-P", engine_guard.__file__, str(self.process.pid)],
+                                       stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
         atexit.register(self.close)  # else the end of this process waits for that of the engine, which never comes
         there.close()
         if is_awaited:
@@ -165,6 +171,10 @@ class EngineProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        # It ends what the engine has left behind.
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
 
 
 def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 600.0, call_timeout_s: float = 600.0,

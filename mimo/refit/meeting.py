@@ -6,18 +6,25 @@ reaches all within a fraction of a second and a silent one is named when time is
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import secrets
+import socket
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from hmac import compare_digest
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 POLL_S = 0.002
 MAX_POLL_S = 0.01
+# Key that says whose store it is.
+_SERVED = "served"
 
 
 class RefitError(RuntimeError):
@@ -27,6 +34,45 @@ class RefitError(RuntimeError):
 def told(error: BaseException) -> str:
     """An error in words, for others."""
     return str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the store of a run is.
+
+    Attributes:
+        address: of the machine that serves it.
+        port: that it listens at.
+        secret: of this run.
+    """
+
+    address: str
+    port: int
+    secret: str = field(repr=False)
+
+
+def own_address(name: str) -> str:
+    """The one address of this machine that a store binds to, so that those who know the machine by `name` reach it.
+
+    A loopback address stays one: all participants are on this machine. A machine's name that means a loopback address
+    here, as on Debian, means another one elsewhere; the address is that of the default route then.
+
+    Raises:
+        OSError: the name is unknown.
+    """
+    address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    if not ipaddress.ip_address(address).is_loopback or name in (address, "localhost"):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
+        except OSError:
+            return address  # no network: nobody is elsewhere
+        return str(probe.getsockname()[0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 class Meeting:
@@ -44,23 +90,55 @@ class Meeting:
         self.timeout_s = timeout_s
 
     @classmethod
-    def open(cls, address: str, port: int, who: str, timeout_s: float, is_host: bool = False) -> Meeting:
-        """Connect; the host serves the store, on a free port if `port` is 0 (see `port`).
+    def host(cls, name: str, who: str, timeout_s: float) -> tuple[Meeting, Place]:
+        """Serve a store for one run, on a free port of one address of this machine.
+
+        Args:
+            name: name or address under which the others know this machine; a loopback address where all are on it.
+            who: this participant.
+            timeout_s: seconds to wait for others.
+
+        Returns:
+            The meeting, and what the others need to join it.
 
         Raises:
-            RefitError: nobody answers there.
+            RefitError: the address is not one of this machine.
         """
+        address = name
         try:
-            store = TCPStore(address, port, None, is_host, timedelta(seconds=timeout_s), wait_for_workers=False)
-        except (RuntimeError, ValueError) as error:
-            raise RefitError(f"{who} cannot reach the refit store at {address}:{port}: {error}") from error
-        return cls(store, who, timeout_s)
+            address = own_address(name)
+            listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
+        except OSError as error:
+            raise RefitError(f"{who} cannot serve the refit store at {name} ({address}): {error}") from error
+        place = Place(address, listener.getsockname()[1], secrets.token_hex(32))
+        # The store closes the socket.
+        return cls._open(place, who, timeout_s, listener.detach()), place
 
-    @property
-    def port(self) -> int:
-        """Port of the store."""
-        assert isinstance(self.store, TCPStore)
-        return int(self.store.port)
+    @classmethod
+    def join(cls, place: Place, who: str, timeout_s: float) -> Meeting:
+        """Connect to the store of a run.
+
+        Raises:
+            RefitError: nobody answers there, or it is the store of another run.
+        """
+        return cls._open(place, who, timeout_s, None)
+
+    @classmethod
+    def _open(cls, place: Place, who: str, timeout_s: float, listener: int | None) -> Meeting:
+        limit = timedelta(seconds=timeout_s)
+        try:
+            store = TCPStore(place.address, place.port, None, listener is not None, limit, wait_for_workers=False,
+                             master_listen_fd=listener)
+            # Keys of the run lie under its secret: what connects without it reads and changes none of them by name.
+            own = PrefixStore(place.secret, store)
+            if listener is not None:
+                own.set(_SERVED, place.secret)
+            is_ours = own.check([_SERVED]) and compare_digest(own.get(_SERVED), place.secret.encode())
+        except (RuntimeError, ValueError) as error:
+            raise RefitError(f"{who} cannot reach the refit store at {place.address}:{place.port}: {error}") from error
+        if not is_ours:
+            raise RefitError(f"{who}: the refit store at {place.address}:{place.port} is not that of this run")
+        return cls(own, who, timeout_s)
 
     def publish(self, key: str, value: Any) -> None:
         """Make plain data known under a key."""

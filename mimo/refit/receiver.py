@@ -24,7 +24,7 @@ from mimo.refit import plan as planning
 from mimo.refit.checksums import Verification
 from mimo.refit.guard import Guard
 from mimo.refit.loading import LoaderSession
-from mimo.refit.meeting import Meeting, RefitError, told
+from mimo.refit.meeting import Meeting, Place, RefitError, told
 from mimo.refit.messages import Layout, Views, check_inside, copy_all, layout, torch_dtype
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan_checks import check_plan, check_wants
@@ -45,13 +45,14 @@ class InitInfo(WeightTransferInitInfo):
     """Where the trainer waits.
 
     Attributes:
-        address, port: of its store.
+        address, port, secret: of its store.
         timeout_s: seconds that one wait may take.
         first_worker: number of the first worker of this replica of the engine.
     """
 
     address: str
     port: int
+    secret: str = field(repr=False)
     timeout_s: float
     first_worker: int = 0
 
@@ -124,7 +125,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         parallel = self.parallel_config
         self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._meeting = Meeting.open(init_info.address, init_info.port, f"worker {self._worker}", init_info.timeout_s)
+        place = Place(init_info.address, init_info.port, init_info.secret)
+        self._meeting = Meeting.join(place, f"worker {self._worker}", init_info.timeout_s)
         # Weights made up to start quickly are served to nobody.
         self.guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)
         self._guarded(SETUP, self._set_up)

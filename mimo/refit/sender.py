@@ -17,7 +17,7 @@ import torch
 
 from mimo.refit import plan as planning
 from mimo.refit.checksums import checksums
-from mimo.refit.meeting import Meeting, RefitError, told
+from mimo.refit.meeting import Meeting, Place, RefitError, told
 from mimo.refit.messages import Layout, Views, layout, pack
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan_checks import check_holders
@@ -167,17 +167,17 @@ class WeightSender:
     def _meet(self) -> Meeting:
         who, limit = f"trainer rank {self.trainer.rank}", self.options.timeout_s
         meeting: Meeting | None = None
-        answer: int | str | None = None
+        answer: Place | str | None = None
         if self.trainer.rank == 0:
             try:
-                meeting = Meeting.open("0.0.0.0", 0, who, limit, is_host=True)
-                answer = meeting.port
+                meeting, answer = Meeting.host(self.trainer.address, who, limit)
             except RefitError as error:
                 answer = str(error)  # the others wait for it
         answer = self.trainer.broadcast(answer)
-        if not isinstance(answer, int):
+        if not isinstance(answer, Place):
             raise RefitError(f"{SETUP} failed: {answer}")
-        return meeting or Meeting.open(self.trainer.address, answer, who, limit)
+        self._place = answer
+        return meeting or Meeting.join(answer, who, limit)
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
         """Run a part of the protocol; whatever it raises, all others learn of it."""
@@ -207,7 +207,8 @@ class WeightSender:
                 "holders": holders_table(weights.holders), "options": self.options.as_json(),
                 "num_trainers": trainer.world_size, "num_workers": self.num_workers})
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
-                "address": trainer.address, "port": meeting.port, "timeout_s": self.options.timeout_s})
+                "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
+                "timeout_s": self.options.timeout_s})
         wants = self._read_wants()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slots, wants, trainer.rank)
         self._by_worker = planning.by_receiver(operations)

@@ -63,7 +63,9 @@ class ChildEngines:
         self._processes = start_processes(options, flags.engine_start_timeout_s, flags.rollout_timeout_s,
                                           setup=leave_group)
         self.client: RolloutClient = one_client([each.handle for each in self._processes], flags.rollout_timeout_s)
-        self.address = os.environ["MASTER_ADDR"]
+        # Ranks of one node and their engine need no network.
+        on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+        self.address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
 
     def close(self) -> None:
         """End them."""

@@ -182,7 +182,8 @@ class RolloutSource:
     def _score(self, prompt: Prompt, answer: Rollout) -> float:
         text = self.prompts.decode(answer.token_ids)
         try:
-            score = float(self.reward(prompt.text, text, prompt.ground_truth, prompt.metadata))
+            metadata = {**prompt.metadata, "finish_reason": answer.finish_reason}
+            score = float(self.reward(prompt.text, text, prompt.ground_truth, metadata))
         except Exception as error:  # of any kind: a reward is the user's own code
             raise ValueError(f"--reward {self.reward_name} failed on prompt {prompt.key}, completion {text[:200]!r}: "
                              f"{type(error).__name__}: {error}") from error

@@ -10,10 +10,13 @@ import time
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from mimo.refit.meeting import Place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
               pytest.mark.timeout(580)]
@@ -50,15 +53,18 @@ def nothing_failed() -> None:
     """Nobody has said anything."""
 
 
-def end_of(rank: int, port: int, connection: Connection) -> tuple[Any, Any]:
+def end_of(rank: int, place: Place | None, connection: Connection) -> tuple[Any, Any]:
     """This process's end, and its meeting."""
     from mimo.refit.meeting import Meeting
     from mimo.refit.options import RefitOptions
     from mimo.refit.transport import open_wire
 
-    meeting = Meeting.open("127.0.0.1", port, NAMES[rank], 60.0, is_host=rank == 0)
     if rank == 0:
-        connection.send(meeting.port)
+        meeting, own = Meeting.host("127.0.0.1", NAMES[rank], 60.0)
+        connection.send(own)
+    else:
+        assert place is not None
+        meeting = Meeting.join(place, NAMES[rank], 60.0)
     options = RefitOptions(backend="ipc", dtype="bfloat16", timeout_s=10.0)
     incoming = [{0: size} for size in CHUNKS] if rank else ()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -70,7 +76,7 @@ def plain_trainer(connection: Connection) -> None:
 
     Of the last: before, amid, when the worker was dead, after.
     """
-    end, _meeting = end_of(0, 0, connection)
+    end, _meeting = end_of(0, None, connection)
     used = []
     for sync in range(SYNCS + 1):
         torch.cuda.synchronize()
@@ -91,9 +97,9 @@ def plain_trainer(connection: Connection) -> None:
     connection.send(used)
 
 
-def plain_worker(port: int, connection: Connection) -> None:
+def plain_worker(place: Place, connection: Connection) -> None:
     """Takes three syncs in, and of the fourth a chunk."""
-    end, _meeting = end_of(1, port, connection)
+    end, _meeting = end_of(1, place, connection)
     right = 0
     for sync in range(SYNCS + 1):
         for number, size in enumerate(CHUNKS):

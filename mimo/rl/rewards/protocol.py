@@ -16,7 +16,8 @@ class Reward(Protocol):
             prompt: text that the model went on from, chat template included.
             completion: text that it wrote, without special tokens of the end.
             ground_truth: the data set's answer.
-            metadata: the data set's other fields of the sample.
+            metadata: the data set's other fields of the sample, and `finish_reason`: `stop`, or `length` where the
+                length limit cut the completion off.
 
         Raises:
             ValueError: the ground truth or the metadata cannot be scored against; a completion never raises.

@@ -6,15 +6,20 @@ import dataclasses
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mimo.refit.host import EngineHandle, EngineProcess, start_processes
 from mimo.refit.meeting import RefitError
+from tests.support.launch import ROOT
 from tests.support.refit_faults import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
 
 
@@ -96,6 +101,38 @@ def test_an_engine_that_is_killed_is_an_error_at_once(process: EngineProcess) ->
         process.handle.prompt_logprobs([])
     process.process.join(10)
     assert process.process.exitcode == -signal.SIGKILL
+
+
+STARTER = """
+import os, signal, sys, time
+from mimo.refit.host import EngineProcess
+from tests.support.refit_faults import engine_options, use_echo_engine
+if __name__ == "__main__":
+    process = EngineProcess(engine_options(), setup=use_echo_engine)
+    print(process.process.pid, flush=True)
+    os.kill(process.process.pid, signal.SIGSTOP)
+    if sys.argv[1] == "error":
+        from mimo.observe.errors import fail_fast
+        with fail_fast("rank 0"):
+            raise ValueError("the loss is nan")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["error", "killed"])
+def test_a_stopped_engine_does_not_outlive_its_starter(end: str, tmp_path: Path) -> None:
+    (tmp_path / "starter.py").write_text(STARTER)
+    done = subprocess.run([sys.executable, str(tmp_path / "starter.py"), end], text=True, capture_output=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False)
+    assert done.returncode == (1 if end == "error" else -signal.SIGKILL), done.stderr
+    engine = int(done.stdout.split()[0])
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(engine) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = psutil.pid_exists(engine)
+    if left:
+        os.kill(engine, signal.SIGKILL)
+    assert not left
 
 
 def test_an_engine_that_does_not_start_says_why() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
-from mimo.refit.meeting import Meeting, RefitError
+from mimo.refit.meeting import Meeting, RefitError, own_address
 
 
 def meetings(timeout_s: float = 5.0) -> tuple[Meeting, Meeting]:
     """A trainer's rank that serves the store, and a worker."""
-    host = Meeting.open("127.0.0.1", 0, "trainer rank 0", timeout_s, is_host=True)
-    return host, Meeting.open("127.0.0.1", host.port, "worker 1", timeout_s)
+    host, place = Meeting.host("127.0.0.1", "trainer rank 0", timeout_s)
+    return host, Meeting.join(place, "worker 1", timeout_s)
 
 
 def test_plain_data_arrives() -> None:
@@ -57,11 +61,42 @@ def test_who_serves_the_store_has_ended() -> None:
 
 
 def test_nobody_answers() -> None:
-    host, _ = meetings()
-    port = host.port
-    del host, _
-    with pytest.raises(RefitError, match=f"worker 0 cannot reach the refit store at 127.0.0.1:{port}"):
-        Meeting.open("127.0.0.1", port, "worker 0", 0.3)
+    host, place = Meeting.host("127.0.0.1", "trainer rank 0", 5.0)
+    del host
+    with pytest.raises(RefitError, match=f"worker 0 cannot reach the refit store at 127.0.0.1:{place.port}"):
+        Meeting.join(place, "worker 0", 0.3)
+
+
+def test_the_store_listens_on_one_address() -> None:
+    host, place = Meeting.host("localhost", "trainer rank 0", 5.0)
+    with socket.create_connection((place.address, place.port), 5):
+        pass
+    for other in ("127.0.0.2", own_address(socket.gethostname())):
+        if other != place.address:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((other, place.port), 5)
+    host.publish("still", "there")
+
+
+def test_who_lacks_the_secret_meets_nobody_and_disturbs_nobody() -> None:
+    host, place = Meeting.host("127.0.0.1", "trainer rank 0", 5.0)
+    worker = Meeting.join(place, "worker 0", 5.0)
+    assert place.secret not in repr(place)
+    for secret in ("", "guessed"):
+        with pytest.raises(RefitError, match=f"the refit store at 127.0.0.1:{place.port} is not that of this run"):
+            Meeting.join(dataclasses.replace(place, secret=secret), "worker 0", 5.0)
+    stranger = TCPStore("127.0.0.1", place.port, None, False, timedelta(seconds=5), wait_for_workers=False)
+    stranger.set("sync 1/failed", "out of malice")
+    with socket.create_connection(("127.0.0.1", place.port), 5) as noise:
+        noise.sendall(b"GET / HTTP/1.1\r\n" * 1000)
+        worker.arrive("sync 1", "ready")
+        host.wait_for("sync 1", "ready", ["worker 0"])
+    assert Meeting.host("127.0.0.1", "trainer rank 0", 5.0)[1].secret != place.secret
+
+
+def test_a_machine_that_is_not_this_one_is_told() -> None:
+    with pytest.raises(RefitError, match="trainer rank 0 cannot serve the refit store at 192.0.2.1"):
+        Meeting.host("192.0.2.1", "trainer rank 0", 5.0)
 
 
 def test_a_glimpse_waits_for_a_while_whatever_has_failed() -> None:

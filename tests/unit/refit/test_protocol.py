@@ -442,13 +442,8 @@ def test_a_sequence_that_is_not_the_announced_one(monkeypatch: pytest.MonkeyPatc
 
 def test_a_first_rank_without_a_store_is_told_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not keep the others waiting for the address."""
-    start = Meeting.open.__func__  # type: ignore[attr-defined]
+    def fail(cls: type[Meeting], *args: Any) -> Meeting:
+        raise RefitError("no port is free")
 
-    def fail(cls: type[Meeting], *args: Any, is_host: bool = False) -> Meeting:
-        if is_host:
-            raise RefitError("no port is free")
-        opened: Meeting = start(cls, *args)
-        return opened
-
-    monkeypatch.setattr(Meeting, "open", classmethod(fail))
+    monkeypatch.setattr(Meeting, "host", classmethod(fail))
     assert messages_of(Ranks.of(2).connect(None, 1, IMPATIENT)) == ["set-up failed: no port is free"] * 2

@@ -1,16 +1,19 @@
 """Rewards: what counts as an answer, case by case."""
 
-from decimal import Decimal
+import threading
+from fractions import Fraction
 
 import pytest
 
 from mimo import registry
 from mimo.rl.rewards.exact_match import reward as exact_match
+from mimo.rl.rewards.expressions import Comparer
 from mimo.rl.rewards.gsm8k import answer
 from mimo.rl.rewards.gsm8k import reward as gsm8k
 from mimo.rl.rewards.multiple_choice import choice
 from mimo.rl.rewards.multiple_choice import reward as multiple_choice
 from mimo.rl.rewards.reasoning import visible_text
+from tests.support.gsm8k_answers import ANSWERS
 
 
 @pytest.mark.parametrize(("completion", "truth", "expected"), [
@@ -65,6 +68,41 @@ def test_gsm8k_scores_right_answers_however_they_are_written(completion, truth, 
     assert gsm8k("", completion, truth, {}) == expected
 
 
+@pytest.mark.parametrize("right", [1.0, 0.0], ids=["accepted", "refused"])
+def test_gsm8k_scores_odd_answers_as_an_examiner_would(right):
+    assert len(ANSWERS) >= 94
+    wrongly_scored = []
+    for given, truth, expected in ANSWERS:
+        text, metadata = given if isinstance(given, tuple) else (given, {})
+        if expected == right and gsm8k("", text, truth, metadata) != expected:
+            wrongly_scored.append((text[:100], truth))
+    assert wrongly_scored == []
+
+
+def test_an_expression_that_takes_too_long_is_wrong_and_the_next_is_compared():
+    """On a thread, where signals do not come."""
+    comparer = Comparer()
+    results = []
+
+    def ask():
+        results.append(comparer.compare("$8$", "$2^3$"))
+        results.append(comparer.compare("$8$", "$9^{9^{9^{9}}}$", limit_s=0.2))
+        results.append(comparer.compare("$8$", "$2^3$"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(250)
+    assert [each.equal for each in results] == [True, False, True]
+
+
+def test_math_verify_on_a_thread():
+    scores = []
+    thread = threading.Thread(target=lambda: scores.append(registry.reward("math-verify")("", "1/2", "0.5", {})))
+    thread.start()
+    thread.join(250)
+    assert scores == [1.0]
+
+
 def test_gsm8k_where_the_prompt_begins_the_thinking():
     prompt = "<|im_start|>assistant\n<think>\n"
     assert gsm8k(prompt, "48 + 24</think>\n#### 72", "72", {}) == 1.0
@@ -86,7 +124,7 @@ def test_long_nonsense_is_read_in_one_pass(text):
 
 
 def test_numbers_are_exact():
-    assert answer("#### 0.1") == Decimal("0.1")
+    assert answer("#### 0.1") == Fraction(1, 10)
     assert gsm8k("", "#### 12345678901234567890.1", "12345678901234567890.2", {}) == 0.0
 
 
@@ -176,6 +214,8 @@ def test_rewards_that_are_none(name, message):
 
 def test_math_verify_without_its_package(monkeypatch):
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--reward gsm8k needs the package math-verify"):
+        registry.reward("gsm8k")
     with pytest.raises(ValueError, match="--reward math-verify needs the package math-verify, .* pip install math"):
         registry.reward("math-verify")
 

@@ -7,8 +7,8 @@ import dataclasses
 import json
 import os
 import re
-import tomllib
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
