@@ -8,7 +8,8 @@ from pathlib import Path
 
 # Everything that transformers reads of a tokenizer; a model's folder has other files too.
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-                   "chat_template*", "spiece.model", "*.tiktoken", "additional_chat_templates/*")
+                   "chat_template*", "additional_chat_templates/*", "processor_config.json", "spiece.model",
+                   "*.tiktoken")
 # What `energon prepare` writes: shards with their sizes, splits, and how samples are read.
 ENERGON_FILES = (".nv-meta/.info.*", ".nv-meta/split.*", ".nv-meta/dataset.*")
 
