@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 from megatron.energon import Sample as EnergonSample
@@ -11,37 +12,45 @@ from megatron.energon.errors import FatalSampleError
 class ErrorLog:
     """Bad samples of a worker: the error handler of its `WorkerConfig`.
 
+    A worker reads ahead of training, so it does not know how many bad samples the run has passed over: the reader
+    counts them when the row that follows them is delivered. The worker ends by itself only where no row can come any
+    more without exceeding the limit.
+
     Args:
-        max_bad_samples: bad samples that are passed over; one more ends the worker.
+        max_bad_samples: bad samples between two rows that are passed over; one more ends the worker.
     """
 
     def __init__(self, max_bad_samples: int) -> None:
         self.max_bad_samples = max_bad_samples
-        self.count = 0
+        self._since_row = 0
         self._pending: list[str] = []
 
     def handler(self, exception: Exception, sample: Any, sources: Any) -> None:
         """Note a bad sample. Energon calls it in the worker and goes on with the next sample.
 
         Raises:
-            FatalSampleError: there are too many; it names the sample and the flag.
+            FatalSampleError: there are too many since the last row; it names the sample and the flag.
             AssertionError: `exception` is one, which no sample can be blamed for, or belongs to a whole buffer.
         """
         if isinstance(exception, AssertionError) or isinstance(sample, list):
             raise exception
         message = f"{sample_name(sample, sources)}: {reason_of(exception)}"
-        self.count += 1
+        self._since_row += 1
         self._pending.append(message)
-        if self.count > self.max_bad_samples:
+        if self._since_row > self.max_bad_samples:
             raise FatalSampleError(
-                f"--max-bad-samples {self.max_bad_samples}: a data worker met {self.count} bad samples, the last is "
-                f"{message}"
+                f"--max-bad-samples {self.max_bad_samples}: a data worker met {self._since_row} bad samples before it "
+                f"could make a row, the last is {message}"
             ) from exception
 
     def take(self) -> tuple[str, ...]:
         """Messages since the last call, `<shard> <key>: <reason>`."""
         messages, self._pending = tuple(self._pending), []
         return messages
+
+    def row_made(self) -> None:
+        """Start counting anew, because the worker has made a row."""
+        self._since_row = 0
 
 
 def reason_of(exception: Exception) -> str:
@@ -58,4 +67,10 @@ def sample_name(sample: Any, sources: Any) -> str:
         # Before a sample is loaded it is a dict, or one dict for each joined data set.
         parts = sample if isinstance(sample, dict) else sample.data[0]
         key, origin = parts["__key__"], sources or parts["__sources__"]
-    return " ".join([*(f"{source.dataset_path.name}/{source.shard_name}" for source in (origin or ())[:1]), key])
+    return " ".join([*(_shard_name(source) for source in (origin or ())[:1]), key])
+
+
+def _shard_name(source: Any) -> str:
+    """Return a shard with the folder of its data set. A JSONL file is both, and Energon gives its path as text."""
+    folder = PurePath(str(source.dataset_path)).name
+    return folder if folder == source.shard_name else f"{folder}/{source.shard_name}"

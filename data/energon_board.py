@@ -14,15 +14,23 @@ from typing import Any
 
 from megatron.energon.errors import SampleException
 from megatron.energon.flavors.base_dataset import SavableDataset
-from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.flavors.jsonl.ijsonl_reader import IJsonlReader
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, WebdatasetSampleLoaderDataset
+from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 from megatron.energon.wrappers.packing_dataset import PackingDataset
 
 HEADER = struct.Struct("<qdH")  # pid, time of the note, bytes of the text
 SLOT_BYTES = 512
-# What a broken shard raises on its way through Energon's reader: a short tar, a missing file, a wrong index.
-READ_ERRORS = (OSError, tarfile.TarError, ValueError, EOFError, IndexError, struct.error)
+# What a damaged shard raises on its way through Energon's reader: a short tar, a wrong index.
+DAMAGE = (tarfile.TarError, ValueError, EOFError, IndexError, struct.error)
+# A missing file, or a disk or network that fails, is nothing that a sample can be blamed for.
+READ_ERRORS = (OSError, *DAMAGE)
+
+
+class DamagedSampleError(ValueError):
+    """A sample that its shard no longer holds as it was prepared."""
 
 
 class Board:
@@ -94,33 +102,66 @@ class WatchedReader:
     def __str__(self) -> str:
         return str(self._reader)
 
-    def _place(self, index: int) -> str:
-        """The shard of a sample, and the sample's place in it."""
+    def source_of(self, index: int) -> tuple[int, SourceInfo]:
+        """The place of a sample in its shard, and the shard; the whole reader where it has no list of shards."""
+        if isinstance(self._reader, IJsonlReader):
+            path = self._reader.jsonl_path
+            return index, SourceInfo(dataset_path=path, index=index, shard_name=path.name, file_names=())
         if not hasattr(self._reader, "shard_infos"):
-            return f"sample {index} of {self._reader}"
+            return index, SourceInfo(dataset_path=self._reader.base_path, index=index, shard_name=str(self._reader),
+                                     file_names=())
         starts: Sequence[int] = self._reader.shard_count_cumsum
         shard = bisect_right(starts, index) - 1
-        return f"sample {index - starts[shard]} of shard {self._reader.shard_infos[shard].path}"
+        source = SourceInfo(dataset_path=self._reader.base_path, index=index,
+                            shard_name=self._reader.shard_infos[shard].name, file_names=())
+        return index - starts[shard], source
 
     def __getitem__(self, index: int) -> Any:
         """The raw sample; None for one that the split excludes.
 
         Raises:
-            ValueError: the shard is missing, short, or not the one that was prepared.
+            DamagedSampleError: the shard is short, or not the one that was prepared.
+            ValueError: the shard is missing or cannot be read.
         """
-        place = self._place(index)
+        number, source = self.source_of(index)
+        place = f"sample {number} of shard {source.dataset_path}"
+        if source.shard_name != source.dataset_path.name:
+            place += f"/{source.shard_name}"
         self._notes.place = place
         self._notes.write(f"reading {place}")
         try:
             sample = self._reader[index]
         except READ_ERRORS as error:
-            raise ValueError(
+            kind = DamagedSampleError if isinstance(error, DAMAGE) else ValueError
+            raise kind(
                 f"--data-path: cannot read {place}: {type(error).__name__}: {error}; restore the file, or leave it out "
                 "of the split and prepare the data set again"
             ) from error
         if sample is not None:
             self._notes.write(f"encoding {sample['__key__']}, {place}")
+        elif isinstance(self._reader, IJsonlReader):
+            raise DamagedSampleError(f"--data-path: {place} is no longer there; prepare the file again")
         return sample
+
+
+def pass_over_damage(leaf: WebdatasetSampleLoaderDataset) -> None:
+    """Let a data set report the samples of a damaged shard as bad ones and go on, where Energon would end.
+
+    A sample that a checkpoint's buffer holds cannot be passed over: restoring it raises as before.
+    """
+    load, readers = leaf._get_sample, leaf.join_readers
+
+    def load_or_report(index: int) -> RawSampleData:
+        try:
+            return load(index)
+        except DamagedSampleError as error:
+            number, source = readers[0].source_of(index)
+            sample = {"__key__": f"sample {number}", "__sources__": (source,)}
+            leaf.worker_config.global_error_handler(error, sample, [source])
+            return RawSampleData(__restore_key__=("Webdataset", index), data=(None,) * len(readers))
+
+    leaf._get_sample = load_or_report
+    leaf.restore_sample = lambda restore_key: load(restore_key[1])
 
 
 def _key_of(sample: Any) -> str:
@@ -141,6 +182,7 @@ def watch(dataset: SavableDataset, notes: Notes) -> None:
     """Make every shard read and every encoder of a tree of wrappers write a note first."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         dataset.join_readers = [WatchedReader(reader, notes) for reader in dataset.join_readers]
+        pass_over_damage(dataset)
     if isinstance(dataset, BaseWrapperDataset):
         for inner in dataset.datasets:
             watch(inner, notes)

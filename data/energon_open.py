@@ -11,6 +11,7 @@ from megatron.energon import WorkerConfig, get_train_dataset, load_dataset
 from megatron.energon import errors as energon_errors
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.flavors.jsonl.ijsonl import IJSONL_SUFFIX
 from megatron.energon.flavors.webdataset import base_webdataset
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
@@ -71,6 +72,15 @@ def check_prepared(config: Config, split: str) -> None:
     if kind in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
         raise ValueError(f"{flag} {path}: neither a folder prepared with `energon prepare {path}` nor a metadataset "
                          "YAML: it has no .nv-meta/.info.json")
+    if kind is not EnergonDatasetType.JSONL:
+        return
+    if not place.with_suffix(IJSONL_SUFFIX).is_file():
+        raise ValueError(f"{flag} {path}: is not indexed; run `energon prepare {path}`")
+    # Energon gives the whole file for every split: a run would validate on what it trains on.
+    if split == "valid" and not config.valid_data_path:
+        raise ValueError(f"--data-path {path}: a JSONL file has no val split; name another file with "
+                         "--valid-data-path, or a metadataset YAML with a train and a val split, or leave out "
+                         "--eval-iters")
 
 
 def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from megatron.energon import Cooker, SkipSample, TaskEncoder, WorkerConfig, edataclass, stateless
 from megatron.energon import Sample as EnergonSample
+from megatron.energon.errors import FatalSampleError
+from megatron.energon.state import FlexState
 from megatron.energon.wrappers import MapDataset, PackingDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from PIL import Image
@@ -162,7 +164,7 @@ class VlmTaskEncoder(TaskEncoder):
         )
         self._config = config
         self._request = request
-        self._errors = errors
+        self.errors = errors
         self._tiling = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
 
     def _image_sizes(self, name: str, data: Any) -> list[tuple[int, int]]:
@@ -217,6 +219,7 @@ class VlmTaskEncoder(TaskEncoder):
             images += [torch.from_numpy(tile) for tile in tiles]
         sizes = tuple(tuple(image.shape[1:]) for image in images)
         assert sizes == sample.image_sizes, (sample.__key__, sizes, sample.image_sizes)
+        self.errors.row_made()
         row = Row.derive_from(
             sample,
             tokens=torch.from_numpy(sample.tokens),
@@ -224,7 +227,7 @@ class VlmTaskEncoder(TaskEncoder):
             image_sizes=sample.image_sizes,
             images=images,
             # With packing, the pack carries them.
-            skipped=() if self._config.packing_buffer_size else self._errors.take(),
+            skipped=() if self._config.packing_buffer_size else self.errors.take(),
             worker=global_worker_id(),
         )
         # Shards number their samples as they like: only with set and shard a key names one sample of a blend.
@@ -269,7 +272,7 @@ class VlmTaskEncoder(TaskEncoder):
             image_sizes=tuple(size for row in samples for size in row.image_sizes),
             images=[image for row in samples for image in row.images],
             lengths=tuple(len(row.tokens) for row in samples),
-            skipped=self._errors.take(),
+            skipped=self.errors.take(),
             worker=samples[0].worker,
         )
 
@@ -302,12 +305,17 @@ def without_tolerance(dataset: Any) -> None:
 
 
 class PackedRows(PackingDataset):
-    """Energon's packing, without its progress bar and with what each pack of a buffer was before balancing."""
+    """Energon's packing, without its progress bar and with what each pack of a buffer was before balancing.
 
-    _savable_fields = (*PackingDataset._savable_fields, "_unbalanced")
+    Energon reads the next buffer while it hands out the packs of this one. Bad samples are handed out with the packs of
+    the buffer for which they were read: the run has not passed over them before.
+    """
+
+    _savable_fields = (*PackingDataset._savable_fields, "_unbalanced", "_skipped", "_skipped_ahead")
 
     def __init__(self, dataset: Any, buffer_size: int, encoder: VlmTaskEncoder, worker_config: WorkerConfig) -> None:
         self._encoder = encoder
+        self._failure: FatalSampleError | None = None
         super().__init__(
             dataset,
             buffer_size=buffer_size,
@@ -326,17 +334,36 @@ class PackedRows(PackingDataset):
         """As Energon's."""
         super().reset_state_own()
         self._unbalanced: list[int] = []
+        self._skipped: list[str] = []
+        self._skipped_ahead: list[str] = []
+
+    def restore_state(self, state: FlexState) -> None:
+        """As Energon's; states of earlier versions have no skipped samples."""
+        super().restore_state(FlexState({"_skipped": [], "_skipped_ahead": [], **state}))
 
     def _select(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
         packs, self._unbalanced = self._encoder.select_packs(samples)
+        self._skipped += self._skipped_ahead
+        self._skipped_ahead = []
         return packs
 
     def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
-        return bool(super()._fill_reading_buffer(source_iter, log_progress=False))
+        self._skipped += self._encoder.errors.take()  # images of the last pack that could not be decoded
+        try:
+            return bool(super()._fill_reading_buffer(source_iter, log_progress=False))
+        except FatalSampleError as error:
+            self._failure = error  # raised after the packs that were read before
+            return False
+        finally:
+            self._skipped_ahead += self._encoder.errors.take()
 
     def __iter__(self) -> Iterator[Row]:
         for row in super().__iter__():
             if self._unbalanced:
                 # The packs that are left stand at the end.
                 row.unbalanced_image_tokens = self._unbalanced[-1 - len(self._pre_packing_lengths)]
+            row.skipped = (*self._skipped, *row.skipped)
+            self._skipped = []
             yield row
+        if self._failure is not None:
+            raise self._failure

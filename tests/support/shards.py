@@ -87,7 +87,8 @@ class TextEncoder(TaskEncoder):
         self.encoded: list[str] = []
 
     def on_error(self, error: Exception, sample: Any, sources: Any) -> None:
-        self.pending.append(f"{sources[0].shard_name} {sample.__key__}: {error}")
+        key = sample["__key__"] if isinstance(sample, dict) else sample.__key__
+        self.pending.append(f"{sources[0].shard_name} {key}: {error}")
 
     @stateless
     def preencode_sample(self, sample: Text) -> Text:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 import signal
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
@@ -129,17 +131,45 @@ def test_readers_leave_the_trainers_signal_handlers_alone(shards):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_truncated_or_missing_shard_is_named(tmp_path, workers):
+@pytest.mark.parametrize("packing", [0, 4])
+def test_samples_of_a_truncated_shard_are_passed_over_up_to_the_limit(tmp_path, workers, packing):
     path = text_shards(tmp_path / "set", train=(6, 6))
     shard = path / "train" / "01.tar"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    for _ in range(2):
-        reader = open_reader(Config(data_path=str(path), num_workers=workers), [0], 1)
-        with pytest.raises(ValueError, match=r"--data-path: cannot read sample \d of shard .*train/01\.tar"):
-            keys(reader, 0, 12)
-        reader.close()
-        shard.unlink(missing_ok=True)
+    shard.write_bytes(shard.read_bytes()[: 1024 * 3 + 515])  # three samples and a half
+    config = Config(data_path=str(path), num_workers=workers, packing_buffer_size=packing)
+    reader = open_reader(config, [0], 1)
+    rows = [reader.read(0) for _ in range(8 if packing else 14)]
+    reader.close()
+    assert {key for row in rows for key in row.key.split()} == {f"t00_00{number}" for number in range(6)} | {
+        "t01_000", "t01_001", "t01_002"}
+    bad = [message for row in rows for message in row.skipped]
+    assert {message.partition(": ")[0] for message in bad} == {f"train/01.tar sample {n}" for n in (3, 4, 5)}
+    assert all(re.search(r"cannot read sample [345] of shard .*set/train/01\.tar: ReadError: unexp|Unexp", message)
+               for message in bad)
+    few = open_reader(replace(config, max_bad_samples=2), [0], 1)
+    with pytest.raises(ValueError, match=r"--max-bad-samples 2: .*train/01\.tar sample [345]: "):
+        keys(few, 0, 12)
+    few.close()
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    path = text_shards(tmp_path / "set", train=(6, 6))
+    (path / "train" / "01.tar").unlink()
+    reader = open_reader(Config(data_path=str(path), num_workers=0), [0], 1)
+    with pytest.raises(ValueError, match=r"--data-path: cannot read sample \d of shard .*train/01\.tar: FileNotFound"):
+        keys(reader, 0, 12)
+
+
+def test_a_buffered_sample_of_a_shard_truncated_since_is_named_when_a_run_continues(tmp_path):
+    """It was packed with others that are read again: the run cannot continue without it."""
+    path = text_shards(tmp_path / "set", train=(24,))
+    config = Config(data_path=str(path), num_workers=0, packing_buffer_size=16, shuffle=False)
+    reader = open_reader(config, [0], 1)
+    keys(reader, 0, 17)  # the state after row 16 holds samples of the buffer
+    states = reader.state_dict(reader.mark())
+    (path / "train" / "00.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"--data-path: cannot read sample \d+ of shard .*train/00\.tar"):
+        keys(open_reader(config, [0], 1, states=states), 0, 2)
 
 
 def test_a_set_without_a_sample_for_each_worker_is_refused(tmp_path):

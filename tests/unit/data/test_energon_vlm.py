@@ -253,13 +253,42 @@ def test_each_kind_of_bad_sample_is_passed_over_with_its_name_and_reason(tmp_pat
     assert "DecompressionBomb" not in capfd.readouterr().err
 
 
-def test_one_bad_sample_too_many_ends_the_worker(tmp_path, config):
+def test_one_bad_sample_too_many_before_a_row_ends_the_worker(tmp_path, config):
     bad = {"json": talk("<image>")}
-    samples = {"a": bad, "b": bad, "c": asked(1), "d": bad, "e": asked(2)}
+    samples = {"a": bad, "b": bad, "c": asked(1), "d": bad, "e": bad, "f": bad, "g": asked(2)}
     folder = shards(tmp_path, samples)
-    assert [row.skipped for row in read_all(folder, replace(config, max_bad_samples=3))][1][0].count(" d: ") == 1
-    with pytest.raises(FatalSampleError, match=r"--max-bad-samples 2: .* 3 bad samples.*shard-0.tar d: 1 image marker"):
+    assert [len(row.skipped) for row in read_all(folder, replace(config, max_bad_samples=3))] == [2, 3]
+    with pytest.raises(FatalSampleError, match=r"--max-bad-samples 2: .* 3 bad samples .*shard-0.tar f: 1 image marker"):
         read_all(folder, replace(config, max_bad_samples=2))
+
+
+def delivered(folder: Path, config: Config, rows: int) -> list[int]:
+    """How many bad samples a run has passed over after each of the first rows, with a lane read by a worker."""
+    from data.energon import provider
+
+    flags = replace(config, data_path=str(folder), num_workers=1, shuffle=False)
+    reader = provider.reader(flags, request(), [0])
+    reader.start()
+    try:
+        return [len(reader.read(0).skipped) for _ in range(rows)]
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_bad_samples_of_rows_that_were_only_read_ahead_do_not_count(tmp_path, config, limit):
+    """A worker reads rows ahead, and with packing the next buffer while it hands out the packs of this one."""
+    good = {f"a{number}": asked(number) for number in range(1, 9)}
+    bad = {f"b{number}": {"json": talk("<image>")} for number in range(3)}
+    folder = shards(tmp_path, good | bad | {f"c{number}": asked(number) for number in range(9, 17)})
+    assert delivered(folder, replace(config, max_bad_samples=limit), 8) == [0] * 8
+    # Four samples fill a row: two packs of the first buffer. The bad samples belong to the second.
+    packed = replace(config, max_bad_samples=limit, packing_buffer_size=8)
+    assert delivered(folder, packed, 2) == [0, 0]
+    for flags in (packed, replace(packed, packing_buffer_size=0)):
+        with pytest.raises(ValueError, match=f"--max-bad-samples {limit}: "):
+            delivered(folder, flags, 9)
+    assert delivered(folder, replace(packed, max_bad_samples=3), 4) == [0, 0, 3, 0]
 
 
 @pytest.mark.parametrize(
