@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 TEXT_PARTS = ("json", "txt")
+# In the text of a turn, stands for an image.
+IMAGE_MARKER = "<image>"
+# Formats that are not decoded are among them: such a sample is bad, and not one without an image.
+IMAGE_EXTENSIONS = frozenset(
+    "png jpg jpeg jpe jfif webp bmp dib gif tif tiff ppm pgm pbm pnm avif heic heif jp2 svg img image".split()
+)
+# How files of common formats begin.
+SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,25 @@ def captioned(caption: Any, images: list[tuple[str, bytes]], prompt: str = "") -
     )
 
 
+def is_image(name: str, data: Any = b"") -> bool:
+    """Whether a part of a sample is an image, by its extension or, under any other one, by how its bytes begin."""
+    if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
+        return True
+    return isinstance(data, bytes) and (data.startswith(SIGNATURES) or data[8:12] == b"WEBP")
+
+
+def is_read(name: str) -> bool:
+    """Whether a part of a sample is read because of its name alone, as text or as an image."""
+    return name in TEXT_PARTS or is_image(name)
+
+
 def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     """A sample of free form.
 
     Its part `json` holds `messages` (turns of `role` and `content`), `conversations` (turns of `from` and `value`, as
-    in LLaVA), `text` or `caption`; without it, its part `txt` is a caption, or a text where there is no image. The
-    other parts are images, in order of their names, numbers by value; or `images` of the json names some of them.
+    in LLaVA), `text` or `caption`; without it, its part `txt` is a caption, or a text where there is no image. Images
+    are the other parts that are images, in order of their names, numbers by value; or those that `images` of the json
+    or the content itself names. Further parts are not read.
 
     Args:
         key: name of the sample in its shard.
@@ -58,9 +80,9 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     Raises:
         ValueError: what is wrong with it.
     """
-    available = {name: part for name, part in parts.items() if name not in TEXT_PARTS}
+    files = SampleFiles(key, {name: part for name, part in parts.items() if name not in TEXT_PARTS})
     if "json" not in parts:
-        images = _all_images(available)
+        images = files.images()
         if "txt" not in parts:
             raise ValueError(f"no text: has neither json nor txt, only {', '.join(sorted(parts)) or 'nothing'}")
         return captioned(parts["txt"], images) if images else Conversation(document=_literal(parts["txt"], "txt"))
@@ -68,39 +90,141 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     if not isinstance(content, Mapping):
         raise ValueError(f"json is {type(content).__name__}, expected an object")
     names = content.get("images")
-    images = _all_images(available) if names is None else _named_images(key, names, available)
+    images = files.images() if names is None else files.named(names)
     if "messages" in content:
-        return Conversation(messages=_turns(content["messages"], "messages"), images=images)
-    if "conversations" in content:
-        turns = [_from_llava(turn) for turn in _turns(content["conversations"], "conversations")]
-        return Conversation(messages=turns, images=images)
-    if "text" in content:
-        return Conversation(document=content["text"], images=images)
-    if "caption" in content:
+        messages = _turns(content["messages"], "messages")
+    elif "conversations" in content:
+        messages = [_from_llava(turn) for turn in _turns(content["conversations"], "conversations")]
+    elif "text" in content:
+        (document,), images = _own_images([content["text"]], images, files, are_listed=names is not None)
+        return Conversation(document=document, images=images)
+    elif "caption" in content:
         return captioned(content["caption"], images)
-    raise ValueError(
-        f"no text: json has none of messages, conversations, text, caption, only {', '.join(sorted(content))}"
-    )
+    else:
+        raise ValueError(
+            f"no text: json has none of messages, conversations, text, caption, only {', '.join(sorted(content))}"
+        )
+    shown = [turn.get("content") if isinstance(turn, Mapping) else None for turn in messages]
+    shown, images = _own_images(shown, images, files, are_listed=names is not None)
+    messages = [{**turn, "content": content} if isinstance(turn, Mapping) else turn
+                for turn, content in zip(messages, shown, strict=True)]
+    return Conversation(messages=messages, images=images)
 
 
-def _all_images(available: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    return [(name, available[name]) for name in sorted(available, key=natural_order)]
+def _own_images(
+    contents: Sequence[Any], images: list[tuple[str, bytes]], files: SampleFiles, *, are_listed: bool
+) -> tuple[list[Any], list[tuple[str, bytes]]]:
+    """Contents whose image parts name nothing, and their images in order.
+
+    Args:
+        contents: of each turn, text or a list of parts.
+        images: of the sample, for contents that name none themselves.
+        files: the sample's parts.
+        are_listed: `images` of the json names `images`.
+
+    Raises:
+        ValueError: an image that cannot be read from the sample, or some are named and others not.
+    """
+    plain: list[Any] = []
+    found: list[str | None] = []
+    for content in contents:
+        if isinstance(content, str):
+            found += [None] * content.count(IMAGE_MARKER)
+        elif isinstance(content, (list, tuple)):
+            places = [image_of(part) for part in content]
+            found += [place for is_shown, place in places if is_shown]
+            content = [{"type": "image"} if is_shown else part
+                       for part, (is_shown, _) in zip(content, places, strict=True)]
+        plain.append(content)
+    named = [place for place in found if place is not None]
+    if not named:
+        return plain, images
+    if len(named) < len(found):
+        raise ValueError(f"{len(named)} images of the content are named and {len(found) - len(named)} are not: which "
+                         "image belongs where cannot be told; name all of them or none")
+    own = [files.load(place) for place in named]
+    if are_listed and [name for name, _ in own] != [name for name, _ in images]:
+        raise ValueError(f"images of json names {', '.join(name for name, _ in images) or 'none'}, the content shows "
+                         f"{', '.join(name for name, _ in own)}")
+    return plain, own
 
 
-def _named_images(key: str, names: Any, available: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("images of json: expected a list of names of the sample's parts")
-    prefix = f"{key.rpartition('/')[2]}."
-    images = []
-    for name in names:
-        if "/" in name or "\\" in name or ".." in name or re.match(r"[A-Za-z]:", name):
-            raise ValueError(f"image {name!r} of json is a path outside the dataset; images are parts of the sample")
-        part = name if name in available else name.removeprefix(prefix)
-        if part not in available:
-            known = ", ".join(sorted(available, key=natural_order)) or "no images"
-            raise ValueError(f"image {name!r} of json is no part of the sample, which has {known}")
-        images.append((part, available[part]))
-    return images
+def image_of(part: Any) -> tuple[bool, str | None]:
+    """Whether a content part shows an image, and where the image is: a name, a URL, or None if the part does not say.
+
+    Forms: `{"type": "image"}`, Hugging Face's `{"type": "image", "image": ...}` (or `url`, `path`, `base64`), and
+    OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`, also with the URL alone.
+
+    Raises:
+        ValueError: it shows an image in another way.
+    """
+    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    kind = str(given.pop("type", ""))
+    if not kind.startswith("image"):
+        return False, None
+    given.pop("detail", None)  # a hint of OpenAI's for its own models
+    if kind == "image" and not given:
+        return True, None
+    ((name, place),) = given.items() if len(given) == 1 else (("", None),)
+    if kind == "image_url" and name == "image_url" and isinstance(place, Mapping):
+        place = place.get("url")
+    allowed = {"image": ("image", "url", "path", "base64"), "image_url": ("image_url", "url")}
+    if name not in allowed.get(kind, ()) or not isinstance(place, str):
+        raise ValueError(
+            f"a content part of type {kind} has {', '.join(f'{key} ({type(given[key]).__name__})' for key in given)}: "
+            'an image is {"type": "image"}, {"type": "image", "image": NAME} or {"type": "image_url", "image_url": '
+            '{"url": NAME}}, where NAME is a part of the sample or a data: URL'
+        )
+    return True, f"data:;base64,{place}" if name == "base64" else place
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """The parts of a sample that may be images.
+
+    Attributes:
+        key: name of the sample in its shard.
+        parts: by extension.
+    """
+
+    key: str
+    parts: Mapping[str, Any]
+
+    def images(self) -> list[tuple[str, bytes]]:
+        """All images, in order of their names."""
+        names = [name for name, data in self.parts.items() if is_image(name, data)]
+        return [(name, self.parts[name]) for name in sorted(names, key=natural_order)]
+
+    def named(self, names: Any) -> list[tuple[str, bytes]]:
+        """The images that `images` of the json names."""
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("images of json: expected a list of names of the sample's parts")
+        return [self.load(name) for name in names]
+
+    def load(self, place: str) -> tuple[str, bytes]:
+        """Name and bytes of the image at a place: a part of this sample, by its name in the shard, or a data: URL.
+
+        Raises:
+            ValueError: it is elsewhere, or not what it says.
+        """
+        if place.startswith("data:"):
+            header, comma, text = place.partition(",")
+            if not comma or not header.endswith(";base64"):
+                raise ValueError(f"image {place[:40]!r} is a data: URL without base64 content")
+            try:
+                return "of a data: URL", base64.b64decode(text, validate=True)
+            except ValueError as error:
+                raise ValueError(f"image {place[:40]!r} is a data: URL whose content is not base64: {error}") from error
+        if re.match(r"https?://", place):
+            raise ValueError(f"image {place[:200]!r} is on the network, from where nothing is fetched; store it as a "
+                             "part of the sample")
+        if "/" in place or "\\" in place or ".." in place or re.match(r"[A-Za-z]:", place):
+            raise ValueError(f"image {place!r} of json is a path outside the dataset; images are parts of the sample")
+        part = place if place in self.parts else place.removeprefix(f"{self.key.rpartition('/')[2]}.")
+        if part not in self.parts:
+            known = ", ".join(name for name, _ in self.images()) or "no images"
+            raise ValueError(f"image {place!r} of json is no part of the sample, which has {known}")
+        return part, self.parts[part]
 
 
 def _turns(turns: Any, name: str) -> list[Any]:

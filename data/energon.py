@@ -100,7 +100,7 @@ class EnergonProvider:
         """Raise ValueError, naming flags, for what cannot work: numbers, paths, splits, tokenizer, image tiling."""
         check(config, request)
         # Energon and torch take seconds to import, and --help needs neither.
-        from data.energon_open import check_size, split_sizes
+        from data.energon_open import check_size, refuse_images, split_sizes
         from data.energon_vlm import ErrorLog, VlmTaskEncoder
 
         if request.split == "train":
@@ -109,6 +109,8 @@ class EnergonProvider:
             path = config.valid_data_path or config.data_path
             raise ValueError(f"--valid-data-path {path}: has no sample to validate on")
         VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
+        if request.tokens.image_token_id < 0:
+            refuse_images(config, request.split)
 
     def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
         """Open some lanes. Raises ValueError as `validate` does."""

@@ -17,8 +17,7 @@ from megatron.energon import (
 from megatron.energon import Sample as EnergonSample
 from megatron.energon.cache import FileStoreDecoder
 
-from data.conversations import Conversation, captioned, from_parts
-from data.prompts import IMAGE_MARKER
+from data.conversations import IMAGE_MARKER, Conversation, captioned, from_parts
 
 
 @edataclass
@@ -29,19 +28,24 @@ class ParsedSample(EnergonSample):
 
 
 class TextDecoder(FileStoreDecoder):
-    """Parses the json and txt parts of a sample; everything else stays bytes."""
+    """Parses the json and txt parts of a sample; everything else stays bytes.
+
+    So do further parts of these kinds, such as meta.json, where they cannot be parsed: nothing may want to read them.
+    """
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         return {name: self.decode(name, part) for name, part in sample.items()}
 
     def decode(self, fname: str, data: Any) -> Any:
-        """One part. Raises ValueError, naming it, where it is not what its extension says."""
+        """Parse one part. Raises ValueError, naming it, where `json` or `txt` is not what it says."""
         extension = fname.rpartition(".")[2]
         if not isinstance(data, bytes) or extension not in ("json", "txt"):
             return data
         try:
             return json.loads(data) if extension == "json" else data.decode()
         except (ValueError, RecursionError) as error:
+            if fname != extension:
+                return data
             raise ValueError(f"part {fname} is not {extension}: {error}") from error
 
     def config(self) -> dict[str, Any]:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ryml  # type: ignore[import-untyped]
-from megatron.energon import WorkerConfig, get_train_dataset, load_dataset
+from megatron.energon import (
+    CaptioningSample,
+    InterleavedSample,
+    VQASample,
+    WorkerConfig,
+    get_train_dataset,
+    load_dataset,
+)
 from megatron.energon import errors as energon_errors
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.flavors.crude import CrudeSample
 from megatron.energon.flavors.jsonl.ijsonl import IJSONL_SUFFIX
 from megatron.energon.flavors.webdataset import base_webdataset
+from megatron.energon.flavors.webdataset.config import INDEX_SQLITE_FILENAME, MAIN_FOLDER_NAME
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.task_encoder.base import TaskEncoder
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
+from data.conversations import is_image, is_read
 from data.energon import Config
 
 # What Energon raises for a folder, a YAML or a split that it cannot use.
 OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, TypeError, ryml.ryml.ExceptionBasic)
+# Parts in Energon's index that are looked at for images.
+CHECKED_PARTS = 10_000
 SPLIT_NAMES = {"train": "train", "valid": "val"}
 # Shards that stay open, over all sources of a blend: in a worker process, and for a lane that is read in the training
 # process. Each costs a file handle, of which processes often get 1024.
@@ -127,12 +140,70 @@ def split_sizes(config: Config, split: str) -> list[int]:
     """
     check_prepared(config, split)
     flag, path = path_of(config, split)
+    with naming(flag, path, split):
+        return [len(leaf_range(leaf)) for source in open_sources(config, split) for leaf in leaves(source.build())]
+
+
+def open_sources(config: Config, split: str) -> list[Any]:
+    """Energon's factories of the data sets that a split blends. Raises ValueError where they cannot be opened."""
+    flag, path = path_of(config, split)
     alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
     with naming(flag, path, split):
         loaded = load_dataset(path).get_datasets(
             training=split == "train", split_part=SPLIT_NAMES[split], worker_config=alone
         )
-        return [len(leaf_range(leaf)) for source in loaded.datasets for leaf in leaves(source.dataset.build())]
+        return [source.dataset for source in loaded.datasets]
+
+
+def refuse_images(config: Config, split: str) -> None:
+    """Refuse a split with images for a run that has no encoder.
+
+    Looks at sample types and, in data sets without one, at the first parts in Energon's index. Images that these do not
+    show, such as those inside a JSON part, end the run when they are read.
+
+    Raises:
+        ValueError: naming flag, path and a part.
+    """
+    flag, path = path_of(config, split)
+    for source in open_sources(config, split):
+        found = image_part(source)
+        if found:
+            raise ValueError(f"{flag} {path}: has images ({found}), and the run has no encoder for them, because of "
+                             "--llm-only or a model for text; use a data set of text")
+
+
+def image_part(source: Any) -> str:
+    """Name what shows that a source of samples has images; empty if nothing does."""
+    if issubclass(source.__sample_type__, (CaptioningSample, VQASample, InterleavedSample)):
+        return f"its samples are of type {source.__sample_type__.__name__}"
+    if source.__sample_type__ is not CrudeSample:
+        return ""
+    part, folder = next(((part, folder) for part, folder in indexed_parts(source) if is_image(part)), ("", ""))
+    return f"such as part {part} of {folder}" if part else ""
+
+
+def indexed_parts(source: Any) -> Iterator[tuple[str, str]]:
+    """Names of the first parts in the index of a source of samples, each with its folder; none without an index."""
+    for folder in source.paths:
+        index = folder / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME
+        if not folder.is_local() or not index.is_file():
+            continue
+        database = sqlite3.connect(f"file:{index}?mode=ro", uri=True)
+        try:
+            parts = database.execute(
+                f"SELECT DISTINCT part_name FROM (SELECT part_name FROM sample_parts LIMIT {CHECKED_PARTS})").fetchall()
+        except sqlite3.OperationalError:  # prepared by a version of Energon that made no list of parts
+            continue
+        finally:
+            database.close()
+        yield from ((part, str(folder)) for (part,) in parts)
+
+
+def unread_parts(config: Config, split: str) -> list[str]:
+    """Names of parts of crude samples that are neither text nor images, by what the index of a split tells."""
+    found = {part for source in open_sources(config, split) if source.__sample_type__ is CrudeSample
+             for part, _ in indexed_parts(source) if not is_read(part)}
+    return sorted(found)
 
 
 def check_size(config: Config, num_lanes: int) -> list[int]:

@@ -14,7 +14,7 @@ from megatron.energon.task_encoder.base import TaskEncoder
 from data.energon import Config
 from data.energon_board import Board, Notes, watch
 from data.energon_loader import InProcess, Start, WorkerProcesses
-from data.energon_open import check_size, train_dataset
+from data.energon_open import check_size, train_dataset, unread_parts
 from data.lanes import Checkpoint, Mark, Router, WorkerPosition, lane_blocks
 from mimo.protocols import DataRequest, Sample
 
@@ -86,6 +86,10 @@ class EnergonReader:
         self._router = Router(self._sources, self._num_workers)
         self._bad = BadSamples(config.max_bad_samples)
         self._waiting_for: int | None = None
+        if 0 in self._lanes and (unread := unread_parts(config, "train")):
+            logger.warning("--data-path %s: parts of samples that are neither text nor images by their names are not "
+                           "read, unless a sample names them or they begin as an image file does: %s",
+                           config.data_path, ", ".join(unread))
 
     def _workers_of(self, lane: int) -> range:
         return range(lane * self._num_workers, (lane + 1) * self._num_workers)

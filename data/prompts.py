@@ -12,15 +12,27 @@ import numpy as np
 from tokenizers import AddedToken
 
 from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Rendered, unused_word
+from data.conversations import IMAGE_MARKER
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from mimo.protocols import TokenSpec
 
-IMAGE_MARKER = "<image>"
 ROLES = ("system", "user", "assistant")
 # How families of vision-language models write the token that becomes an image.
 IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|patch|>", "<|image|>")
 # Tokenizer classes of transformers that take tokenizer.json as it is.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def check_characters(text: str) -> None:
+    """Raise ValueError for half a character, which JSON may hold as an escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = text[max(error.start - 20, 0) : error.start]
+        raise ValueError(
+            f"the text holds the lone surrogate U+{ord(text[error.start]):04X} after {before!r}, which is half a "
+            "character: the escape of the other half is missing"
+        ) from error
 
 
 def content_parts(content: Any) -> list[str | None]:
@@ -34,6 +46,7 @@ def content_parts(content: Any) -> list[str | None]:
         ValueError: it is neither.
     """
     if isinstance(content, str):
+        check_characters(content)
         pieces = content.split(IMAGE_MARKER)
         return [part for piece in pieces for part in (None, piece)][1:]
     if not isinstance(content, (list, tuple)):
@@ -42,6 +55,7 @@ def content_parts(content: Any) -> list[str | None]:
     for part in content:
         given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
         if given.get("type") == "text" and isinstance(given.get("text"), str):
+            check_characters(given["text"])
             parts.append(given["text"])
         elif given == {"type": "image"}:
             parts.append(None)

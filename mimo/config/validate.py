@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from mimo import registry
@@ -18,9 +19,19 @@ from mimo.data_request import data_request
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.reading import lanes_read_by
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, CheckedDataProvider, MegatronSourceProvider, RoutedDataProvider
+from mimo.protocols import (
+    LANGUAGE,
+    CheckedDataProvider,
+    DataProvider,
+    Lane,
+    MegatronSourceProvider,
+    RoutedDataProvider,
+    TokenSpec,
+)
 
 PROJECTOR = "projector"
+# Samples of a data set that are looked at for images before a run without encoder.
+CHECKED_SAMPLES = 64
 
 
 def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
@@ -214,7 +225,10 @@ def _check_ddp(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
-    """Let a data set refuse what cannot work: one that is read by lanes on the ranks that read, another on all."""
+    """Let a data set refuse what cannot work: one that is read by lanes on the ranks that read, another on all.
+
+    One with images is refused where no encoder takes them.
+    """
     dataset = config.find_dataset(config.data.dataset_provider)
     provider, train = registry.model_provider(config.model.model_provider), config.train
     if not isinstance(dataset, RoutedDataProvider):
@@ -223,13 +237,28 @@ def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
                 dataset.validate(config.dataset, provider.token_spec(config.model_family))
             except OSError as error:
                 raise ValueError(f"--dataset-provider {config.data.dataset_provider}: {error}") from error
+        if config.layout.llm_only:
+            _refuse_images(config, dataset, provider.token_spec(config.model_family))
         return
     if not lanes_read_by(layout, rank):
         return
     for split in ("train", "valid") if train.eval_iters else ("train",):
-        dataset.validate(config.dataset, data_request(
+        request = data_request(
             layout, provider, config.model_family, micro_batch_size=train.micro_batch_size,
-            seq_length=train.seq_length, seed=train.seed, split=split))
+            seq_length=train.seq_length, seed=train.seed, split=split)
+        if not layout.encoders:
+            request = replace(request, tokens=replace(request.tokens, image_token_id=-1))
+        dataset.validate(config.dataset, request)
+
+
+def _refuse_images(config: RunConfig, dataset: DataProvider, tokens: TokenSpec) -> None:
+    """Refuse a data set whose first samples have images, in a run without encoder."""
+    stream = dataset.stream(config.dataset, tokens, Lane(LANGUAGE, 0, 1, config.train.seed, "train"))
+    for sample in itertools.islice(stream, CHECKED_SAMPLES):
+        _refuse(bool(sample.image_sizes), f"--llm-only: sample {sample.key} of --dataset-provider "
+                f"{config.data.dataset_provider} has {len(sample.image_sizes)} images, and the run has no encoder for "
+                "them; choose data of text alone (such as --mock-text-only-fraction 1 or --digits-text-only-fraction "
+                "1), or leave out --llm-only")
 
 
 def check_allowed_differences(config: RunConfig) -> None:

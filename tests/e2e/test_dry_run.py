@@ -22,7 +22,7 @@ def train_hetero(*flags: str, cwd: Path = ROOT, **environment: str) -> subproces
     [*MOCK, "--encoder-dp", "2", "--llm-tp", "2", "--micro-batch-size", "2", "--dataset-provider", "digits"],
     [*MOCK, "--layout", "colocated", "--encoder-dp", "2", "--llm-tp", "2", "--micro-batch-size", "2"],
     [*MOCK, "--num-experts", "4", "--llm-dp", "2", "--llm-ep", "2", "--llm-tp", "2", "--sequence-parallel"],
-    [*MOCK, "--llm-only", "--llm-pp", "2"],
+    [*MOCK, "--llm-only", "--llm-pp", "2", "--mock-text-only-fraction", "1"],
     ["--seq-length", "1024", "--encoder-dp", "2", "--llm-tp", "8", "--llm-dp", "4", "--llm-pp", "2"],
 ])
 def test_the_plan_of_a_layout(flags):
@@ -93,7 +93,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(flags, expected):
 
 
 def test_a_device_that_is_not_there_is_a_mistake_too():
-    done = train_hetero(*MOCK, "--llm-only", "--train-iters", "1", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    done = train_hetero(*MOCK, "--llm-only", "--mock-images-max", "0", "--train-iters", "1", "--device", "cuda",
+                        CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "error: --device cuda" in done.stderr and "Traceback" not in done.stderr
 

@@ -120,6 +120,18 @@ def test_a_run_without_encoder_refuses_what_only_encoders_have(flags, expected):
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(("dataset", "text_only"), [
+    ("mock", "--mock-text-only-fraction 1"), ("digits", "--digits-text-only-fraction 1")])
+def test_a_run_without_encoder_refuses_a_data_set_with_images(dataset, text_only):
+    flags = f"{ITERS} --llm-only --dry-run --model-provider mock --dataset-provider {dataset}"
+    with pytest.raises(ValueError) as caught:
+        checked(flags, 1)
+    message = str(caught.value)
+    assert message.startswith(f"--llm-only: sample {dataset}/") and f"of --dataset-provider {dataset} has " in message
+    assert text_only in message
+    assert checked(f"{flags} {text_only}", 1).encoders == ()
+
+
 def test_sequence_parallel_needs_a_sequence_that_divides():
     with pytest.raises(ValueError, match=r"--seq-length 50 is not divisible by --llm-tp 4.*nearest are 48 and 52"):
         checked(f"{ITERS} --llm-tp 4 --sequence-parallel --seq-length 50", 5)

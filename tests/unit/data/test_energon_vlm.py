@@ -1,7 +1,9 @@
 """Image-text samples through Energon: what becomes a row, what is passed over, packing and its state."""
 
+import base64
 import io
 import json
+import logging
 import struct
 import zlib
 from dataclasses import replace
@@ -18,6 +20,7 @@ from transformers import AutoTokenizer
 
 import data.energon_vlm
 from data.energon import Config
+from data.energon_open import path_of
 from data.energon_vlm import ErrorLog, Row, VlmTaskEncoder, to_sample
 from mimo.protocols import DataRequest, TokenSpec
 from tests.support.shards import CRUDE, prepare, write_tar
@@ -134,9 +137,36 @@ PARTS = json.dumps(
 ).encode()
 
 
+def url(place: Any, *, alone: bool = False) -> dict[str, Any]:
+    """OpenAI's content part for an image."""
+    return {"type": "image_url", "image_url": place if alone else {"url": place, "detail": "low"}}
+
+
+def data_url(grey: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(grey)).decode()
+
+
+TWO = {"0.png": png(1), "1.png": png(2)}
+TEXT = {"type": "text", "text": "or"}
+
+
 @pytest.mark.parametrize(
     ("parts", "text", "levels"),
     [
+        (TWO | {"json": talk([url("1.png"), TEXT, url("0.png", alone=True)])}, "<s>#or#\n[cat</s>]", [2, 1]),
+        (TWO | {"json": talk([{"type": "image", "image": "1.png"}, TEXT, {"type": "image", "path": "key.0.png"}])},
+         "<s>#or#\n[cat</s>]", [2, 1]),
+        (TWO | {"json": talk([{"type": "image", "url": "1.png", "image": None}])}, "<s>#\n[cat</s>]", [2]),
+        (TWO | {"json": talk([url("1.png"), url("0.png"), url("1.png")])}, "<s>###\n[cat</s>]", [2, 1, 2]),
+        (TWO | {"json": talk([url("1.png"), url("0.png")], images=["1.png", "0.png"])}, "<s>##\n[cat</s>]", [2, 1]),
+        ({"json": talk([url(data_url(7)), {"type": "image", "base64": base64.b64encode(png(8)).decode()}])},
+         "<s>##\n[cat</s>]", [7, 8]),
+        ({"scan": png(3), "json": talk([url("scan")])}, "<s>#\n[cat</s>]", [3]),
+        (TWO | {"json": json.dumps({"text": [url("1.png"), TEXT]}).encode()}, "<s>#[or</s>]", [2]),
+        ({"png": png(4), "cls": b"3", "meta.json": b"{", "json": talk("<image>")}, "<s>#\n[cat</s>]", [4]),
+        ({"jpg": png(4), "cls": b"3", "txt": b"a cat"}, "<s>#\n[a cat</s>]", [4]),
+        ({"cls": b"3", "npy": b"\x93NUMPY", "txt": b"a cat"}, "<s>[a cat</s>]", []),
+        ({"frame": png(6), "cls": b"3", "txt": b"a cat"}, "<s>#\n[a cat</s>]", [6]),
         ({"b.png": png(9), "a.png": png(8), "json": talk("<image> or <image>?")}, "<s># or #?\n[cat</s>]", [8, 9]),
         ({f"{n}.png": png(n) for n in (10, 9, 1)} | {"json": talk("<image>" * 3)}, "<s>###\n[cat</s>]", [1, 9, 10]),
         ({"a.png": png(1), "b.png": png(2), "json": talk("<image><image>", images=["b.png", "a.png"])},
@@ -231,6 +261,30 @@ BAD = {
     "missing": ({"png": png(), "json": talk("<image>", images=["x.png"])}, "'x.png' of json is no part of the sample"),
     "unnamed": ({"png": png(), "json": talk("<image>", images="png")}, "images of json: expected a list of names"),
     "json": ({"json": b"{"}, "part json is not json: "),
+    "network": (TWO | {"json": talk([url("https://example.org/0.png")])},
+                "image 'https://example.org/0.png' is on the network, from where nothing is fetched"),
+    "elsewhere": (TWO | {"json": talk([url("file:///etc/0.png")])}, "'file:///etc/0.png' of json is a path outside"),
+    "other": (TWO | {"json": talk([url("2.png")])}, "'2.png' of json is no part of the sample, which has 0.png, 1.png"),
+    "half-named": (TWO | {"json": talk([url("0.png"), {"type": "image"}])},
+                   "1 images of the content are named and 1 are not"),
+    "marked": (TWO | {"json": json.dumps({"messages": [
+        {"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"},
+        {"role": "user", "content": [url("1.png")]}, {"role": "assistant", "content": "b"}]}).encode()},
+        "1 images of the content are named and 1 are not"),
+    "order": (TWO | {"json": talk([url("1.png"), url("0.png")], images=["0.png", "1.png"])},
+              "images of json names 0.png, 1.png, the content shows 1.png, 0.png"),
+    "answered": (TWO | {"json": json.dumps({"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": [url("1.png")]}]}).encode()},
+        "turn 2: image in an answer"),
+    "url": (TWO | {"json": talk([url(7)])}, "a content part of type image_url has image_url (dict): an image is"),
+    "both": (TWO | {"json": talk([{"type": "image", "image": "0.png", "path": "1.png"}])},
+             "a content part of type image has image (str), path (str): an image is"),
+    "base64": ({"json": talk([url("data:image/png;base64,?")])}, "is a data: URL whose content is not base64"),
+    "plain": ({"json": talk([url("data:image/svg+xml,<svg>")])}, "is a data: URL without base64 content"),
+    "vector": ({"svg": b"<svg>", "json": talk("<image>")}, "undecodable image svg: no header of PNG"),
+    "surrogate": ({"json": b'{"text": "a cat \\ud83d here"}'},
+                  "the text holds the lone surrogate U+D83D after 'a cat ', which is half a character"),
+    "half": ({"json": talk("a cat", answer="\udc4d")}, "the text holds the lone surrogate U+DC4D after ''"),
     "list": ({"json": b"[]"}, "json is list, expected an object"),
     "speaker": ({"json": b'{"conversations": [{"from": "me", "value": "a"}]}'}, "`from` is none of system, human"),
     "latin": ({"txt": b"\xff"}, "part txt is not txt: "),
@@ -258,7 +312,7 @@ def test_one_bad_sample_too_many_before_a_row_ends_the_worker(tmp_path, config):
     samples = {"a": bad, "b": bad, "c": asked(1), "d": bad, "e": bad, "f": bad, "g": asked(2)}
     folder = shards(tmp_path, samples)
     assert [len(row.skipped) for row in read_all(folder, replace(config, max_bad_samples=3))] == [2, 3]
-    with pytest.raises(FatalSampleError, match=r"--max-bad-samples 2: .* 3 bad samples .*shard-0.tar f: 1 image marker"):
+    with pytest.raises(FatalSampleError, match=r"--max-bad-samples 2: .* 3 bad samples .*shard-0.tar f: 1 image"):
         read_all(folder, replace(config, max_bad_samples=2))
 
 
@@ -310,6 +364,81 @@ def test_what_no_sample_can_be_blamed_for_is_no_bad_sample(tmp_path, config, mon
     monkeypatch.setattr(data.energon_vlm, "tile_sizes", wrong)
     with pytest.raises(AssertionError, match="a bug"):
         read_all(shards(tmp_path, {"a": asked(1)}), config)
+
+
+def test_parts_that_are_not_read_are_listed_once(tmp_path, config, caplog):
+    from data.energon import provider
+
+    samples = {f"k{number}": asked(number) | {"cls": b"1", "meta.json": b"{}"} for number in range(4)}
+    flags = replace(config, data_path=str(shards(tmp_path, samples)), num_workers=0)
+    with caplog.at_level(logging.WARNING, "mimo.data"):
+        reader = provider.reader(flags, request(), [0])
+        assert len([reader.start(), *(reader.read(0) for _ in range(5))]) == 6
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"--data-path {tmp_path}: ") and line.endswith(" as an image file does: cls, meta.json")
+
+
+def jsonl(folder: Path, name: str, rows: list[bytes]) -> Path:
+    """A file of rows, prepared as `energon prepare` does."""
+    from megatron.energon.flavors.jsonl.jsonl_prepare import JsonlPreparator
+
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_bytes(b"".join(row + b"\n" for row in rows))
+    JsonlPreparator.prepare_dataset(path)
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_jsonl_prepared_by_energon_trains_and_validates(tmp_path, config, workers):
+    from data.energon import provider
+
+    rows = [b'{"text": "a cat"}', talk("what?"), b'{"text": ""}', talk([url(data_url(5))]), b'{"text": 1}']
+    flags = replace(config, data_path=str(jsonl(tmp_path / "set", "train.jsonl", rows)), shuffle=False,
+                    valid_data_path=str(jsonl(tmp_path / "set", "val.jsonl", rows[:2])), num_workers=workers)
+    for split in ("train", "valid"):
+        asks = replace(request(), split=split)
+        provider.validate(flags, asks)
+        reader = provider.reader(flags, asks, [0])
+        reader.start()
+        found = [reader.read(0) for _ in range(4)]
+        reader.close()
+        names = ["0", "1", "3", "0"] if split == "train" else ["0", "1", "0", "1"]
+        assert [row.key for row in found] == [f"{Path(path_of(flags, split)[1]).name}/{name}" for name in names]
+        messages = [message for row in found for message in row.skipped]
+        bad = ["train.jsonl 2: no text", "train.jsonl 4: content is int, expected text or a list of parts"]
+        assert messages == (bad if split == "train" else [])
+
+
+def test_a_jsonl_file_that_cannot_be_used_is_refused_by_name(tmp_path, config):
+    from data.energon import provider
+
+    path = jsonl(tmp_path, "train.jsonl", [b'{"text": "a"}'] * 4)
+    flags = replace(config, data_path=str(path))
+    with pytest.raises(ValueError, match=r"train.jsonl: a JSONL file has no val split; .* --valid-data-path"):
+        provider.validate(flags, replace(request(), split="valid"))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"train.jsonl: cannot open the 'train' split: The index .* does not match"):
+        provider.validate(flags, request())
+    path.with_suffix(".jsonl.idx").unlink()
+    with pytest.raises(ValueError, match=r"train.jsonl: is not indexed; run `energon prepare .*train.jsonl`"):
+        provider.validate(flags, request())
+
+
+def test_a_run_without_encoder_refuses_images_before_it_reads_any(tmp_path, config):
+    from data.energon import provider
+
+    text, asks = {"txt": b"a cat", "npy": b""}, request(image_token_id=-1)
+    shards(tmp_path / "text", {f"t{number}": text for number in range(4)})
+    provider.validate(replace(config, data_path=str(tmp_path / "text")), asks)
+    shards(tmp_path / "mixed", {"t": text, "u": text, "v": asked(1)})
+    shards(tmp_path / "captions", {"a": {"bin": png(), "txt": b"a"}}, dataset_yaml=(
+        "sample_type:\n  __module__: megatron.energon\n  __class__: CaptioningSample\n"
+        "field_map:\n  image: bin\n  caption: txt\n"))
+    for folder, named in (("mixed", "such as part 0.png"), ("captions", "its samples are of type CaptioningSample")):
+        with pytest.raises(ValueError, match=f"--data-path .*{folder}: has images .{named}.*no encoder .*--llm-only"):
+            provider.validate(replace(config, data_path=str(tmp_path / folder)), asks)
+        provider.validate(replace(config, data_path=str(tmp_path / folder)), request())
 
 
 def test_a_text_model_passes_over_images(tmp_path, config):

@@ -67,7 +67,7 @@ def test_the_memory_of_prefetched_features():
 
 
 def test_without_encoder_there_is_no_bridge():
-    text = report("--llm-only --llm-dp 2")
+    text = report("--llm-only --llm-dp 2 --dataset-provider mock --mock-images-max 0")
     assert "bridge" not in text and "vision" not in text
     assert "lanes: language dp rank l reads lane l of 2" in text
 

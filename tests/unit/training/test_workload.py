@@ -105,7 +105,7 @@ def test_the_peak_is_the_flags_or_the_devices(flags, device, peak):
 
 
 def test_a_run_without_the_encoder_counts_the_language_model_alone():
-    meter = meter_of(run_config("--llm-only"), model_provider("mock"), ranks=1)
+    meter = meter_of(run_config("--llm-only", "--mock-images-max", "0"), model_provider("mock"), ranks=1)
     assert meter is not None and {component.module for component in meter.counter.components} == {LANGUAGE}
     assert list(meter.figures(replace(WORK, images={}), 1.0)["flops"]) == [LANGUAGE]
 
