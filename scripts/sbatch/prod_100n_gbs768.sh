@@ -95,7 +95,7 @@ FLAGS=(
     --dataset-provider energon
     --data-path "$DATA_PATH"
     --tokenizer "$TOKENIZER"
-    --prompt-format tokenizer
+    --prompt-format nemotron6-moe
     --image-tag-type internvl
     --image-tiling dynamic
     --min-patches 1024

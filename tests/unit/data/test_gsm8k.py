@@ -12,6 +12,7 @@ from data.gsm8k import Config, provider, read_problems
 from mimo.protocols import TokenSpec
 from mimo.registry import prompt_provider
 from mimo.rl.rewards.gsm8k import reward
+from tests.support.chat_templates import LLAVA
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
 TOKENS = TokenSpec(400, image_token_id=-1, image_size=0, num_channels=0)
@@ -102,6 +103,12 @@ def test_a_chat_ends_where_the_model_goes_on(files):
     assert prompt.token_ids[0] == 3 and prompt.token_ids.count(3) == 2, "special tokens, none added to the template's"
     without = opened(files, gsm8k_instruction="now", gsm8k_thinking=False).prompt(0)
     assert without.text == f"{prompt.text}<think>\n\n</think>\n\n"
+
+
+def test_a_template_that_takes_only_content_parts_is_given_them(files):
+    write_tokenizer(files / "tokenizer", special=["<image>"], chat_template=LLAVA)
+    prompt = opened(files, gsm8k_instruction="now").prompt(0)
+    assert prompt.text == f"USER: {prompt.metadata['question']} now ASSISTANT:"
 
 
 def test_plain_text_has_no_template(files):

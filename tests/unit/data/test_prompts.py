@@ -6,15 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
 from megatron.core.tokenizers.vision.libraries.multimodal_tokenizer import MegatronMultimodalTokenizer
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from data.prompts import Tokenizer, content_parts
 from mimo.protocols import TokenSpec
 from tests.support.chat_templates import CHATML, LLAVA, MISTRAL_V3, NEMOTRON3, QWEN2_VL, QWEN3, TRIMMING
-from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
+from tests.support.small_tokenizer import CHATML_TOKENS, CORPUS, write_tokenizer
 
 IMAGE = 390
 TOKENS = TokenSpec(vocab_size=400, image_token_id=IMAGE, image_size=16, num_channels=3)
@@ -340,6 +342,48 @@ def test_prompt_format_nemotron6_moe_learns_what_megatrons_tokenizer_learns(tmp_
     write_tokenizer(tmp_path / "bare", special=CHATML_TOKENS)
     with pytest.raises(ValueError, match="has no chat template"):
         Tokenizer(str(tmp_path / "bare"), "nemotron6-moe", "none", TOKENS)
+
+
+# How tokenizers treat the first word of a text, and what an image token takes away from the text around it.
+PIPELINES = {
+    "metaspace-first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), {}),
+    "metaspace-always": (None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False), {}),
+    "metaspace-never": (None, pre_tokenizers.Metaspace(prepend_scheme="never", split=False), {}),
+    "legacy-llama": (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]), None, {}),
+    "byte-level": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), {}),
+    "byte-level-space": (None, pre_tokenizers.ByteLevel(add_prefix_space=True), {}),
+    "image-strips": (None, pre_tokenizers.Metaspace(prepend_scheme="first"), {"lstrip": True, "rstrip": True}),
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_the_whole_text_is_tokenised_as_transformers_does(tmp_path, kind):
+    normalizer, pre_tokenizer, image = PIPELINES[kind]
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer = normalizer or normalizers.Sequence([])
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet(), "\u2581", " ", "\n"})
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet,
+                                  show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    hf.add_special_tokens({"additional_special_tokens": [AddedToken("<image>", special=True, **image)]})
+    hf.chat_template = (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"
+        "{{ ' ' + message['content'] + '</s>' }}{% endgeneration %}{% else %}{{ message['content'] + ':' }}{% endif %}"
+        "{% endfor %}"
+    )
+    hf.save_pretrained(tmp_path)
+    talk = [{"role": "user", "content": "see <image> the<image>cat <image>"}, TALK[2], *TALK[3:]]
+    shown_to_hf = [turn | {"content": turn["content"].replace("<image>", "<image><image>")} for turn in talk]
+    wanted = hf.apply_chat_template(shown_to_hf, return_dict=True, return_assistant_tokens_mask=True)
+    image_id = hf.convert_tokens_to_ids("<image>")
+    spec = TokenSpec(vocab_size=len(hf) + 10, image_token_id=image_id, image_size=16, num_channels=3)
+    tokens, mask = Tokenizer(str(tmp_path), "tokenizer", "none", spec).encode(talk, [2] * 4)
+    assert tokens.tolist() == wanted["input_ids"]
+    assert mask.tolist() == [bool(learned) for learned in wanted["assistant_masks"]]
 
 
 @pytest.mark.parametrize("kind", IMAGE_TAGS)
