@@ -442,7 +442,9 @@ def check_finite(state: RunState, saved: list[Saved], folder: Path) -> None:
     """Stop every rank where loaded weights are not finite. Collective over the world."""
     wrong = {global_name(piece.key, piece.global_offset[:piece.prepend_axis_num])
              for tensor in saved for piece in tensor.pieces
-             if piece.data.is_floating_point() and not bool(torch.isfinite(piece.data).all())}
+             if piece.data.is_floating_point() and piece.data.numel()
+             # Minimum and maximum are NaN where any value is, and take a fraction of the time of `isfinite` on CPUs.
+             and not bool(torch.stack(torch.aminmax(piece.data)).isfinite().all())}
     reports: list[set[str]] = gather(state.grids, wrong)
     names = sorted(set().union(*reports))
     raise_together(state.grids, f"{folder}: values that are NaN or infinite in {', '.join(names)}" if names else None)

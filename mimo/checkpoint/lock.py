@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 # The holder renews its file this often. One that has not for STALE_S, and runs on another machine, is taken for dead.
@@ -134,7 +137,11 @@ class FolderLock:
             seen = self._path.stat().st_mtime_ns
         except FileNotFoundError:
             return False
-        ends = time.monotonic() + STALE_S - (now - seen) / 1e9
+        wait_s = STALE_S - (now - seen) / 1e9
+        if wait_s > 0:
+            logger.warning("--save %s: its lock is that of %s; waiting for up to %.0f s to see whether that run still "
+                           "lives", self._path.parent, holder, wait_s)
+        ends = time.monotonic() + wait_s
         while time.monotonic() < ends:
             time.sleep(min(RENEW_S, STALE_S) / 10)
             try:

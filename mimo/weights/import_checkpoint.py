@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -136,7 +137,9 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
             checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
         report(f"{source.path} cannot be trained from", planner.problems)
-        torch.save(weights_only_state(modules, config, model_fields(provider, family_config)), folder / COMMON)
+        common = io.BytesIO()
+        torch.save(weights_only_state(modules, config, model_fields(provider, family_config)), common)
+        (folder / COMMON).write_bytes(common.getvalue())
         for name in (INDEX, COMMON):
             writer.checksums[name] = {"0": zlib.crc32((folder / name).read_bytes())}
         (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+ADAPTER = "adapter_config.json"
 # Formats of weights that are recognised, to say that they are not read and to leave them out of copies.
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 MAX_OPEN_FILES = 2
@@ -142,6 +143,9 @@ def is_weights(name: str) -> bool:
 def _read_catalog(folder: Path) -> Catalog:
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder; weights are read from a local folder, never from a hub")
+    if (folder / ADAPTER).is_file():
+        raise ValueError(f"{folder} has {ADAPTER}: transformers would add an adapter to these weights, which is not "
+                         "supported; merge it into the model first, or remove it")
     located = _index(folder)
     files = sorted(set(located.values())) if located is not None else _unindexed(folder)
     tensors: dict[str, SourceTensor] = {}

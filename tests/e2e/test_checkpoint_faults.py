@@ -113,6 +113,22 @@ def test_a_killed_run_goes_on_when_it_is_started_again(
     assert found == uninterrupted[:ends[1] + 2]
 
 
+@pytest.mark.slow
+def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    flags = (*FOREVER, *ALONE, "--save", str(root), "--load", str(root), "--save-interval", "1", "--keep-last", "2")
+    process = start_torchrun(1, *TINY, *flags, "--run-dir", str(tmp_path / "first"))
+    wait_for(process, lambda: saved(root) > 0)
+    rank = find_worker(process.pid, 0)
+    done = run(tmp_path / "second", *flags, num_ranks=1)
+    assert done.returncode != 0
+    assert f"--save {root}: another run saves there (process {rank} on " in done.stdout, done.stdout[-3000:]
+    assert not (tmp_path / "second" / "metrics.jsonl").exists() and process.poll() is None
+    kill_all(process, 1)
+    train_on(tmp_path, root, saved(root) + 1, *ALONE, num_ranks=1)
+    assert not (root / ".lock").exists()
+
+
 # A disk without space
 
 FULL = [

@@ -176,10 +176,22 @@ def test_what_a_run_refuses_is_neither_imported_nor_exported(tmp_path: Path) -> 
     expect("odd", "--num-attention-heads 2 is not divisible by --num-query-groups 3", num_key_value_heads=3)
     expect("rope", "rope_theta = 10000.0 and rope_parameters.rope_theta = 500000.0 contradict each other",
            rope_theta=1e4, rope_parameters={"rope_theta": 5e5})
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2}
+    expect("mixtral", "--moe-router-topk 1 needs --moe-router-pre-softmax", **mixtral, num_experts_per_tok=1)
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 4}
+    expect("deepseek", "--moe-router-topk 1 must lie between 2 and ", **deepseek, num_experts_per_tok=1)
+    expect("groups", "--moe-router-topk 5 and --moe-router-group-topk 4: a group is scored", **deepseek,
+           num_experts_per_tok=5)
+    expect("image", "--vision-image-size 17 is not divisible by --vision-patch-size 8", model_type="llava",
+           architectures=["LlavaForConditionalGeneration"], vision_config={
+               "model_type": "clip_vision_model", "image_size": 17, "patch_size": 8})
+    expect("nemotron", "norm_topk_prob = True with num_experts_per_tok = 1", model_type="nemotron_h",
+           architectures=["NemotronHForCausalLM"], layers_block_type=["moe"], num_experts_per_tok=1)
     two = expect("two", "has model.safetensors and model.safetensors.index.json, which does not name it")
     shutil.copyfile(two / "model.safetensors", two / "model-00001-of-00001.safetensors")
     names = dict.fromkeys(safetensors_of(two), "model-00001-of-00001.safetensors")
     (two / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (expect("adapter", "has adapter_config.json: transformers would add an adapter") / "adapter_config.json").touch()
     parts = expect("parts", "has model.safetensors and parts of other weights (model-00002-of-00003.safetensors)")
     shutil.copyfile(parts / "model.safetensors", parts / "model-00002-of-00003.safetensors")
     for name, message in messages_of(cases).items():

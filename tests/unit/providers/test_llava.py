@@ -73,6 +73,19 @@ def test_default_encoder_equals_that_of_transformers() -> None:
     assert llava.from_hf({}) == llava.from_hf(transformers.LlavaConfig().to_dict())
 
 
+@pytest.mark.parametrize("outer", [None, False, True])
+@pytest.mark.parametrize("inner", [None, False, True])
+def test_tied_embeddings_are_those_of_transformers(outer: bool | None, inner: bool | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    config: dict[str, Any] = {"model_type": "llava", "text_config": {"model_type": "qwen2"}}
+    if outer is not None:
+        config["tie_word_embeddings"] = outer
+    if inner is not None:
+        config["text_config"]["tie_word_embeddings"] = inner
+    theirs = transformers.LlavaConfig(**json.loads(json.dumps(config))).tie_word_embeddings
+    assert llava.from_hf(config).untie_embeddings_and_output_weights is not theirs
+
+
 def test_qwen3_moe_sizes() -> None:
     config = llava.from_hf({
         "image_token_index": 5, "vision_feature_layer": 3, "tie_word_embeddings": True,
@@ -89,6 +102,10 @@ def test_qwen3_moe_sizes() -> None:
 @pytest.mark.parametrize(("change", "key"), [
     ({"model_type": "llava_next"}, "model_type = 'llava_next'"),
     ({"projector_hidden_act": "silu"}, "projector_hidden_act"),
+    ({"image_token_id": 5, "image_token_index": 6}, "image_token_id = 5 and image_token_index = 6 are two names"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = 'awq'"),
+    ({"vision_config": {"quantization_config": {"quant_method": "fp8"}}}, "vision_config.quantization_config"),
+    ({"text_config": {"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}}, "num_experts = 4"),
     ({"multimodal_projector_bias": False}, "multimodal_projector_bias"),
     ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
     ({"vision_feature_layer": 0}, "vision_feature_layer"),
