@@ -21,7 +21,8 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
     """The model that a checkpoint holds, as the configuration of a run.
 
     Its sizes are those that the checkpoint stores; where it is of an older version, those of the flags that it was
-    saved with. Data and everything else that a run has stays at its defaults.
+    saved with. The data set is that of the run, and None where its provider is not built in and was not typed, or is
+    one of train_rl.py. Everything else that a run has stays at its defaults.
 
     Args:
         common: the checkpoint's common state.
@@ -35,15 +36,21 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
     sections = sections_of(common["config"])
     if not sections:
         raise ValueError(f"{folder} says nothing about the model it holds: it was not made by `mimo import`")
-    flags = {name: value for title in ("model", "model-family") for name, value in sections.get(title, {}).items()}
+    data, typed = sections.get("data", {}).get("dataset-provider"), typed_providers(run_flags)
+    wanted = typed["dataset_provider"] or (data if data in registry.DATASET_PROVIDERS else None)
+    has_data = data is not None and data == wanted and "rl" not in sections
+    titles = ("model", "model-family", *(("data", "dataset") if has_data else ()))
+    flags = {name: value for title in titles for name, value in sections.get(title, {}).items()}
     refuse_named_code({"model_provider": flags.get("model-provider")}, str(folder), run_flags)
-    stored = _parsed(toml_file.dump_values(flags), folder, _typed_provider(run_flags))
+    named = [word for field, name in typed.items() if name is not None for word in (toml_file.flag_name(field), name)]
+    stored = _parsed(toml_file.dump_values(flags), folder, named)
     if common.get("model"):
         known = {field.name for field in dataclasses.fields(stored.model_family)}
         family = dataclasses.replace(stored.model_family, **{
             name: value for name, value in common["model"].items() if name in known})
         stored = dataclasses.replace(stored, model_family=family)
-    config = _parsed(toml_file.dump({"model": stored.model, "model_family": stored.model_family}), folder, run_flags)
+    config = _parsed(toml_file.dump({"model": stored.model, "model_family": stored.model_family, "data": stored.data,
+                                     "dataset": stored.dataset}), folder, run_flags)
     if common.get("model"):
         provider = registry.model_provider(config.model.model_provider)
         modules = (*provider.encoders(config.model_family), LANGUAGE)
@@ -53,7 +60,7 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
             raise ValueError("\n  ".join([
                 f"{folder} holds a model that computes something else than the one of the flags; leave them out, or "
                 "give --allow-difference with the name of the flag after the lone --", *lines]))
-    return config
+    return config if has_data or typed["dataset_provider"] is not None else dataclasses.replace(config, dataset=None)
 
 
 def _parsed(text: str, folder: Path, flags: Sequence[str]) -> RunConfig:
@@ -66,11 +73,6 @@ def _parsed(text: str, folder: Path, flags: Sequence[str]) -> RunConfig:
         except ValueError as error:
             message = str(error).replace(f"--config {file.name}", "its configuration").replace(file.name, "it")
             raise ValueError(f"{folder}: {message}") from error
-
-
-def _typed_provider(run_flags: Sequence[str]) -> list[str]:
-    typed = typed_providers(run_flags).get("model_provider")
-    return [] if typed is None else ["--model-provider", typed]
 
 
 def refuse_named_code(named: Mapping[str, Any], source: str, run_flags: Sequence[str]) -> None:

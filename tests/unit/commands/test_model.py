@@ -12,7 +12,8 @@ import pytest
 from mimo import registry
 from mimo.checkpoint.differences import model_fields
 from mimo.commands.model import config_of_checkpoint, named_providers, refuse_named_code
-from mimo.config.cli import parse, to_toml
+from mimo.config.cli import parse, parse_as, to_toml
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig
 
 PROVIDER = """
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_code_that_a_checkpoint_names_is_run_only_where_a_person_types_its_name(
         config_of_checkpoint(common, tmp_path, ["--num-layers", "2"])
     with pytest.raises(ValueError, match="type its name: -- --model-provider somebody:provider"):
         config_of_checkpoint(common, tmp_path, [])
-    assert config_of_checkpoint(common_of() | {"config": own_data}, tmp_path, []).data.dataset_provider == "digits"
+    assert config_of_checkpoint(common_of() | {"config": own_data}, tmp_path, []).dataset is None
     for field, text in (("model_provider", common["config"]), ("dataset_provider", own_data)):
         (tmp_path / "run_config.toml").write_text(text)
         for files, typed in ((["run_config.toml"], []), ([], ["--config", "run_config.toml"])):
@@ -53,6 +54,14 @@ def test_code_that_a_checkpoint_names_is_run_only_where_a_person_types_its_name(
     assert not (tmp_path / "ran").exists()
     config = config_of_checkpoint(common, tmp_path, ["--model-provider", "somebody:provider"])
     assert (tmp_path / "ran").exists() and config.model_family.rotary_base == 5e5
+
+
+def test_an_export_knows_the_data_of_the_run(tmp_path: Path) -> None:
+    common = common_of("--dataset-provider", "mock", "--mock-max-length", "7")
+    config = config_of_checkpoint(common, tmp_path, [])
+    assert (config.data.dataset_provider, config.dataset.mock_max_length) == ("mock", 7)
+    rl = parse_as(RlRunConfig, [*FLAGS, "--dataset-provider", "gsm8k"], DESCRIPTION)
+    assert config_of_checkpoint(common | {"config": to_toml(rl)}, tmp_path, []).dataset is None
 
 
 def test_an_export_takes_the_stored_sizes_and_no_others(tmp_path: Path) -> None:
