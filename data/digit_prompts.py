@@ -6,7 +6,7 @@ are the fixed list of `data.digits`, whose scans never occur in the train split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from data import digits
 from data.digits import Config
-from mimo.protocols import TokenSpec
+from mimo.protocols import ImageProcessing, TokenSpec
 from mimo.rl.prompts import Normalisation, Prompt
 
 # Set prompts apart from the samples of supervised training, and a prompt's pixels from its number.
@@ -88,6 +88,14 @@ class DigitPromptsProvider:
         """Raise ValueError, naming flags and values, for what cannot work."""
         for split in ("train", "valid"):
             self.open(config, tokens, split, 0)
+
+    def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
+        """The flags as they are, as in supervised training."""
+        return digits.provider.with_image_processing(config, find)
+
+    def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
+        """What an engine does with images of the encoder's size."""
+        return digits.provider.image_processing(config, tokens)
 
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> DigitPrompts:
         """Open a split, `train` or `valid`. Raises ValueError as `validate`."""

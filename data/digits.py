@@ -7,7 +7,7 @@ in the train split, whatever the seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from data.indexed import IndexedStream
-from mimo.protocols import LANGUAGE, Lane, Sample, TokenSpec
+from mimo.protocols import LANGUAGE, ImageProcessing, Lane, Sample, TokenSpec
 
 PAD, BOS, EOS = 0, 1, 2
 FIRST_DIGIT = 4
@@ -263,6 +263,15 @@ class DigitsProvider:
         """Open one lane. Raises ValueError, naming the flag, for a configuration that cannot work."""
         check(config, tokens, lane.split)
         return IndexedStream(lane, partial(build_sample, config, tokens, lane))
+
+    def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
+        """The flags as they are: scans are drawn at the encoder's size, with a mean and deviation of their own."""
+        return config
+
+    def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
+        """What makes an engine see images of the encoder's size as training does."""
+        return ImageProcessing("dynamic" if tokens.packs_patches else "stretch", (PIXEL_MEAN,), (PIXEL_STD,),
+                               min_patches=1, max_patches=1024, source="the digits data set")
 
     def num_samples(self, config: Any, split: str) -> int | None:
         """Validation has a fixed list of numbers; train combines scans anew without end."""

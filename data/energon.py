@@ -8,11 +8,11 @@ that rank serves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from mimo.protocols import DataRequest, LaneReader
+from mimo.protocols import DataRequest, ImageProcessing, LaneReader, TokenSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +45,35 @@ class Config:
     """Most samples that are read from a shard one after the other."""
     shuffle: bool = True
     """Shuffle train shards and samples; --no-shuffle reads them in the order in which they lie."""
-    image_tiling: Literal["resize", "fixed", "dynamic"] = "resize"
-    """resize: each image to the encoder's size. fixed: tiles of that size. dynamic: native aspect ratio."""
-    max_tiles: int = 6
-    """Most tiles of an image with --image-tiling fixed, without the thumbnail."""
+    image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "dynamic", "resize"] = "auto"
+    """How an image becomes what the encoder takes. stretch: resized to the encoder's size. crop: the shorter side
+    resized to it, then the centre cut out. pad: made square with borders in the mean colour, then resized. fixed: cut
+    into tiles of that size. dynamic: its own size and aspect ratio, in patches. auto: as the model's Hugging Face
+    processor does (preprocessor_config.json beside --hf-config, --load-hf or --load-vision-from, or else that of the
+    family: CLIP crops, SigLIP stretches, Nemotron is dynamic). resize: the earlier name of stretch."""
+    image_resample: Literal["auto", "bicubic", "bilinear"] = "auto"
+    """Kernel that images are resized with; auto: as the model's processor."""
+    max_tiles: int | None = None
+    """Most tiles of an image with --image-tiling fixed, without the thumbnail; left out: as the model's processor, or
+    else 6."""
     use_thumbnail: bool = False
     """With --image-tiling fixed, the whole image too, as a last tile, where there are several."""
-    min_patches: int = 4
-    """Fewest patches of an image with --image-tiling dynamic; smaller images are enlarged."""
-    max_patches: int = 1024
-    """Most patches of an image with --image-tiling dynamic; larger images are reduced."""
+    min_patches: int | None = None
+    """Fewest patches of an image with --image-tiling dynamic; smaller images are enlarged. Left out: as the model's
+    config.json says, or else 4."""
+    max_patches: int | None = None
+    """Most patches of an image with --image-tiling dynamic; larger images are reduced. Left out: as the model's
+    config.json says, or else 1024."""
+    min_side: int = 0
+    """With --image-tiling dynamic: images whose shorter side would have fewer pixels are enlarged, as far as
+    --max-patches allows (Megatron's --dynamic-resolution-min-side); 0: off, as engines serve."""
     max_image_pixels: int = 100_000_000
-    """An image with more pixels is a bad sample: it is not decoded."""
-    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
-    """Mean of each channel, of pixels in 0..1 (CLIP's); one value serves all channels."""
-    image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    """Standard deviation of each channel, of pixels in 0..1 (CLIP's); one value serves all channels."""
+    """An image with more pixels, or which cropping or padding would give more, is a bad sample: it is not decoded."""
+    image_mean: tuple[float, ...] = ()
+    """Mean of each channel, of pixels in 0..1; one value serves all channels. Left out: as the model's processor."""
+    image_std: tuple[float, ...] = ()
+    """Standard deviation of each channel, of pixels in 0..1; one value serves all channels. Left out: as the model's
+    processor."""
     max_bad_samples: int = 100
     """Bad samples that a run may pass over, over all ranks and restarts; one more ends it. Each is reported with shard
     and key."""
@@ -84,6 +97,78 @@ def check(config: Config, request: DataRequest) -> None:
             f"--packing-buffer-size {config.packing_buffer_size}: a packed row is a microbatch of its own; "
             f"--micro-batch-size {request.micro_batch_size} must be 1"
         )
+
+
+def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
+    """The flags with everything about images filled in that they leave to the model.
+
+    Args:
+        config: the flags.
+        find: returns what the model's files specify, one entry a folder; called only if the flags leave something open.
+
+    Raises:
+        ValueError: nothing was found, or two folders disagree; or as `find`.
+    """
+    if config.image_tiling == "resize":
+        config = replace(config, image_tiling="stretch")
+    if not _open_flags(config):
+        return config
+    found = find()
+    if not found:
+        raise ValueError(f"{', '.join(_open_flags(config))}: the model provider does not say how its images become "
+                         "pixels (image_processing); give these flags")
+    first, *others = (_filled(config, processing) for processing in found)
+    for other, processing in zip(others, found[1:], strict=True):
+        names = [name for name, value in vars(first).items() if vars(other)[name] != value]
+        if names:
+            values = [" ".join(f"{_flag(name)} {_shown(vars(each)[name])}" for name in names)
+                      for each in (first, other)]
+            raise ValueError(f"two image processors disagree: {found[0].source} has {values[0]}, {processing.source} "
+                             f"has {values[1]}; give {' and '.join(map(_flag, names))}")
+    return first
+
+
+def _open_flags(config: Config) -> list[str]:
+    """Flags that the model's image processor is asked for."""
+    tiling = config.image_tiling
+    is_open = {
+        "image_tiling": tiling == "auto",
+        "image_resample": config.image_resample == "auto",
+        "image_mean": not config.image_mean,
+        "image_std": not config.image_std,
+        "min_patches": tiling == "dynamic" and config.min_patches is None,
+        "max_patches": tiling == "dynamic" and config.max_patches is None,
+        "max_tiles": tiling == "fixed" and config.max_tiles is None,
+    }
+    return [_flag(name) for name, value in is_open.items() if value]
+
+
+def _filled(config: Config, processing: ImageProcessing) -> Config:
+    """The flags with what they leave open from one processor."""
+    if config.image_tiling == "auto":
+        config = replace(config, image_tiling=processing.tiling)
+        if processing.tiling == "fixed":
+            config = replace(config, use_thumbnail=config.use_thumbnail or processing.use_thumbnail)
+    if config.image_resample == "auto":
+        config = replace(config, image_resample=processing.resample)
+    if config.image_tiling == "dynamic":
+        if config.max_patches is None and processing.max_patches < 0:
+            raise ValueError(f"{processing.source} sets no limit to the patches of an image: give --max-patches")
+        config = replace(
+            config, min_patches=config.min_patches if config.min_patches is not None else processing.min_patches or 4,
+            max_patches=config.max_patches if config.max_patches is not None else processing.max_patches or 1024)
+    if config.image_tiling == "fixed" and config.max_tiles is None:
+        config = replace(config, max_tiles=processing.max_tiles or 6)
+    return replace(config, image_mean=config.image_mean or processing.mean,
+                   image_std=config.image_std or processing.std)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def unpacked(config: Config) -> Config:
@@ -111,6 +196,19 @@ class EnergonProvider:
         VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
         if request.tokens.image_token_id < 0:
             refuse_images(config, request.split)
+
+    def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
+        """The flags with every value that is taken from the model filled in; see `with_image_flags`."""
+        return with_image_flags(config, find)
+
+    def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
+        """How images become pixels under flags that are filled in."""
+        tiling, resample = config.image_tiling, config.image_resample
+        assert tiling not in ("auto", "resize") and resample != "auto", config
+        return ImageProcessing(
+            tiling, config.image_mean, config.image_std, resample, min_patches=config.min_patches or 0,
+            max_patches=config.max_patches or 0, min_side=config.min_side, max_tiles=config.max_tiles or 0,
+            use_thumbnail=config.use_thumbnail, source="the flags of the data")
 
     def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
         """Open some lanes. Raises ValueError as `validate` does."""

@@ -1,12 +1,20 @@
-"""How an image becomes the tiles that an encoder takes: their sizes from its header, their pixels from its content.
+"""Image tiling: an image becomes the tiles that an encoder takes, their sizes from its header, their pixels from its
+content.
 
-Three ways, `--image-tiling`:
+The ways of `--image-tiling`:
 
-- resize: one tile of the encoder's size, whatever the image's aspect ratio.
+- stretch: one tile of the encoder's size, whatever the image's aspect ratio (Hugging Face's SiglipImageProcessor).
+- crop: the shorter side is resized to the encoder's size, then the centre is cut out (CLIPImageProcessor).
+- pad: borders in the mean colour make the image square before it is resized (LlavaImageProcessor with `do_pad`).
 - fixed: a grid of such tiles, its aspect ratio the nearest to the image's (InternVL 1.5, arXiv 2404.16821, section
   3.2), with the whole image as a last tile on request.
 - dynamic: one tile of about the image's own size and aspect ratio, as encoders that pack patches take it. Never a
-  thumbnail: there are as many tiles as images.
+  thumbnail: there are as many tiles as images. Sizes are those that vLLM serves Nemotron models with
+  (`DynamicResolutionImageTiler`), which are those of Megatron's `DynamicResolutionImageTilingStrategy`.
+
+stretch, crop and pad compute what Hugging Face's image processors do with their default backend, torchvision. Their
+PIL backend rounds once more on the way and differs by up to 2 of 255 in a few pixels of a thousand. fixed and dynamic
+resize with PIL, as InternVL and Megatron do.
 """
 
 from __future__ import annotations
@@ -27,8 +35,6 @@ from mimo.protocols import TokenSpec
 
 Size = tuple[int, int]
 
-# How much worse a dynamic tile's change of aspect ratio is than an equal change of its area.
-ASPECT_WEIGHT = 2
 # EXIF 3.0, tag 0x0112: what makes a stored image upright.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -46,71 +52,88 @@ class Tiling:
     """How images become tiles, as plain data that was checked by `tiling_of`.
 
     Attributes:
-        kind: resize, fixed or dynamic; see the module's text.
+        kind: stretch, crop, pad, fixed or dynamic; see the module's text.
         tile_size: height and width of a tile in pixels; (0, 0) with dynamic.
         patch_size: pixels a side of a patch; 0 unless dynamic.
         size_multiple: height and width of a dynamic tile are multiples of it, and it is a multiple of `patch_size`.
         min_patches: fewest patches of a dynamic tile.
         max_patches: most patches of a dynamic tile.
-        max_image_size: most pixels of height and of width of a dynamic tile; 0: any.
+        min_side: pixels that the shorter side of a dynamic tile has at least, as far as `max_patches` allows; 0: any.
         max_tiles: most tiles of a fixed grid, without the thumbnail.
         use_thumbnail: whether a fixed grid of several tiles is followed by the whole image.
         mean: mean of each channel, of pixels in 0..1.
         std: standard deviation of each channel, of pixels in 0..1.
         num_channels: 1 (grey) or 3 (RGB).
+        resample: kernel that images are resized with.
+        max_pixels: most pixels of an image while it is resized or padded.
     """
 
-    kind: Literal["resize", "fixed", "dynamic"]
+    kind: Literal["stretch", "crop", "pad", "fixed", "dynamic"]
     tile_size: Size
     patch_size: int
     size_multiple: int
     min_patches: int
     max_patches: int
-    max_image_size: int
+    min_side: int
     max_tiles: int
     use_thumbnail: bool
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_channels: int
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    max_pixels: int = 100_000_000
 
 
 def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
     """The tiling of a data set for a model that takes images.
 
     Raises:
-        ValueError: naming flags and values, for what cannot work.
+        ValueError: naming flags and values, for what cannot work, or for flags that were not filled in from the model
+            (`mimo.config.cli.parse` does so).
     """
     if tokens.image_token_id < 0:
         raise ValueError("--image-tiling: the model takes no images")
-    flag = f"--image-tiling {config.image_tiling}"
-    dynamic = config.image_tiling == "dynamic"
+    kind, resample = config.image_tiling, config.image_resample
+    flag = f"--image-tiling {kind}"
+    if kind in ("auto", "resize") or resample == "auto" or not config.image_mean or not config.image_std:
+        raise ValueError(f"{flag} --image-resample {resample} --image-mean {_listed(config.image_mean)} --image-std "
+                         f"{_listed(config.image_std)}: not filled in from the model")
+    dynamic = kind == "dynamic"
     if dynamic and not tokens.packs_patches:
         height, width = tokens.image_shape
         fixed = f"images of {height} pixels a side" if height == width else f"images of {height} x {width} pixels"
         takes = fixed if tokens.image_size else "whole images, not patches"
-        raise ValueError(f"{flag}: the encoder takes {takes}; use --image-tiling resize or fixed")
+        raise ValueError(f"{flag}: the encoder takes {takes}; use --image-tiling crop, stretch, pad or fixed")
     if not dynamic and tokens.image_size < 1:
         advice = "use --image-tiling dynamic" if tokens.packs_patches else "give the model an image size"
         raise ValueError(f"{flag}: the encoder takes images of any size, so there is no size to make; {advice}")
-    if config.use_thumbnail and config.image_tiling != "fixed":
-        raise ValueError(f"--use-thumbnail: only with --image-tiling fixed, not {config.image_tiling}")
-    if config.image_tiling == "fixed" and config.max_tiles < 1:
+    if kind in ("crop", "pad") and tokens.image_shape[0] != tokens.image_shape[1]:
+        raise ValueError(f"{flag}: makes squares, and the encoder takes images of {tokens.image_shape[0]} x "
+                         f"{tokens.image_shape[1]} pixels; use --image-tiling stretch or fixed")
+    if config.use_thumbnail and kind != "fixed":
+        raise ValueError(f"--use-thumbnail: only with --image-tiling fixed, not {kind}")
+    max_tiles = config.max_tiles or 0
+    if kind == "fixed" and max_tiles < 1:
         raise ValueError(f"--max-tiles {config.max_tiles}: must be at least 1")
+    if config.min_side and not dynamic:
+        raise ValueError(f"--min-side {config.min_side}: only with --image-tiling dynamic, not {kind}")
     if tokens.num_channels not in (1, 3):
         raise ValueError(f"{flag}: images are grey (1 channel) or RGB (3), the encoder takes {tokens.num_channels}")
     tiling = Tiling(
-        kind=config.image_tiling,
+        kind=kind,
         tile_size=tokens.image_shape,
         patch_size=tokens.patch_size if dynamic else 0,
         size_multiple=tokens.size_multiple if dynamic else 1,
-        min_patches=config.min_patches,
-        max_patches=config.max_patches,
-        max_image_size=tokens.max_image_size if dynamic else 0,
-        max_tiles=config.max_tiles,
+        min_patches=config.min_patches or 0,
+        max_patches=config.max_patches or 0,
+        min_side=config.min_side,
+        max_tiles=max_tiles,
         use_thumbnail=config.use_thumbnail,
         mean=per_channel("--image-mean", config.image_mean, tokens.num_channels),
         std=per_channel("--image-std", config.image_std, tokens.num_channels),
         num_channels=tokens.num_channels,
+        resample=resample,
+        max_pixels=config.max_image_pixels,
     )
     if min(tiling.std) <= 0:
         raise ValueError(f"--image-std {_listed(config.image_std)}: must be positive")
@@ -133,16 +156,8 @@ def per_channel(flag: str, values: Sequence[float], num_channels: int) -> tuple[
     return tuple(values) * (num_channels // len(values))
 
 
-def cell_limits(tiling: Tiling) -> tuple[int, int, int]:
-    """Fewest and most squares of `size_multiple` pixels a side in a dynamic tile, and most of them along a side."""
-    patches = (tiling.size_multiple // tiling.patch_size) ** 2
-    most = tiling.max_patches // patches
-    longest = tiling.max_image_size // tiling.size_multiple if tiling.max_image_size else most
-    return -(-tiling.min_patches // patches), most, min(longest, most)
-
-
 def check_patches(tiling: Tiling) -> None:
-    """Raise ValueError, naming flags and values, where no tile has an allowed number of patches."""
+    """Raise ValueError, naming flags and values, for limits of dynamic tiles that contradict each other."""
     if tiling.size_multiple < 1 or tiling.size_multiple % tiling.patch_size:
         raise ValueError(
             f"--image-tiling dynamic: the model's size multiple {tiling.size_multiple} must be a multiple of its patch "
@@ -151,55 +166,55 @@ def check_patches(tiling: Tiling) -> None:
     given = f"--min-patches {tiling.min_patches} --max-patches {tiling.max_patches}"
     if not 1 <= tiling.min_patches <= tiling.max_patches:
         raise ValueError(f"{given}: need 1 <= min <= max")
-    fewest, most, longest = cell_limits(tiling)
-    if fewest > most:
-        patches = (tiling.size_multiple // tiling.patch_size) ** 2
+    least = (tiling.size_multiple // tiling.patch_size) ** 2
+    if tiling.max_patches < least:
         raise ValueError(
-            f"{given}: patches come in squares of {patches} ({tiling.size_multiple} pixels a side, of patches of "
-            f"{tiling.patch_size}), and no multiple of {patches} lies within"
+            f"{given}: patches come in squares of {least} ({tiling.size_multiple} pixels a side, of patches of "
+            f"{tiling.patch_size}), so --max-patches must be at least {least}"
         )
-    if not any(-(-fewest // count) <= min(most // count, longest) for count in range(1, longest + 1)):
-        raise ValueError(
-            f"{given}: the encoder takes images of at most {tiling.max_image_size} pixels a side, multiples of "
-            f"{tiling.size_multiple}, and none of them has so many patches of {tiling.patch_size} pixels a side"
-        )
-
-
-def nearest_grid(rows: float, cols: float, fewest: int, most: int, longest: int) -> Size:
-    """The whole numbers nearest to `rows` and `cols`, at most `longest`, whose product is within `fewest` to `most`.
-
-    Nearest by `ASPECT_WEIGHT * log(change of aspect ratio) ** 2 + log(change of area) ** 2`.
-    """
-    best, best_error = (0, 0), math.inf
-    start = min(math.floor(rows), longest)
-    for counts in (range(start, 0, -1), range(start + 1, longest + 1)):
-        for count in counts:
-            taller = math.log(count / rows)
-            if 4 * ASPECT_WEIGHT / (ASPECT_WEIGHT + 1) * taller**2 >= best_error:
-                break  # whatever the columns: the error at `ideal`, which only grows from here
-            low, high = -(-fewest // count), min(most // count, longest)
-            if low > high:
-                continue
-            ideal = cols * math.exp((ASPECT_WEIGHT - 1) / (ASPECT_WEIGHT + 1) * taller)
-            for other in (math.floor(ideal), math.ceil(ideal)):
-                other = min(max(other, low), high)
-                wider = math.log(other / cols)
-                error = ASPECT_WEIGHT * (taller - wider) ** 2 + (taller + wider) ** 2
-                if error < best_error:
-                    best, best_error = (count, other), error
-    assert best_error < math.inf, (rows, cols, fewest, most, longest)
-    return best
+    shorter = math.ceil(tiling.min_side / tiling.patch_size)
+    if tiling.min_side < 0 or shorter**2 > tiling.max_patches:
+        raise ValueError(f"--min-side {tiling.min_side} --max-patches {tiling.max_patches}: must not be negative, and "
+                         f"an image with two such sides has {shorter**2} patches of {tiling.patch_size} pixels")
 
 
 def dynamic_size(height: int, width: int, tiling: Tiling) -> Size:
-    """Height and width in pixels of the one tile of an image, its own wherever they are allowed."""
-    fewest, most, longest = cell_limits(tiling)
-    rows, cols = height / tiling.size_multiple, width / tiling.size_multiple
-    scale = math.sqrt(min(max(rows * cols, fewest), most) / (rows * cols))
-    if tiling.max_image_size:  # rather a smaller tile than another aspect ratio
-        scale = min(scale, longest / max(rows, cols))
-    rows, cols = nearest_grid(rows * scale, cols * scale, fewest, most, longest)
-    return rows * tiling.size_multiple, cols * tiling.size_multiple
+    """Height and width in pixels of the one tile of an image.
+
+    The sizes of vLLM's `DynamicResolutionImageTiler.process_media` and, with `min_side`, of Megatron's
+    `DynamicResolutionImageTilingStrategy`, operation by operation: floating-point rounding decides some of them.
+
+    Raises:
+        ValueError: the image is so narrow that it would have no patch.
+    """
+    patch, most = tiling.patch_size, tiling.max_patches
+    rows, cols = round(height / patch + 0.5), round(width / patch + 0.5)
+    factor = min(math.sqrt(most / (rows * cols)), 1.0)
+    rows, cols = math.floor(factor * rows), math.floor(factor * cols)
+    if rows < 1 or cols < 1:
+        raise ValueError(f"an image of {height} x {width} pixels (height x width) is too narrow: reduced to "
+                         f"--max-patches {most}, its shorter side has less than one patch of {patch} pixels")
+    if most > tiling.min_patches > rows * cols:
+        factor = math.sqrt(tiling.min_patches / (rows * cols))
+        rows, cols = math.ceil(factor * rows), math.ceil(factor * cols)
+    if min(rows, cols) * patch < tiling.min_side:
+        factor = tiling.min_side / (min(rows, cols) * patch)
+        is_tall = cols <= rows
+        rows, cols = math.ceil(factor * rows), math.ceil(factor * cols)
+        if rows * cols > most:
+            rows, cols = (most // cols, cols) if is_tall else (rows, most // rows)
+    divisor = tiling.size_multiple // patch
+    rows = _divisible(rows, divisor, most // cols)
+    cols = _divisible(cols, divisor, most // rows)
+    return rows * patch, cols * patch
+
+
+def _divisible(count: int, divisor: int, most: int) -> int:
+    """The next multiple of `divisor` if it is at most `most`, or else the one before, but at least one."""
+    rest = count % divisor
+    if not rest:
+        return count
+    return count + divisor - rest if count + divisor - rest <= most else max(divisor, count - rest)
 
 
 @lru_cache(maxsize=8)
@@ -237,12 +252,19 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
         Height and width in pixels of each tile, in the order of `tile_image`.
 
     Raises:
-        ValueError: the image has no pixels.
+        ValueError: the image has no pixels, or a shape that cannot be used.
     """
     if height < 1 or width < 1:
         raise ValueError(f"an image of {height}x{width} pixels")
     if tiling.kind == "dynamic":
         return [dynamic_size(height, width, tiling)]
+    if tiling.kind in ("crop", "pad"):
+        between = covering_size(height, width, tiling.tile_size[0]) if tiling.kind == "crop" else (
+            max(height, width), max(height, width))
+        if between[0] * between[1] > tiling.max_pixels:
+            raise ValueError(f"an image of {height} x {width} pixels (height x width) is too narrow: --image-tiling "
+                             f"{tiling.kind} makes it {between[0]} x {between[1]} on the way, more than "
+                             f"--max-image-pixels {tiling.max_pixels}")
     rows, cols = fixed_grid(height, width, tiling) if tiling.kind == "fixed" else (1, 1)
     thumbnail = tiling.use_thumbnail and rows * cols > 1
     return [tiling.tile_size] * (rows * cols + thumbnail)
@@ -293,16 +315,54 @@ def to_channels(image: Image.Image, num_channels: int) -> Image.Image:
     return image if image.mode == "L" else image.convert("RGB").convert("L")
 
 
-def resized(image: Image.Image, size: Size) -> Image.Image:
+def covering_size(height: int, width: int, side: int) -> Size:
+    """Height and width of an image whose shorter side is resized to `side`; the longer one is rounded down."""
+    return (side, int(side * width / height)) if height <= width else (int(side * height / width), side)
+
+
+def square_tile(image: Image.Image, tiling: Tiling) -> np.ndarray:
+    """The one tile of an image that is stretched, cropped or padded, uint8 `[tile height, tile width, channels]`.
+
+    Operation by operation as the Hugging Face processors of the module's text, with torchvision as their backend.
+    """
+    pixels = np.asarray(image).reshape(image.height, image.width, tiling.num_channels)
+    height, width = tiling.tile_size
+    if tiling.kind == "pad" and image.height != image.width:
+        side = max(image.height, image.width)
+        square = np.empty((side, side, tiling.num_channels), np.uint8)
+        square[:] = [int(mean * 255) for mean in tiling.mean]
+        top, left = (side - image.height) // 2, (side - image.width) // 2
+        square[top : top + image.height, left : left + image.width] = pixels
+        pixels = square
+    if tiling.kind == "crop":
+        whole = torch_resized(pixels, covering_size(image.height, image.width, height), tiling.resample)
+        top, left = (whole.shape[0] - height) // 2, (whole.shape[1] - width) // 2
+        return whole[top : top + height, left : left + width]
+    return torch_resized(pixels, (height, width), tiling.resample)
+
+
+def torch_resized(pixels: np.ndarray, size: Size, resample: str) -> np.ndarray:
+    """uint8 `[height, width, channels]` at another size, with antialiasing, as `torchvision.transforms.v2` resizes."""
+    if pixels.shape[:2] == size:
+        return pixels
+    import torch  # what only looks at sizes does without it
+
+    image = torch.from_numpy(np.array(pixels)).permute(2, 0, 1)[None]
+    image = torch.nn.functional.interpolate(image, size, mode=resample, align_corners=False, antialias=True)
+    return image[0].permute(1, 2, 0).numpy()
+
+
+def resized(image: Image.Image, size: Size, resample: str) -> Image.Image:
     """The image at a height and width; itself where it has them, so that its pixels stay what they are."""
     height, width = size
-    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
+    return image if image.size == (width, height) else image.resize(
+        (width, height), Image.Resampling[resample.upper()])
 
 
-def normalised(image: Image.Image, tiling: Tiling) -> np.ndarray:
-    """Pixels as `(x / 255 - mean) / std`, float32 `[C, height, width]`."""
-    pixels = np.asarray(image, np.float32).reshape(image.height, image.width, tiling.num_channels)
-    pixels = pixels.transpose(2, 0, 1) / np.float32(255)
+def normalised(image: Image.Image | np.ndarray, tiling: Tiling) -> np.ndarray:
+    """8-bit pixels as `(x / 255 - mean) / std`, float32 `[C, height, width]`."""
+    pixels = np.asarray(image, np.float32)
+    pixels = pixels.reshape(*pixels.shape[:2], tiling.num_channels).transpose(2, 0, 1) / np.float32(255)
     mean, std = (np.array(values, np.float32)[:, None, None] for values in (tiling.mean, tiling.std))
     return np.ascontiguousarray((pixels - mean) / std)
 
@@ -326,11 +386,14 @@ def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     size = oriented_size(image)
     upright = image if turn is None else image.transpose(turn)
     upright = to_channels(upright, tiling.num_channels)
+    sizes = tile_sizes(*size, tiling)
+    if tiling.kind == "dynamic":
+        return [normalised(resized(upright, sizes[0], tiling.resample), tiling)]
     if tiling.kind != "fixed":
-        return [normalised(resized(upright, tile), tiling) for tile in tile_sizes(*size, tiling)]
+        return [normalised(square_tile(upright, tiling), tiling)]
     rows, cols = fixed_grid(*size, tiling)
     height, width = tiling.tile_size
-    whole = normalised(resized(upright, (rows * height, cols * width)), tiling)
+    whole = normalised(resized(upright, (rows * height, cols * width), tiling.resample), tiling)
     # Copies: a view would keep the whole grid alive in every tile.
     tiles = [
         whole[:, row * height : (row + 1) * height, col * width : (col + 1) * width].copy()
@@ -338,5 +401,5 @@ def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
         for col in range(cols)
     ]
     if tiling.use_thumbnail and len(tiles) > 1:
-        tiles.append(normalised(resized(upright, tiling.tile_size), tiling))
+        tiles.append(normalised(resized(upright, tiling.tile_size, tiling.resample), tiling))
     return tiles

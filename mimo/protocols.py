@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -85,7 +85,6 @@ class TokenSpec:
         patch_size: pixels a side of a patch, where the encoder packs patches of images of any size; 0: it does not.
         size_multiple: height and width of an image are multiples of it (patch size times pixel shuffle factor).
         image_width: pixels of an image's width; 0: as `image_size`.
-        max_image_size: most pixels of height and of width, where the encoder takes images of any size; 0: any.
     """
 
     vocab_size: int
@@ -95,7 +94,6 @@ class TokenSpec:
     patch_size: int = 0
     size_multiple: int = 1
     image_width: int = 0
-    max_image_size: int = 0
 
     @property
     def image_shape(self) -> tuple[int, int]:
@@ -106,6 +104,35 @@ class TokenSpec:
     def packs_patches(self) -> bool:
         """Whether the encoder takes images of any size, as packed patches."""
         return self.image_size == 0 and self.patch_size > 0
+
+
+@dataclass(frozen=True)
+class ImageProcessing:
+    """How the pixels of an image file become what an encoder takes, as a Hugging Face image processor describes it.
+
+    Attributes:
+        tiling: a value of --image-tiling other than auto.
+        mean: mean of each channel, of pixels in 0..1.
+        std: standard deviation of each channel, of pixels in 0..1.
+        resample: kernel that images are resized with, always with antialiasing.
+        min_patches: with dynamic tiling, fewest patches of an image; 0: not specified.
+        max_patches: with dynamic tiling, most patches of an image; 0: not specified; -1: no limit.
+        min_side: with dynamic tiling, pixels that the shorter side has at least where that is possible; 0: any.
+        max_tiles: with fixed tiling, most tiles of an image; 0: not specified.
+        use_thumbnail: with fixed tiling, whether several tiles are followed by the whole image.
+        source: where this was found, for messages.
+    """
+
+    tiling: Literal["stretch", "crop", "pad", "fixed", "dynamic"]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    min_patches: int = 0
+    max_patches: int = 0
+    min_side: int = 0
+    max_tiles: int = 0
+    use_thumbnail: bool = False
+    source: str = field(default="", compare=False)
 
 
 class SampleStream(Protocol):
@@ -249,6 +276,28 @@ class RecordedData(Protocol):
     def stream_fields(self, config: Any) -> dict[str, Any]:
         """These fields as plain data. What a field names (a tokenizer, a blend) stands for its path, as a digest of its
         content. Called after `validate`, on the first rank."""
+        ...
+
+
+@runtime_checkable
+class ImageDataProvider(Protocol):
+    """A data set whose images become pixels in a way that its flags describe."""
+
+    def with_image_processing(self, config: Any, find: Callable[[], Sequence[ImageProcessing]]) -> Any:
+        """The flags with every value that is taken from the model filled in.
+
+        Args:
+            config: the data set's flags.
+            find: reads what the model's processor files specify, or else returns its family's processor; empty if the
+                family has none. Called only if the flags leave a value open.
+
+        Raises:
+            ValueError: what was found leaves a value open or has two values for it; or as `find`.
+        """
+        ...
+
+    def image_processing(self, config: Any, tokens: TokenSpec) -> ImageProcessing:
+        """How images become pixels under flags whose values are all filled in."""
         ...
 
 
@@ -441,6 +490,40 @@ class StagedProvider(Protocol):
 
     def frozen_parts(self, config: Any) -> frozenset[str]:
         """What the configuration's stage freezes: encoder names, `projector`, `language`."""
+        ...
+
+
+@runtime_checkable
+class ImageProcessingProvider(Protocol):
+    """A model provider that knows the image processors of its family's Hugging Face folders."""
+
+    def image_processing(self, config: Any, folder: str = "") -> ImageProcessing | None:
+        """How the model's images become pixels.
+
+        Args:
+            config: the family's flags.
+            folder: a Hugging Face folder or its config.json; empty: the processor of the family.
+
+        Returns:
+            None where the folder has no file that specifies it.
+
+        Raises:
+            ValueError: a file has a value that cannot be followed; the message names file, key and value.
+        """
+        ...
+
+    def write_image_processing(self, config: Any, folder: Path, processing: ImageProcessing) -> str:
+        """Make the files of an exported folder specify how the model was trained.
+
+        Args:
+            config: the family's flags.
+            folder: of the exported config.json; it may hold files of the model that training started from.
+            processing: how images became pixels in training.
+
+        Returns:
+            A line for the user where no Hugging Face processor can do the same; files that would do otherwise are
+            then removed. Empty: the files are right.
+        """
         ...
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.grid.spec import GridSpec
 from mimo.observe.flops import FlopComponent
-from mimo.protocols import LANGUAGE, BuildContext, ParameterShape
-from providers.common import hf, hf_config
+from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape
+from providers.common import hf, hf_config, hf_processor
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.flops import decoder_components, projector_components, vision_components
@@ -128,6 +128,19 @@ class LlavaProvider(VisionLanguageProvider):
         """The model as a `LlavaConfig`. Raises ValueError where none has its parts together."""
         config = resolve(config)
         return hf_config.llava_config(config, config, config.image_token_id)
+
+    def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
+        """How images become pixels: as a folder's files say, or as CLIP's (cropped) or SigLIP's (stretched)."""
+        config = resolve(config)
+        if folder:
+            return hf_processor.read_processing(folder, config.vision_image_size,
+                                                any_size=config.vision_dynamic_resolution)
+        own = hf_processor.CLIP if config.vision_class_token else hf_processor.SIGLIP
+        return dataclasses.replace(own, tiling="dynamic") if config.vision_dynamic_resolution else own
+
+    def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
+        """Write preprocessor_config.json; returns why not where no processor makes the pixels of training."""
+        return hf_processor.write_processing(folder, resolve(config).vision_image_size, processing)
 
     @staticmethod
     def _projector_size(config: Config) -> int:

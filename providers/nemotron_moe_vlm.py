@@ -7,16 +7,19 @@ come from flags or from a Hugging Face `NemotronH_Nano_VL_V2` configuration (`--
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mimo.observe.flops import FlopComponent
-from mimo.protocols import LANGUAGE, BuildContext, MegatronSource, ParameterShape
+from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, MegatronSource, ParameterShape
 from providers import radio
 from providers.common import hf
 from providers.common.flops import hybrid_components, projector_components, vision_components
-from providers.common.hf_nemotron import encoder_sizes, language_sizes, vlm_config, vlm_sizes
+from providers.common.hf_nemotron import VLM_TYPES, encoder_sizes, language_sizes, vlm_config, vlm_sizes
+from providers.common.hf_radio import radio_processing, with_radio_processing
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
 from providers.common.nemotron_checkpoint import nemotron_source
@@ -187,6 +190,22 @@ class NemotronVlmProvider(VisionLanguageProvider):
     def hf_config(self, config: Config) -> dict[str, Any]:
         """The model as a `NemotronH_Nano_VL_V2` configuration. Raises ValueError where none has its parts together."""
         return vlm_config(resolve(config))
+
+    def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
+        """How vLLM's processor of the family makes pixels, which reads config.json alone."""
+        config = resolve(config)
+        if not folder:
+            return radio_processing({}, config, type(self).__name__)
+        path = hf.config_path(folder)
+        values = hf.load(path) if path.is_file() else {}
+        return radio_processing(values, config, str(path)) if values.get("model_type") in VLM_TYPES else None
+
+    def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
+        """Write the processing of training to config.json; returns why not where vLLM's processor cannot do it."""
+        path = hf.config_path(folder)
+        values, note = with_radio_processing(hf.load(path), resolve(config), processing)
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        return note
 
 
 provider_20l = NemotronVlmProvider(Config, ("NemotronH_Nano_VL_V2",))

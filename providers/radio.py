@@ -40,7 +40,8 @@ class RadioConfig:
     """Class and register tokens before the patches of each image, dropped from the output; as many as the class token
     of the pretrained encoder has rows."""
     vision_max_image_size: int = 2048
-    """Pixels a side of the image that has a position embedding for each of its patches; no image may be larger."""
+    """Pixels a side of the image that has a position embedding for each of its patches; positions of other images are
+    interpolated, and with --no-vision-dynamic-resolution no image may be larger."""
     vision_norm_epsilon: float = 1e-6
     """Epsilon of the LayerNorms."""
     vision_final_layernorm: bool = True
@@ -73,11 +74,6 @@ class RadioConfig:
         return self.vision_image_size, self.vision_image_width or self.vision_image_size
 
     @property
-    def max_image_size(self) -> int:
-        """Most pixels a side of an image that keeps its own size."""
-        return self.vision_max_image_size
-
-    @property
     def num_tokens(self) -> int:
         """Language tokens of an image of `image_shape`."""
         height, width = self.image_shape
@@ -91,7 +87,7 @@ class RadioConfig:
 
 def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
     """Language tokens of an image of `height` by `width` pixels. Raises ValueError for a size that does not fit."""
-    fixed, multiple, most = config.image_shape, config.size_multiple, config.vision_max_image_size
+    fixed, multiple = config.image_shape, config.size_multiple
     image = f"an image of {height} x {width} pixels (height x width)"
     if not config.vision_dynamic_resolution:
         if (height, width) != fixed:
@@ -100,9 +96,6 @@ def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
     if height < 1 or width < 1 or height % multiple or width % multiple:
         raise ValueError(f"{image}: both must be multiples of {multiple} (--vision-patch-size "
                          f"{config.vision_patch_size} times --vision-pixel-shuffle {config.vision_pixel_shuffle})")
-    if max(height, width) > most:
-        raise ValueError(f"{image} is larger than --vision-max-image-size {most}, the side of the position grid "
-                         f"({config.num_positions} patches); the data set has to make it smaller")
     return (height // multiple) * (width // multiple)
 
 

@@ -11,7 +11,9 @@ from mimo.commands.flags import ExportFlags
 from mimo.commands.folders import checkpoint_folder
 from mimo.commands.model import check_hf_config, check_sizes, config_of_checkpoint
 from mimo.commands.progress import tensor_bar
+from mimo.config.run import RunConfig
 from mimo.grid.text import counted, format_bytes, parse_bytes
+from mimo.protocols import ImageDataProvider, ImageProcessingProvider, ModelProvider
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 from mimo.weights.export import ExportOptions, export_checkpoint
 from mimo.weights.source import INDEX, weight_files
@@ -49,13 +51,27 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
     try:
         with tensor_bar("exporting") as progress:
             count = export_checkpoint(folder, staged, provider, config.model_family, options, progress)
+        # What `mimo import` made was not trained: its --hf-base has the right files.
+        note = _write_image_processing(config, provider, staged) if common["consumed_samples"] else ""
         _publish(staged, out)
     except OSError as error:
         raise OSError(f"{out} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    print("\n".join(_closing(out, folder, count, flags)))
+    print("\n".join([*_closing(out, folder, count, flags), *([f"  {note}"] if note else [])]))
     return 0
+
+
+def _write_image_processing(config: RunConfig, provider: ModelProvider, folder: Path) -> str:
+    """Make the folder specify the pixels that the model was trained on; returns a note where it cannot."""
+    dataset = config.find_dataset(config.data.dataset_provider)
+    if not provider.encoders(config.model_family) or not isinstance(provider, ImageProcessingProvider):
+        return ""
+    if not isinstance(dataset, ImageDataProvider):
+        return (f"--dataset-provider {config.data.dataset_provider} does not say how its images became pixels; see "
+                "that servers do the same")
+    chosen = dataset.image_processing(config.dataset, provider.token_spec(config.model_family))
+    return provider.write_image_processing(config.model_family, folder, chosen)
 
 
 def _check_out(out: Path, *, force: bool) -> None:

@@ -21,7 +21,7 @@ from mimo import registry
 from mimo.config import toml_file
 from mimo.config.flag_hints import hint_for, refuse_foreign_flags
 from mimo.config.run import RunConfig
-from mimo.protocols import StagedProvider
+from mimo.protocols import ImageDataProvider, ImageProcessing, ImageProcessingProvider, StagedProvider
 
 DESCRIPTION = """Train a multimodal model whose encoder and language model live on separate process grids.
 
@@ -78,7 +78,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(to_toml(config), end="")
         raise SystemExit(0)
-    return with_training_stage(config)
+    return with_image_processing(with_training_stage(config))
 
 
 def with_training_stage[C: RunConfig](config: C) -> C:
@@ -101,6 +101,33 @@ def with_training_stage[C: RunConfig](config: C) -> C:
         raise ValueError(f"--freeze {config.model.freeze} with --training-stage {stage}, which freezes {frozen}: give "
                          "one of them")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=frozen))
+
+
+def with_image_processing[C: RunConfig](config: C) -> C:
+    """The configuration with the data set's image flags filled in from the model, so that checkpoints hold them.
+
+    Processor files beside --hf-config, --load-hf and --load-vision-from are read; without any the family's own
+    processor counts.
+
+    Raises:
+        ValueError: a file cannot be followed, or two files disagree.
+    """
+    provider = registry.model_provider(config.model.model_provider)
+    dataset = config.find_dataset(config.data.dataset_provider)
+    if not isinstance(dataset, ImageDataProvider) or not provider.encoders(config.model_family):
+        return config
+    family, flags = config.model_family, config.checkpoint
+
+    def find() -> list[ImageProcessing]:
+        if not isinstance(provider, ImageProcessingProvider):
+            return []
+        folders = dict.fromkeys([vars(family).get("hf_config", ""), flags.load_hf, flags.load_vision_from])
+        read = [provider.image_processing(family, folder) for folder in folders if folder]
+        found = [each for each in read if each is not None]
+        own = provider.image_processing(family)
+        return found or ([] if own is None else [own])
+
+    return dataclasses.replace(config, dataset=dataset.with_image_processing(config.dataset, find))
 
 
 def to_toml(config: RunConfig) -> str:

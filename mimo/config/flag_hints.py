@@ -51,6 +51,7 @@ FOREIGN_FLAGS = {
     "--dynamic-resolution": "use --vision-dynamic-resolution",
     "--dynamic-resolution-min-patches": "use --min-patches of the energon data set",
     "--dynamic-resolution-max-patches": "use --max-patches of the energon data set",
+    "--dynamic-resolution-min-side": "use --min-side of the energon data set",
     "--use-tiling": f"use {_TILING}",
     "--max-num-tiles": "use --max-tiles of the energon data set",
     "--img-h": "use --vision-image-size",

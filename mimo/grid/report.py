@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mimo.config.run import RunConfig
 from mimo.config.validate import num_microbatches
+from mimo.data_request import describe_images
 from mimo.grid.plan import bridge_bytes, parameters_per_rank, total_parameters
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.text import counted, format_bytes, span, table
@@ -13,7 +14,7 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 MAX_RANKS_LISTED = 16
 MAX_LINES = 10
 ANY_IMAGE_SIZE = 512
-"""Pixels a side of the example image for an encoder that takes any size, or the next below that it takes."""
+"""Pixels a side of the example image for an encoder that takes any size; the next multiple below that it takes."""
 
 
 def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -> str:
@@ -105,9 +106,11 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
              f"{train.micro_batch_size} * {counted(layout.num_lanes, 'lane')})"]
     if not layout.encoders:
         return lines
+    images = describe_images(config, provider)
+    if images is not None:
+        lines.append(images)
     spec = provider.token_spec(config.model_family)
-    most = min(ANY_IMAGE_SIZE, spec.max_image_size or ANY_IMAGE_SIZE)
-    side = max(most // spec.size_multiple, 1) * spec.size_multiple
+    side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
     height, width = spec.image_shape if spec.image_size else (side, side)
     hidden, dtype, dtype_bytes = _element(config, provider)
     for encoder in layout.encoders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,10 +34,29 @@ def cropped_positions(weight: torch.Tensor, grids: Sequence[Grid]) -> list[torch
         grids: rows and columns of patches of each image.
     """
     # Resized once a side and cropped once a grid: images of one size share them, and their gradient.
+    own_side = math.isqrt(len(weight))
     squares = {side: interpolate_positions(weight, (side, side)).view(side, side, -1)
-               for side in dict.fromkeys(max(grid) for grid in grids)}
-    by_grid = {grid: squares[max(grid)][:grid[0], :grid[1]].flatten(0, 1) for grid in dict.fromkeys(grids)}
+               for side in dict.fromkeys(max(grid) for grid in grids) if side <= own_side}
+    by_grid = {grid: squares[max(grid)][:grid[0], :grid[1]].flatten(0, 1) if max(grid) in squares
+               else enlarged_positions(weight, grid) for grid in dict.fromkeys(grids)}
     return [by_grid[grid] for grid in grids]
+
+
+def enlarged_positions(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """`cropped_positions` of an image with more patches along a side than the square grid, `[rows * columns, hidden]`.
+
+    Only the window is computed: the whole square of a long, narrow image would not fit in memory.
+    """
+    side, longer = math.isqrt(len(weight)), max(grid)
+    window = weight.to(torch.promote_types(weight.dtype, torch.float32)).view(side, side, -1)
+    for axis in sorted((0, 1), key=lambda axis: grid[axis]):  # the shorter one first, for smaller intermediates
+        centres = (torch.arange(grid[axis], device=weight.device, dtype=window.dtype) + 0.5) * (side / longer) - 0.5
+        centres = centres.clamp(min=0)
+        first = centres.long()
+        fraction = (centres - first).view(-1, 1, 1) if axis == 0 else (centres - first).view(1, -1, 1)
+        window = torch.lerp(window.index_select(axis, first),
+                            window.index_select(axis, (first + 1).clamp(max=side - 1)), fraction)
+    return window.flatten(0, 1).to(weight.dtype)
 
 
 class RadioEncoder(RADIOViTModel):

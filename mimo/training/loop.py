@@ -18,6 +18,7 @@ from mimo.config.cli import to_toml
 from mimo.config.run import RunConfig
 from mimo.config.validate import num_microbatches, train_iterations
 from mimo.config.validate_prefetch import steps_ahead
+from mimo.data_request import describe_images
 from mimo.grid.groups import Grids
 from mimo.model.build import layer_impl
 from mimo.observe.metrics import RunLogger, StepRecord
@@ -192,7 +193,8 @@ class TrainingLoop:
                 resume_iteration=self.progress.iteration,
             )
         self.watchdog.at_stall.append(logger.mark_failed)
-        for line in lines:
+        images = describe_images(self.config, self.provider)
+        for line in [*lines, *([] if images is None else [images])]:
             logger.message(line)
         if self.meter is not None and self.meter.peak is not None:
             logger.message(f"MFU is against {self.meter.peak:g} TFLOP/s per GPU")

@@ -32,6 +32,12 @@ LLAVA_VISION: dict[str, Any] = {
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+def config_path(source: str | Path) -> Path:
+    """The config.json that a folder holds; any other path is that of the file."""
+    path = Path(source)
+    return path / "config.json" if path.is_dir() else path
+
+
 def load(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     """A configuration as a dict, from a dict, a config.json or the folder that holds one.
 
@@ -40,8 +46,7 @@ def load(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     """
     if isinstance(source, dict):
         return source
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    path = config_path(source)
     if not path.is_file():
         raise ValueError(f"--hf-config {source}: there is no file {path}")
     try:

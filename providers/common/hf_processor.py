@@ -1,12 +1,159 @@
-"""Image processors of Hugging Face for models that were trained here: what an engine turns images into pixels with."""
+"""Hugging Face image processors: what their files say of pixels, and files for models that were trained here."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from mimo.protocols import ImageProcessing
 
 IMAGE_TOKEN = "<image>"
+# The files in which transformers looks for an image processor: the first one has it under `image_processor`, and wins.
+PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+SIGLIP_MEAN, SIGLIP_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+CLIP = ImageProcessing("crop", CLIP_MEAN, CLIP_STD, source="CLIPImageProcessor")
+SIGLIP = ImageProcessing("stretch", SIGLIP_MEAN, SIGLIP_STD, source="SiglipImageProcessor")
+RESAMPLE = {2: "bilinear", 3: "bicubic"}  # of PIL.Image.Resampling
+# Class defaults, which a file may leave out; a test holds them against the installed transformers.
+_CLIP_DEFAULTS: dict[str, Any] = {
+    "do_resize": True, "size": {"shortest_edge": 224}, "resample": 3, "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224}, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+    "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "do_pad": False,
+}
+PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
+    "CLIPImageProcessor": _CLIP_DEFAULTS,
+    "LlavaImageProcessor": _CLIP_DEFAULTS,
+    "SiglipImageProcessor": _CLIP_DEFAULTS | {
+        "size": {"height": 224, "width": 224}, "do_center_crop": False, "crop_size": None,
+        "image_mean": SIGLIP_MEAN, "image_std": SIGLIP_STD},
+}
+# Keys that change no pixel of an RGB image.
+WITHOUT_EFFECT = frozenset({
+    "image_processor_type", "feature_extractor_type", "processor_class", "_processor_class", "auto_map",
+    "do_convert_rgb", "data_format", "input_data_format", "device", "disable_grouping", "return_tensors",
+    "default_to_square", "_valid_processor_keys", "image_seq_length",
+})
+
+
+def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessing | None:
+    """How a folder's image processor makes pixels.
+
+    Args:
+        folder: a Hugging Face folder or the config.json in it.
+        side: pixels a side of the images that the encoder takes.
+        any_size: whether the encoder takes images of any size, for which a file says mean, deviation and kernel alone.
+
+    Returns:
+        None where the folder has no image processor.
+
+    Raises:
+        ValueError: the file is not JSON, or has a value that cannot be followed; the message names file, key and value.
+    """
+    path, values = _read_file(Path(folder))
+    if values is None:
+        return None
+    name = str(values.get("image_processor_type") or values.get("feature_extractor_type"))
+    kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    _allow(path, "image_processor_type", name, kind in PROCESSOR_DEFAULTS, ", ".join(PROCESSOR_DEFAULTS))
+    defaults = PROCESSOR_DEFAULTS[kind]
+    for key in values.keys() - defaults.keys() - WITHOUT_EFFECT:
+        _allow(path, key, values[key], values[key] is None or values[key] is False, "null")
+    values = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
+    _allow(path, "do_rescale", values["do_rescale"], bool(values["do_rescale"]), "true")
+    _allow(path, "rescale_factor", values["rescale_factor"],
+           math.isclose(values["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
+    _allow(path, "resample", values["resample"], values["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    tiling: Literal["stretch", "crop", "pad", "dynamic"] = "dynamic" if any_size else _tiling(path, kind, values, side)
+    if not values["do_normalize"]:
+        values |= {"image_mean": 0.0, "image_std": 1.0}
+    mean, std = (tuple(map(float, values[key] if isinstance(values[key], list | tuple) else [values[key]]))
+                 for key in ("image_mean", "image_std"))
+    return ImageProcessing(tiling, mean, std, RESAMPLE[values["resample"]], source=str(path))
+
+
+def _allow(path: Path, key: str, value: Any, is_allowed: bool, supported: str) -> None:
+    if not is_allowed:
+        raise ValueError(f"{path}: {key} = {value!r} is not supported; supported: {supported}. To do without the file "
+                         "give --image-tiling, --image-resample, --image-mean and --image-std")
+
+
+def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal["stretch", "crop", "pad"]:
+    """The tiling of a processor whose images have `side` pixels a side. Raises ValueError as `read_processing`."""
+    square = {"height": side, "width": side}
+    size, crop = values["size"], values["crop_size"]
+    if isinstance(size, int):  # as earlier releases of transformers have written it
+        size = {"height": size, "width": size} if kind == "SiglipImageProcessor" else {"shortest_edge": size}
+    if isinstance(crop, int):
+        crop = {"height": crop, "width": crop}
+    _allow(path, "do_resize", values["do_resize"], bool(values["do_resize"]), "true, as images have any size")
+    _allow(path, "size", size, size in ({"shortest_edge": side}, square),
+           f"the {side} pixels a side that the encoder takes, as shortest_edge or as height and width")
+    if values["do_center_crop"]:
+        _allow(path, "crop_size", crop, crop == square, f"the {side} x {side} pixels that the encoder takes")
+    if values["do_pad"]:
+        _allow(path, "do_pad", values["do_pad"], kind == "LlavaImageProcessor", "true for LlavaImageProcessor alone")
+        return "pad"
+    _allow(path, "do_center_crop", values["do_center_crop"], bool(values["do_center_crop"]) or size == square,
+           "true where size is the shortest edge, as the encoder takes squares")
+    return "stretch" if size == square else "crop"
+
+
+def three(values: Sequence[float]) -> list[float]:
+    """One value for each of red, green and blue."""
+    return list(values) if len(values) == 3 else [values[0]] * 3
+
+
+def _read_file(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    """The image processor in a folder's files as transformers finds it, and the file; None where there is none."""
+    folder = folder.parent if folder.name.endswith(".json") else folder
+    for path in (folder / PROCESSOR, folder / PREPROCESSOR):
+        if not path.is_file():
+            continue
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if path.name == PROCESSOR and isinstance(values, dict):
+            values = values.get("image_processor")
+        if isinstance(values, dict):
+            return path, values
+    return folder / PREPROCESSOR, None
+
+
+def write_processing(folder: Path, side: int, processing: ImageProcessing) -> str:
+    """Make the image processor in a folder make these pixels; as `ImageProcessingProvider.write_image_processing`."""
+    try:
+        if read_processing(str(folder), side, any_size=processing.tiling == "dynamic") == processing:
+            return ""
+    except ValueError:
+        pass  # what cannot be followed is not what was trained either
+    path = folder / PROCESSOR
+    outer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    has_nested = outer.pop("image_processor", None) is not None
+    types = {"stretch": "SiglipImageProcessor", "crop": "CLIPImageProcessor", "pad": "LlavaImageProcessor"}
+    note = ""
+    if processing.tiling in types:
+        square, kind = {"height": side, "width": side}, types[processing.tiling]
+        values = PROCESSOR_DEFAULTS[kind] | {
+            "image_processor_type": kind, "size": square if kind == "SiglipImageProcessor" else {"shortest_edge": side},
+            "crop_size": None if kind == "SiglipImageProcessor" else square, "do_convert_rgb": True,
+            "resample": next(number for number, name in RESAMPLE.items() if name == processing.resample),
+            "image_mean": three(processing.mean), "image_std": three(processing.std),
+            "do_pad": processing.tiling == "pad"}
+        (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if has_nested:
+            outer["image_processor"] = values
+    else:
+        (folder / PREPROCESSOR).unlink(missing_ok=True)
+        note = (f"no image processor in it: none of this family's makes the pixels of --image-tiling "
+                f"{processing.tiling}, which it was trained on")
+    if has_nested:
+        path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
+    return note
 
 
 def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:

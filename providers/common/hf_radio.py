@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mimo.protocols import ImageProcessing
 from providers.common.checks import image_flags
 from providers.common.hf_text import allow
 from providers.radio import NUM_CHANNELS, RadioConfig
@@ -21,6 +22,8 @@ NORM_EPSILON, PROJECTOR_EPSILON = 1e-6, 1e-5
 VISION_FIXED: dict[str, tuple[Any, ...]] = {
     "vitdet_window_size": (None,), "feature_normalizer_config": (None,), "inter_feature_normalizer_config": (None,),
 }
+# vLLM's DEFAULT_NUM_TILES.
+MAX_TILES = 12
 IMAGE_SIZE, PATCH_SIZE, MAX_IMAGE_SIZE = 512, 16, 2048
 PIXEL_MEAN, PIXEL_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
@@ -146,3 +149,55 @@ def radio_config(config: RadioConfig) -> dict[str, Any]:
         "projector_hidden_size": config.projector_hidden_size,
         "norm_mean": PIXEL_MEAN, "norm_std": PIXEL_STD,
     }
+
+
+def radio_processing(values: dict[str, Any], config: RadioConfig, source: str) -> ImageProcessing:
+    """How vLLM's processor of `NemotronH_Nano_VL_V2` makes pixels (`BaseNanoNemotronVLProcessor`).
+
+    Args:
+        values: the configuration as a dict; keys that are not there have the values of the published models.
+        config: the encoder's flags.
+        source: the configuration, for messages.
+
+    Raises:
+        ValueError: a value of another type; the message names the key.
+    """
+    mean, std = (tuple(map(float, values.get(key) or default))
+                 for key, default in (("norm_mean", PIXEL_MEAN), ("norm_std", PIXEL_STD)))
+    if config.vision_dynamic_resolution:
+        vision = values.get("vision_config") or {}
+        fewest, most = ((vision.get("args") or {}).get(key, vision.get(key))
+                        for key in ("min_num_patches", "max_num_patches"))
+        # The engine takes 0 for any number.
+        return ImageProcessing("dynamic", mean, std, min_patches=fewest or 0,
+                               max_patches=-1 if most is not None and most <= 0 else most or 0, source=source)
+    height, width = config.image_shape
+    if height != width:
+        return ImageProcessing("stretch", mean, std, source=source)
+    return ImageProcessing("fixed", mean, std, max_tiles=MAX_TILES, use_thumbnail=values.get("use_thumbnail", True),
+                           source=source)
+
+
+def with_radio_processing(values: dict[str, Any], config: RadioConfig, processing: ImageProcessing) -> (
+        tuple[dict[str, Any], str]):
+    """A configuration that specifies how a model was trained, and why an engine makes other pixels, if it does."""
+    mean, std = (value if len(value) == 3 else value * 3 for value in (processing.mean, processing.std))
+    values = values | {"norm_mean": list(mean), "norm_std": list(std)}
+    if processing.tiling == "dynamic" and config.vision_dynamic_resolution:
+        patches = {"min_num_patches": processing.min_patches, "max_num_patches": processing.max_patches}
+        vision = values["vision_config"]
+        values["vision_config"] = {**vision, "args": {**vision["args"], **patches}, **patches}
+    if processing.tiling == "fixed":
+        values["use_thumbnail"] = processing.use_thumbnail
+    served = radio_processing(values, config, "")
+    if processing.resample != served.resample or processing.tiling != served.tiling:
+        return values, (f"engines make pixels with --image-tiling {served.tiling} --image-resample {served.resample}; "
+                        f"this model was trained with {processing.tiling} and {processing.resample}")
+    if processing.min_side:
+        return values, ("engines do not enlarge narrow images; this model was trained with --min-side "
+                        f"{processing.min_side}")
+    if processing.tiling == "fixed" and processing.max_tiles != MAX_TILES:
+        return values, (f"engines make up to {MAX_TILES} tiles of an image; this model was trained with --max-tiles "
+                        f"{processing.max_tiles}: give vLLM --mm-processor-kwargs "
+                        f"'{{\"max_num_tiles\": {processing.max_tiles}}}'")
+    return values, ""

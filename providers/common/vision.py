@@ -56,11 +56,6 @@ class VisionConfig:
         return self.vision_image_size, self.vision_image_size
 
     @property
-    def max_image_size(self) -> int:
-        """Most pixels a side of an image that keeps its own size; 0: any, as its positions are interpolated."""
-        return 0
-
-    @property
     def num_patches(self) -> int:
         """Patches of an image of the size that the encoder was made for."""
         return (self.vision_image_size // self.vision_patch_size) ** 2

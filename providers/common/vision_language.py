@@ -18,7 +18,7 @@ class VisionLanguageProvider(Computed):
     """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
     A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest. The
-    configuration has the flags of an encoder (`vision_...`) with its `image_shape`, `max_image_size` and
+    configuration has the flags of an encoder (`vision_...`) with its `image_shape` and
     `num_tokens`, those of a decoder, and `image_token_id`.
 
     Attributes:
@@ -80,8 +80,7 @@ class VisionLanguageProvider(Computed):
         config = self.resolved(config)
         if config.vision_dynamic_resolution:
             return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
-                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple,
-                             max_image_size=config.max_image_size)
+                             patch_size=config.vision_patch_size, size_multiple=config.size_multiple)
         height, width = config.image_shape
         return TokenSpec(config.vocab_size, config.image_token_id, height, config.vision_num_channels,
                          image_width=width)

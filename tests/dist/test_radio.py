@@ -20,8 +20,9 @@ TOLERANCE = 1e-5
 SMALL = Config()
 WIDE = dataclasses.replace(SMALL, vision_image_size=32, vision_image_width=96)
 DYNAMIC = dataclasses.replace(SMALL, vision_dynamic_resolution=True)
-# Wide, square, high, of one token, as large as the position grid; one size twice.
+# Wide, square, high, of one token, as large as the position grid; one size twice. LONGER ones go beyond that grid.
 SIZES = ((32, 96), (64, 64), (96, 32), (16, 16), (128, 128), (32, 96))
+LONGER = ((32, 224), (160, 48), (144, 144), (32, 64))
 MODELS: dict[str, tuple[Config, tuple[radio.Size, ...]]] = {
     "fixed": (SMALL, ((64, 64),) * 3),
     "fixed-at-the-position-grid": (dataclasses.replace(SMALL, vision_image_size=128), ((128, 128),)),
@@ -31,6 +32,7 @@ MODELS: dict[str, tuple[Config, tuple[radio.Size, ...]]] = {
         dataclasses.replace(SMALL, vision_image_width=128, vision_class_token_len=0, vision_pixel_shuffle=4),
         ((64, 128),) * 2),
     "dynamic": (DYNAMIC, SIZES),
+    "dynamic-beyond-the-position-grid": (DYNAMIC, LONGER),
     "dynamic-without-class-token-and-last-norm": (
         dataclasses.replace(DYNAMIC, vision_class_token_len=0, vision_final_layernorm=False, vision_pixel_shuffle=1),
         ((8, 24), (24, 16))),

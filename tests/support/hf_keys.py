@@ -84,12 +84,13 @@ REASONS: dict[str, str] = {
     "max_sequence_length": "`llm_config.max_position_embeddings` says it",
     "img_context_token": "`img_context_token_id` says it", "img_start_token": "the data set writes it",
     "img_end_token": "the data set writes it", "image_tag_type": "the data set writes it",
-    "use_thumbnail": "`--image-tiling` of the data set", "template": "the data set writes it",
-    "video_pruning_rate": "there is no video", "norm_mean": "the data set normalizes images",
-    "norm_std": "the data set normalizes images", "sound_config": "there is no sound",
+    "use_thumbnail": "on the model; with `--image-tiling auto`, `--use-thumbnail`",
+    "template": "the data set writes it",
+    "video_pruning_rate": "there is no video", "norm_mean": "on the model; default of `--image-mean`",
+    "norm_std": "on the model; default of `--image-std`", "sound_config": "there is no sound",
     "vision_config.architectures": "a RADIO encoder",
-    "vision_config.args.max_num_patches": "`--max-patches` of the data set",
-    "vision_config.max_num_patches": "`--max-patches` of the data set",
+    "vision_config.args.max_num_patches": "on the model; default of `--max-patches`",
+    "vision_config.max_num_patches": "on the model; default of `--max-patches`",
 }
 # Keys that a file may have beside the fields of its class.
 MORE = ("quantization_config", "per_layer_config", "torch_dtype", "dtype")

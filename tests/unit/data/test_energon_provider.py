@@ -32,7 +32,8 @@ def digits(tmp_path_factory):
     sys.path[:] = path
     folder = tmp_path_factory.mktemp("digits") / "out"
     script.main([str(folder), "--samples", "60", "--shards", "3"])
-    return Config(data_path=str(folder / "blend.yaml"), tokenizer=str(folder / "tokenizer"), num_workers=0)
+    return Config(data_path=str(folder / "blend.yaml"), tokenizer=str(folder / "tokenizer"), num_workers=0,
+                  image_tiling="stretch", image_resample="bicubic", image_mean=(0.3,), image_std=(0.4,))
 
 
 def request(lanes=2, split="train", micro_batch_size=1):

@@ -40,7 +40,8 @@ def tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(tokenizer) -> Config:
-    return Config(tokenizer=str(tokenizer), prompt_format="plain", image_mean=(0.0,), image_std=(1.0,))
+    return Config(tokenizer=str(tokenizer), prompt_format="plain", image_mean=(0.0,), image_std=(1.0,),
+                  image_tiling="stretch", image_resample="bicubic")
 
 
 def request(seq_length: int = 64, seed: int = 3, image_token_id: int = IMAGE, lanes: int = 1) -> DataRequest:

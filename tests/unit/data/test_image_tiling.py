@@ -12,24 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.energon import Config
+from data.energon import Config, with_image_flags
 from data.image_tiling import Tiling, oriented_size, tile_image, tile_sizes, tiling_of
-from mimo.protocols import TokenSpec
-from providers import nemotron_moe_vlm
-from providers.radio import RadioConfig, radio_image_tokens
+from mimo.protocols import ImageProcessing, TokenSpec
 
-RESIZE = Tiling("resize", (32, 32), 0, 1, 4, 1024, 0, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
-FIXED = replace(RESIZE, kind="fixed")
+STRETCH = Tiling("stretch", (32, 32), 0, 1, 4, 1024, 0, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
+FIXED = replace(STRETCH, kind="fixed")
 WIDE = replace(FIXED, tile_size=(32, 64), use_thumbnail=True)
 # Cells of 32 pixels a side, 2 x 2 patches each: 1 to 16 of them.
 DYNAMIC = replace(
-    RESIZE, kind="dynamic", tile_size=(0, 0), patch_size=16, size_multiple=32, min_patches=4, max_patches=64
+    STRETCH, kind="dynamic", tile_size=(0, 0), patch_size=16, size_multiple=32, min_patches=4, max_patches=64
 )
 RAW = {"mean": (0.0,), "std": (1.0,), "num_channels": 1}
 PATCHES = TokenSpec(vocab_size=9, image_token_id=8, image_size=0, num_channels=3, patch_size=16, size_multiple=32)
-# The encoder and the patches of the production scripts.
-RADIO = RadioConfig(vision_dynamic_resolution=True)
-RADIO_FLAGS = Config(image_tiling="dynamic", min_patches=1024, max_patches=13312)
 SQUARES = replace(PATCHES, image_size=32, patch_size=0, size_multiple=1)
 side = st.integers(1, 1_000_000) | st.integers(1, 300)
 
@@ -50,132 +45,70 @@ def bytes_of(tile):
     return np.round(tile * 255).astype(int)
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "expected"),
-    [
-        (64, 96, (64, 96)),  # allowed as it is
-        (32, 512, (32, 512)),  # as many patches as allowed
-        (70, 90, (64, 96)),  # to the nearest multiples
-        (79, 81, (96, 96)),
-        (75, 77, (64, 64)),
-        (1, 1, (32, 32)),  # tiny: enlarged
-        (5, 20, (32, 96)),
-        (256, 256, (128, 128)),  # too large: reduced
-        (4000, 1000, (256, 64)),
-        (3000, 2000, (160, 96)),
-        (480, 640, (96, 128)),  # rather fewer patches than another aspect ratio
-        (1, 10_000, (32, 512)),  # extreme: as long as allowed
-        (1, 100, (32, 512)),
-        (20, 160, (32, 192)),
-        (40, 4000, (32, 512)),
-    ],
-)
-def test_dynamic_tiles_keep_the_aspect_ratio_within_the_limits(height, width, expected):
-    assert tile_sizes(height, width, DYNAMIC) == [expected]
+# By `DynamicResolutionImageTiler` of vLLM 0.32: limits, size of the image, size of its tile.
+SERVED = [
+    ((4, 64), (64, 96), (64, 96)),
+    ((4, 64), (32, 512), (32, 512)),
+    ((4, 64), (70, 90), (96, 96)),
+    ((4, 64), (1, 1), (32, 32)),
+    ((4, 64), (5, 20), (32, 64)),
+    ((4, 64), (4000, 1000), (256, 64)),
+    ((4, 64), (480, 640), (96, 160)),
+    ((4, 64), (200, 2000), (32, 384)),
+    ((4, 64), (1, 1000), (32, 992)),
+    ((4, 1024), (480, 640), (448, 576)),
+    ((4, 1024), (1440, 2560), (384, 672)),
+    ((4, 1024), (333, 500), (352, 512)),
+    ((4, 1024), (200, 2000), (160, 1600)),
+    ((1024, 13312), (256, 256), (512, 512)),
+    ((1024, 13312), (79, 81), (480, 576)),
+    ((1024, 13312), (480, 640), (480, 640)),
+    ((1024, 13312), (3000, 4000), (1600, 2112)),  # wider than RADIO's position grid
+    ((1024, 13312), (20, 160), (256, 1152)),
+]
 
 
-@pytest.mark.parametrize(
-    ("fewest", "most", "height", "width", "expected"),
-    [
-        (16, 64, 32, 32, (64, 64)),  # 4 cells at least
-        (16, 64, 10, 90, (32, 224)),
-        (28, 28, 100, 100, (32, 224)),  # 7 cells exactly, which only a strip has
-        (4, 4, 5000, 3, (32, 32)),  # one cell exactly
-        (5, 11, 32, 32, (32, 64)),  # limits between multiples of 4 patches: 2 cells exactly
-    ],
-)
-def test_dynamic_tiles_obey_any_limits(fewest, most, height, width, expected):
-    assert tile_sizes(height, width, replace(DYNAMIC, min_patches=fewest, max_patches=most)) == [expected]
+@pytest.mark.parametrize(("limits", "size", "expected"), SERVED)
+def test_dynamic_tiles_have_the_sizes_that_vllm_serves(limits, size, expected):
+    assert tile_sizes(*size, replace(DYNAMIC, min_patches=limits[0], max_patches=limits[1])) == [expected]
+
+
+@pytest.mark.parametrize("size", [(1, 100_000), (100_000, 1)])
+def test_an_image_without_a_patch_after_reduction_is_refused(size):
+    with pytest.raises(ValueError, match=f"an image of {size[0]} x {size[1]} .* too narrow: .* --max-patches 64"):
+        tile_sizes(*size, DYNAMIC)
 
 
 @settings(max_examples=200, deadline=None)
-@given(side, side, st.integers(1, 300), st.integers(0, 300), st.sampled_from([(14, 14), (14, 28), (16, 64)]))
-def test_limits_and_multiples_always_hold(height, width, fewest, more, sizes):
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([(14, 14), (14, 28), (16, 64)]))
+def test_dynamic_tiles_are_whole_multiples(height, width, sizes):
     patch, multiple = sizes
-    cell = (multiple // patch) ** 2
-    # At least one multiple of a cell within.
-    limits = {"min_patches": fewest, "max_patches": -(-fewest // cell) * cell + more}
-    tiling = replace(DYNAMIC, patch_size=patch, size_multiple=multiple, **limits)
-    ((new_height, new_width),) = tile_sizes(height, width, tiling)
-    assert new_height % multiple == new_width % multiple == 0
-    assert fewest <= (new_height // patch) * (new_width // patch) <= limits["max_patches"]
-    ((again),) = tile_sizes(new_height, new_width, tiling)
-    assert again == (new_height, new_width)
-
-
-@settings(max_examples=200, deadline=None)
-@given(side, side, st.integers(1, 12), st.integers(0, 12))
-def test_no_allowed_dynamic_size_is_nearer(height, width, fewest, more):
-    tiling = replace(DYNAMIC, min_patches=4 * fewest, max_patches=4 * (fewest + more))
-    cells = min(max(height * width / 32**2, fewest), fewest + more)
-    rows, cols = (math.sqrt(cells * ratio) for ratio in (height / width, width / height))
-
-    def distance(size):
-        taller, wider = math.log(size[0] / 32 / rows), math.log(size[1] / 32 / cols)
-        return 2 * (taller - wider) ** 2 + (taller + wider) ** 2
-
-    counts = range(1, fewest + more + 1)
-    allowed = [(32 * a, 32 * b) for a in counts for b in counts if fewest <= a * b <= fewest + more]
-    (chosen,) = tile_sizes(height, width, tiling)
-    assert chosen in allowed
-    assert distance(chosen) <= min(map(distance, allowed)) + 1e-9
-
-
-def radio_tiling(config=RADIO_FLAGS, most=2048):
-    family = nemotron_moe_vlm.Config(vision_max_image_size=most)
-    return tiling_of(config, nemotron_moe_vlm.provider_20l.token_spec(family))
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "expected"),
-    [
-        (3000, 4000, (1536, 2048)),  # 4:3 stays 4:3
-        (4000, 3000, (2048, 1536)),
-        (1440, 2560, (1152, 2048)),
-        (3000, 2000, (2048, 1376)),
-        (1080, 1920, (1088, 1920)),  # within the bound: as without it
-        (600, 2100, (576, 2048)),
-        (200, 2000, (192, 1984)),
-        (600, 6000, (192, 2016)),
-        (20, 200_000, (128, 2048)),
-        (9000, 9000, (1824, 1824)),
-    ],
-)
-def test_dynamic_tiles_keep_to_the_largest_side_of_the_encoder(height, width, expected):
-    assert tile_sizes(height, width, radio_tiling()) == [expected]
-
-
-@settings(max_examples=300, deadline=None)
-@given(side, side, st.sampled_from([(1024, 13312), (4, 16384), (4, 4), (100, 100), (16384, 60000)]),
-       st.sampled_from([2048, 2032, 64 * 16]))
-def test_the_encoder_takes_every_dynamic_tile(height, width, patches, most):
-    if patches[0] > (most // 32) ** 2 * 4:
+    tiling = replace(DYNAMIC, patch_size=patch, size_multiple=multiple, min_patches=16, max_patches=2500)
+    try:
+        ((new_height, new_width),) = tile_sizes(height, width, tiling)
+    except ValueError:
+        assert max(height, width) > 2000 * min(height, width)
         return
-    tiling = radio_tiling(replace(RADIO_FLAGS, min_patches=patches[0], max_patches=patches[1]), most)
-    ((new_height, new_width),) = tile_sizes(height, width, tiling)
-    tokens = radio_image_tokens(replace(RADIO, vision_max_image_size=most), new_height, new_width)
-    assert patches[0] <= 4 * tokens <= patches[1]
-    assert tile_sizes(new_height, new_width, tiling) == [(new_height, new_width)]
-
-
-@settings(max_examples=200, deadline=None)
-@given(side, side)
-def test_a_largest_side_that_is_not_reached_changes_nothing(height, width):
-    assert tile_sizes(height, width, replace(DYNAMIC, max_image_size=512)) == tile_sizes(height, width, DYNAMIC)
+    assert new_height % multiple == new_width % multiple == 0 < new_height * new_width
+    # The engine's rounding exceeds the limit only where one side is a single multiple.
+    assert new_height * new_width <= 2500 * patch**2 or min(new_height, new_width) == multiple
 
 
 @pytest.mark.parametrize(
-    ("fewest", "most", "side"),
+    ("size", "min_side", "expected"),
     [
-        (1024, 13312, 256),  # at most 8 x 8 squares of 4 patches
-        (28, 28, 160),  # 7 squares are a strip of 7
-        (4, 64, 31),  # less than one square
+        ((64, 96), 0, (64, 96)),
+        ((64, 96), 64, (64, 96)),
+        ((64, 96), 128, (128, 192)),
+        ((32, 320), 96, (96, 960)),
+        ((100, 60), 200, (352, 224)),
+        ((30, 900), 256, (256, 1024)),  # the longer side as long as --max-patches allows
+        ((900, 30), 256, (1024, 256)),
     ],
 )
-def test_patches_that_no_tile_within_the_largest_side_has_are_refused(fewest, most, side):
-    config = Config(image_tiling="dynamic", min_patches=fewest, max_patches=most)
-    with pytest.raises(ValueError, match=f"--min-patches {fewest} --max-patches {most}: .* at most {side} pixels a "):
-        tiling_of(config, replace(PATCHES, max_image_size=side))
+def test_a_least_side_enlarges_narrow_images(size, min_side, expected):
+    tiling = replace(DYNAMIC, max_patches=1024, min_side=min_side)
+    assert tile_sizes(*size, tiling) == [expected]
 
 
 @pytest.mark.parametrize("thumbnail", [False, True])
@@ -260,17 +193,17 @@ def test_tiles_need_not_be_square(height, width, rows, cols):
 @pytest.mark.parametrize("height", [1, 32, 900])
 @pytest.mark.parametrize("width", [7, 32, 5000])
 def test_resized_images_are_one_tile(height, width):
-    assert tile_sizes(height, width, replace(RESIZE, use_thumbnail=True)) == [(32, 32)]
+    assert tile_sizes(height, width, replace(STRETCH, use_thumbnail=True)) == [(32, 32)]
     assert tile_sizes(height, width, replace(WIDE, kind="resize")) == [(32, 64)]
 
 
-@pytest.mark.parametrize("tiling", [RESIZE, FIXED, DYNAMIC])
+@pytest.mark.parametrize("tiling", [STRETCH, FIXED, DYNAMIC])
 def test_an_image_without_pixels_is_refused(tiling):
     with pytest.raises(ValueError, match="0x5 pixels"):
         tile_sizes(0, 5, tiling)
 
 
-@pytest.mark.parametrize("tiling", [RESIZE, replace(FIXED, use_thumbnail=True), WIDE, DYNAMIC])
+@pytest.mark.parametrize("tiling", [STRETCH, replace(FIXED, use_thumbnail=True), WIDE, DYNAMIC])
 @pytest.mark.parametrize("size", [(1, 1), (32, 32), (100, 41), (3, 700)])
 @pytest.mark.parametrize("num_channels", [1, 3])
 def test_tiles_have_the_sizes_that_were_foretold(tiling, size, num_channels):
@@ -282,7 +215,7 @@ def test_tiles_have_the_sizes_that_were_foretold(tiling, size, num_channels):
     assert all(tile.dtype == np.float32 and tile.flags.c_contiguous for tile in tiles)
 
 
-@pytest.mark.parametrize("tiling", [RESIZE, FIXED, replace(DYNAMIC, min_patches=4)])
+@pytest.mark.parametrize("tiling", [STRETCH, FIXED, replace(DYNAMIC, min_patches=4)])
 def test_pixels_of_the_right_size_are_normalised_and_nothing_else(tiling):
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 0.125)
@@ -399,10 +332,10 @@ def wide(value, kind="PNG"):
     ],
 )
 def test_every_kind_of_pixel_is_converted(make, rgb):
-    tiling = replace(RESIZE, mean=(0.0,) * 3, std=(1.0,) * 3)
+    tiling = replace(STRETCH, mean=(0.0,) * 3, std=(1.0,) * 3)
     (tile,) = tile_image(make(), tiling)
     assert np.array_equal(bytes_of(tile), np.broadcast_to(np.reshape(rgb, (3, 1, 1)), (3, 32, 32)))
-    (grey,) = tile_image(make(), replace(RESIZE, **RAW))
+    (grey,) = tile_image(make(), replace(STRETCH, **RAW))
     # ITU-R 601-2, as Pillow has it.
     assert np.abs(bytes_of(grey) - np.dot(rgb, (0.299, 0.587, 0.114))).max() <= 0.6
 
@@ -417,20 +350,27 @@ def test_every_kind_of_pixel_is_converted(make, rgb):
 )
 def test_pixels_without_a_known_range_are_refused(image, message):
     with pytest.raises(ValueError, match=message):
-        tile_image(image, RESIZE)
+        tile_image(image, STRETCH)
+
+
+def flags(**given):
+    """The flags of a run whose model's processor stretches images."""
+    mean = (0.48145466, 0.4578275, 0.40821073)
+    return with_image_flags(Config(**given), lambda: [ImageProcessing("stretch", mean, (0.25,) * 3)])
 
 
 def test_tiling_of_takes_what_each_kind_needs():
-    config = Config(image_tiling="dynamic", min_patches=5, max_patches=50, image_mean=(0.5,), image_std=(1, 2, 3))
+    config = flags(image_tiling="dynamic", min_patches=5, max_patches=50, image_mean=(0.5,), image_std=(1, 2, 3))
     tiling = tiling_of(config, PATCHES)
-    assert tiling == Tiling("dynamic", (0, 0), 16, 32, 5, 50, 0, 6, False, (0.5, 0.5, 0.5), (1, 2, 3), 3)
-    tiling = tiling_of(Config(image_tiling="fixed", max_tiles=4, use_thumbnail=True), SQUARES)
+    assert tiling == Tiling("dynamic", (0, 0), 16, 32, 5, 50, 0, 0, False, (0.5, 0.5, 0.5), (1, 2, 3), 3)
+    tiling = tiling_of(flags(image_tiling="fixed", max_tiles=4, use_thumbnail=True), SQUARES)
     assert (tiling.kind, tiling.tile_size, tiling.max_tiles, tiling.use_thumbnail) == ("fixed", (32, 32), 4, True)
-    assert tiling_of(Config(), replace(SQUARES, image_width=48)).tile_size == (32, 48)
-    grey = tiling_of(Config(image_mean=(0.5,), image_std=(0.5,)), replace(SQUARES, num_channels=1))
-    assert (grey.kind, grey.mean, grey.num_channels) == ("resize", (0.5,), 1)
+    assert tiling_of(flags(), replace(SQUARES, image_width=48)).tile_size == (32, 48)
+    grey = tiling_of(flags(image_mean=(0.5,), image_std=(0.5,)), replace(SQUARES, num_channels=1))
+    assert (grey.kind, grey.mean, grey.num_channels) == ("stretch", (0.5,), 1)
+    assert tiling_of(flags(image_tiling="resize"), SQUARES).kind == "stretch"
     # What only other kinds use does not matter.
-    assert tiling_of(Config(max_tiles=0, min_patches=9, max_patches=1), SQUARES).kind == "resize"
+    assert tiling_of(flags(max_tiles=0, min_patches=9, max_patches=1), SQUARES).kind == "stretch"
 
 
 @pytest.mark.parametrize(
@@ -440,24 +380,26 @@ def test_tiling_of_takes_what_each_kind_needs():
         (
             {"image_tiling": "dynamic"},
             {"image_size": 32},
-            "takes images of 32 pixels a side; use --image-tiling resize",
+            "takes images of 32 pixels a side; use --image-tiling crop",
         ),
         (
             {"image_tiling": "dynamic"},
             {"image_size": 32, "image_width": 48},
-            "takes images of 32 x 48 pixels; use --image-tiling resize",
+            "takes images of 32 x 48 pixels; use --image-tiling crop",
         ),
         ({"image_tiling": "dynamic"}, {"patch_size": 0}, "takes whole images, not patches"),
-        ({}, {}, "--image-tiling resize: .* any size, .*; use --image-tiling dynamic"),
+        ({}, {}, "--image-tiling stretch: .* any size, .*; use --image-tiling dynamic"),
         ({"image_tiling": "fixed"}, {}, "--image-tiling fixed: .* any size, .*; use --image-tiling dynamic"),
-        ({}, {"patch_size": 0}, "--image-tiling resize: .* any size, .*; give the model an image size"),
+        ({}, {"patch_size": 0}, "--image-tiling stretch: .* any size, .*; give the model an image size"),
         ({"image_tiling": "dynamic", "use_thumbnail": True}, {}, "--use-thumbnail: only with .* fixed, not dynamic"),
-        ({"use_thumbnail": True}, {"image_size": 32}, "--use-thumbnail: only with --image-tiling fixed, not resize"),
+        ({"use_thumbnail": True}, {"image_size": 32}, "--use-thumbnail: only with --image-tiling fixed, not stretch"),
         ({"image_tiling": "fixed", "max_tiles": 0}, {"image_size": 32}, "--max-tiles 0: must be at least 1"),
         ({}, {"image_size": 32, "num_channels": 2}, "grey .1 channel. or RGB .3., the encoder takes 2"),
         ({"image_mean": (0.5, 0.5)}, {"image_size": 32}, "--image-mean 0.5 0.5: .* 3 channels: need 1 or 3 values"),
         ({}, {"image_size": 32, "num_channels": 1}, "--image-mean 0.48145466 .* 1 channels: need 1 value$"),
-        ({"image_std": ()}, {"image_size": 32}, "--image-std .* need 1 or 3 values"),
+        ({"image_tiling": "crop"}, {"image_size": 32, "image_width": 48}, "crop: makes squares, .* 32 x 48 pixels"),
+        ({"min_side": 64}, {"image_size": 32}, "--min-side 64: only with --image-tiling dynamic, not stretch"),
+        ({"image_tiling": "dynamic", "min_side": 520}, {}, "--min-side 520 --max-patches 1024: .* has 1089 patches"),
         ({"image_mean": (math.nan,)}, {"image_size": 32}, "--image-mean nan: must be finite"),
         ({"image_std": (math.inf,)}, {"image_size": 32}, "--image-std inf: must be finite"),
         ({"image_std": (1, 0, 1)}, {"image_size": 32}, "--image-std 1 0 1: must be positive"),
@@ -469,7 +411,6 @@ def test_tiling_of_takes_what_each_kind_needs():
             {},
             "--max-patches 3: .* squares of 4 .32 pix",
         ),
-        ({"image_tiling": "dynamic", "min_patches": 5, "max_patches": 7}, {}, "no multiple of 4 lies within"),
         (
             {"image_tiling": "dynamic"},
             {"size_multiple": 40},
@@ -479,4 +420,4 @@ def test_tiling_of_takes_what_each_kind_needs():
 )
 def test_what_cannot_work_is_refused_by_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
-        tiling_of(Config(**config), replace(PATCHES, **tokens))
+        tiling_of(flags(**config), replace(PATCHES, **tokens))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from data import digits
-from data.energon import Config
+from data.energon import Config, with_image_flags
 from data.energon_vlm import to_sample
 from mimo.protocols import DataRequest, Lane, Sample, TokenSpec
+from providers.common.hf_processor import CLIP
 from tests.support.vlm_loader import open_loader
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare_digits.py"
@@ -52,13 +53,13 @@ def config_of(out: Path, printed: str) -> Config:
         assert found is not None, printed
         return found[1]
 
-    return Config(
+    return with_image_flags(Config(
         data_path=value("--data-path"),
         tokenizer=value("--tokenizer"),
         image_mean=(float(value("--image-mean")),),
         image_std=(float(value("--image-std")),),
-        image_tiling="dynamic" if "--image-tiling dynamic" in printed else "resize",
-    )
+        image_tiling="dynamic" if "--image-tiling dynamic" in printed else "auto",
+    ), lambda: [CLIP])
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def config(script, written) -> Config:
     scale = 16 * script.GREY_STEP / 255
     return Config(
         tokenizer=str(written / "tokenizer"), image_mean=(digits.PIXEL_MEAN * scale,),
-        image_std=(digits.PIXEL_STD * scale,),
+        image_std=(digits.PIXEL_STD * scale,), image_tiling="crop", image_resample="bicubic",
     )
 
 

@@ -28,7 +28,8 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(written) -> Config:
-    return Config(tokenizer=str(written / "tokenizer"), image_tiling="dynamic", min_patches=256, max_patches=400)
+    return Config(tokenizer=str(written / "tokenizer"), image_tiling="dynamic", min_patches=256, max_patches=400,
+                  image_resample="bicubic", image_mean=(0.5,), image_std=(0.25,))
 
 
 def read(out: Path, config: Config, split: str) -> list[Sample]:
