@@ -1,16 +1,16 @@
 r"""What a data set gives a model: a page of figures, charts and samples, from samples read as training reads them.
 
-    python scripts/data_stats.py DATASET --tokenizer FOLDER
-    python scripts/data_stats.py blend.yaml --tokenizer FOLDER --seq-length 8192 --packing-buffer-size 256 \
-        --image-tiling fixed --image-size 448 --pixel-shuffle 2 --out page.html
+    python scripts/data_stats.py DATASET --tokenizer FOLDER --model-provider llava --hf-config FOLDER
+    python scripts/data_stats.py --config run.toml --out page.html
+    python scripts/data_stats.py blend.yaml --config run.toml --seq-length 8192 --packing-buffer-size 256
 
-Samples go through the task encoder of training, in this process. The model is not loaded: --image-size, --patch-size,
---pixel-shuffle and --num-channels say what it would take. An image or tile of h x w pixels gives h/s * w/s image
-tokens, where s is patch size times pixel shuffle.
+The flags are those of train_hetero.py, and so are their defaults: the model decides how images become pixels and
+tokens. Samples go through the task encoder of training, in this process. The model is not loaded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -23,58 +23,159 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tyro
 from tqdm import tqdm
 
-from data.energon import Config
-from data.stats.sizes import ModelSizes
+from mimo import registry
+from mimo.config import toml_file
+from mimo.config.cli import parse_as
+from mimo.config.data import DataConfig
+from mimo.config.run import RunConfig
+from mimo.data_request import data_request, describe_images
+from mimo.grid.layout import build_layout, required_world_size
+from mimo.protocols import ComparableProvider, DataRequest
 
 if TYPE_CHECKING:
     from data.stats.page import Report
 
-
-@dataclass(frozen=True)
-class DataFlags(Config):
-    """Data set, as in training."""
-
-    # Training's flags that change nothing here, or are given otherwise.
-    data_path: tyro.conf.Suppress[str] = ""
-    valid_data_path: tyro.conf.Suppress[str] = ""
-    num_workers: tyro.conf.Suppress[int] = 0
-    max_bad_samples: tyro.conf.Suppress[int] = 100
+# Flags of a training run that say how its data and its model are measured; others change nothing here.
+SECTIONS = ("dataset", "model_family")
 
 
 @dataclass(frozen=True)
-class Flags:
-    dataset: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")]
-    """Folder prepared with `energon prepare`, or a metadataset YAML that blends several."""
+class StatsConfig:
+    """What is read and written."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")] = ""
+    """Folder prepared with `energon prepare`, or a metadataset YAML that blends several; left out: --data-path."""
     samples: int = 1000
     """Samples to read, bad ones included; at most one pass over the data set."""
     out: Path = Path("data_stats.html")
     """HTML file to write; it needs no other file and no network."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the key figures as JSON."""
-    data: DataFlags = field(default_factory=DataFlags)
-    model: ModelSizes = field(default_factory=ModelSizes)
 
 
-def read(flags: Flags) -> Report:
+@dataclass(frozen=True)
+class ShardsConfig(DataConfig):
+    """Data: which data set."""
+
+    dataset_provider: str = "energon"
+    """energon, the one that reads shards."""
+
+
+@dataclass(frozen=True)
+class StatsRunConfig(RunConfig):
+    """The flags of a training run, and what is read and written."""
+
+    data: DataConfig = field(default_factory=ShardsConfig)
+    stats: StatsConfig = field(default_factory=StatsConfig)
+
+
+def parse_flags(arguments: list[str] | None) -> StatsRunConfig:
+    """Read the command line. Raises ValueError, naming flags and values, for what cannot work."""
+    run = parse_as(StatsRunConfig, arguments, (__doc__ or "").partition("\n\n")[0])
+    stats, name = run.stats, run.data.dataset_provider
+    if name != "energon":
+        raise ValueError(f"--dataset-provider {name}: only energon reads shards, which this program looks at")
+    if stats.samples < 1:
+        raise ValueError(f"--samples {stats.samples}: must be at least 1")
+    if stats.out.is_dir() or not stats.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {stats.out}: name a file in a folder that exists")
+    return replace(run, dataset=replace(run.dataset, data_path=stats.source or run.dataset.data_path))
+
+
+def with_tokenizer(run: StatsRunConfig) -> StatsRunConfig:
+    """The run whose model has the tokenizer's image token and vocabulary, where no flag or file says which it has."""
+    from data.stats.collect import tokenizer_image_token
+
+    family = run.model_family
+    fields = {field.name: field.default for field in dataclasses.fields(family)}
+    if vars(family).get("hf_config"):
+        return run
+    token, last = tokenizer_image_token(run.dataset.tokenizer)
+    changes = {}
+    if "image_token_id" in fields and family.image_token_id == fields["image_token_id"]:
+        changes["image_token_id"] = token if token >= 0 else last + 1
+    if family.vocab_size == fields["vocab_size"]:
+        changes["vocab_size"] = max(family.vocab_size, last + 1, changes.get("image_token_id", 0) + 1)
+    return replace(run, model_family=replace(family, **changes))
+
+
+def request_of(run: StatsRunConfig) -> DataRequest:
+    """What the run's model asks of the data set, in one lane. Raises ValueError for sizes that cannot be."""
+    provider, family = registry.model_provider(run.model.model_provider), run.model_family
+    encoders = provider.encoders(family)
+    layout = build_layout(run.layout, required_world_size(run.layout, encoders), encoders)
+    provider.validate(family, layout, run.train.seq_length)
+    request = data_request(layout, provider, family, micro_batch_size=1, seq_length=run.train.seq_length,
+                           seed=run.train.seed, split="train")
+    return replace(request, num_lanes=1)
+
+
+def model_of(run: StatsRunConfig, request: DataRequest) -> dict[str, Any]:
+    """Which model the data was measured for."""
+    tokens, family = request.tokens, vars(run.model_family)
+    model = {"provider": run.model.model_provider, "hf_config": family.get("hf_config", ""),
+             "image_token_id": tokens.image_token_id, "seq_length": request.seq_length}
+    if tokens.image_token_id >= 0 and tokens.image_size:
+        height, width = tokens.image_shape
+        model |= {"image_size": [height, width], "image_tokens": request.num_image_tokens(height, width)}
+    images = describe_images(run, registry.model_provider(run.model.model_provider))
+    return model | ({"images": images.removeprefix("images: ")} if images else {})
+
+
+def in_words(model: dict[str, Any]) -> str:
+    """The model on one line."""
+    source = f" --hf-config {model['hf_config']}" if model["hf_config"] else ""
+    parts = [f"--model-provider {model['provider']}{source}"]
+    if "image_tokens" in model:
+        height, width = model["image_size"]
+        parts.append(f"{model['image_tokens']} tokens for an image of {height} x {width} pixels")
+    parts.append(model.get("images", "no images"))
+    if model["image_token_id"] >= 0:
+        parts.append(f"image token {model['image_token_id']}")
+    return ", ".join([*parts, f"rows of {model['seq_length']} tokens"])
+
+
+def given_flags(run: StatsRunConfig) -> str:
+    """The flags of data and model that are not at their defaults, and a few others."""
+    words = [f"--model-provider {run.model.model_provider}", f"--seq-length {run.train.seq_length}",
+             f"--seed {run.train.seed}"]
+    for section in SECTIONS:
+        values = vars(run)[section]
+        for setting in dataclasses.fields(values):
+            value, flag = vars(values)[setting.name], toml_file.flag_name(setting.name)
+            if flag == "--data-path" or value == setting.default:
+                continue
+            if isinstance(value, bool):
+                words.append(flag if value else f"--no-{flag[2:]}")
+            else:
+                words.append(f"{flag} " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value)))
+    return " ".join(words)
+
+
+def read(run: StatsRunConfig) -> Report:
     """Read the samples. Raises ValueError, naming flags and values, for what cannot work."""
     # torch, transformers and Energon take seconds to import, and --help needs none of them.
     from data.energon_open import check_prepared
-    from data.stats.collect import collect, request_of
+    from data.image_tiling import tiling_of
+    from data.stats.collect import collect
     from data.stats.figures import figures, pack_all
     from data.stats.page import Report
 
-    config = replace(flags.data, data_path=flags.dataset)
-    if flags.samples < 1:
-        raise ValueError(f"--samples {flags.samples}: must be at least 1")
-    if flags.out.is_dir() or not flags.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {flags.out}: name a file in a folder that exists")
+    stats, config = run.stats, run.dataset
     check_prepared(config, "train")
-    request, tiling = request_of(config, flags.model)
-    with tqdm(desc="samples", total=flags.samples, disable=None, dynamic_ncols=True, leave=False) as bar:
-        collected = collect(config, request, flags.samples, bar.update)
+    run = with_tokenizer(run)
+    request = request_of(run)
+    with tqdm(desc="samples", total=stats.samples, disable=None, dynamic_ncols=True, leave=False) as bar:
+        collected = collect(config, request, stats.samples, bar.update)
     packings = pack_all(collected.records, config.packing_buffer_size, request.seq_length, request.seed)
-    keys = figures(collected, packings, config.packing_buffer_size, flags.model.patch_size)
-    return Report(config, flags.model, tiling, request.tokens.image_token_id, collected, packings, keys)
+    provider, family = registry.model_provider(run.model.model_provider), run.model_family
+    family = provider.resolved(family) if isinstance(provider, ComparableProvider) else family
+    patch_size = vars(family).get("vision_patch_size", 0)
+    model = model_of(run, request)
+    keys = {"model": model} | figures(collected, packings, config.packing_buffer_size, patch_size)
+    tiling = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
+    return Report(config, given_flags(run), in_words(model), request.seq_length, patch_size, tiling,
+                  request.tokens.image_token_id, collected, packings, keys)
 
 
 def _spread(values: dict[str, float]) -> str:
@@ -84,7 +185,8 @@ def _spread(values: dict[str, float]) -> str:
 def summary(keys: dict[str, Any]) -> str:
     """The key figures as lines for a terminal."""
     samples, tokens, images = keys["samples"], keys["tokens"], keys["images"]
-    lines = [("samples", f"{samples['read']:,} read of {samples['in_one_pass']:,}: {samples['good']:,} good, "
+    lines = [("model", in_words(keys["model"]))]
+    lines += [("samples", f"{samples['read']:,} read of {samples['in_one_pass']:,}: {samples['good']:,} good, "
                          f"{samples['bad']:,} bad")]
     lines += [("data set", f"{source['share']:6.1%}  {source['samples']:,} samples  {source['path']}"
                            + (f"  {json.dumps(source['subflavors'])}" if source["subflavors"] else ""))
@@ -109,22 +211,20 @@ def summary(keys: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page and print the key figures; gives the exit code."""
-    description = (__doc__ or "").partition("\n\n")[0] + "\n\n" + (__doc__ or "").rpartition("\n\n")[2]
-    flags = tyro.cli(Flags, args=arguments, prog="data_stats.py", description=description,
-                     config=(tyro.conf.OmitArgPrefixes,))
     # The page lists bad samples.
     logging.getLogger("mimo.data").setLevel(logging.ERROR)
     try:
-        report = read(flags)
+        run = parse_flags(arguments)
+        report = read(run)
         from data.stats.page import page_html
 
-        flags.out.write_text(page_html(report), encoding="utf-8")
+        run.stats.out.write_text(page_html(report), encoding="utf-8")
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split()).replace("--data-path ", "DATASET ")
         print(f"data_stats.py: error: {text}", file=sys.stderr)
         return 2
-    print(json.dumps(report.figures, indent=2) if flags.json else summary(report.figures))
-    print(f"page: {flags.out}", file=sys.stderr)
+    print(json.dumps(report.figures, indent=2) if run.stats.json else summary(report.figures))
+    print(f"page: {run.stats.out}", file=sys.stderr)
     return 0
 
 

@@ -16,22 +16,20 @@ from data.energon import Config, check
 from data.energon_open import split_sizes
 from data.energon_reader import Encoding, EnergonReader
 from data.energon_vlm import EncodedSample, ErrorLog, Row, VlmTaskEncoder, open_image, reason_of, sample_name
-from data.image_tiling import Size, Tiling, oriented_size, tile_sizes, tiling_of
-from data.prompts import load_tokenizer
-from data.stats.sizes import ModelSizes
-from mimo.protocols import DataRequest, TokenSpec
+from data.image_tiling import Size, oriented_size, tile_sizes, tiling_of
+from data.prompts import IMAGE_TOKENS, load_tokenizer
+from mimo.protocols import DataRequest
 
 KEPT_ROWS = 8  # of each source, to be shown
-# Names that tokenizers of multimodal models give to the placeholder of an image.
-IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<|image|>", "[IMG]", "<image_soft_token>", "<|patch|>")
 
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """An image before and after tiling: height and width in pixels."""
+    """An image before and after tiling: height and width in pixels, and the language tokens that it becomes."""
 
     size: Size
     tiles: tuple[Size, ...]
+    tokens: int
 
     def patches(self, patch_size: int) -> int:
         """Patches of all its tiles."""
@@ -113,7 +111,8 @@ class RecordingEncoder(VlmTaskEncoder):
     def __init__(self, config: Config, request: DataRequest, errors: ErrorLog, collected: Collected) -> None:
         super().__init__(config, request, errors)
         self._image_token_id = request.tokens.image_token_id
-        self._tile = tiling_of(config, request.tokens)
+        self._tile = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
+        self._num_image_tokens = request.num_image_tokens
         self._collected = collected
 
     @stateless
@@ -128,12 +127,17 @@ class RecordingEncoder(VlmTaskEncoder):
             text_tokens=sample.length - sample.image_tokens,
             image_tokens=sample.image_tokens,
             target_tokens=int(sample.target_mask.sum()),
-            images=tuple(ImageRecord(size, tuple(tile_sizes(*size, self._tile))) for size in images),
+            images=tuple(self._image(size) for size in images),
         ))
         rows = self._collected.rows.setdefault(source, [])
         if len(rows) < KEPT_ROWS:
             rows.append((len(self._collected.records) - 1, row))
         return row
+
+    def _image(self, size: Size) -> ImageRecord:
+        assert self._tile is not None, "images of a model that takes none are bad samples"
+        tiles = tuple(tile_sizes(*size, self._tile))
+        return ImageRecord(size, tiles, sum(self._num_image_tokens(*tile) for tile in tiles))
 
 
 def source_of(row: Row) -> tuple[str, str]:
@@ -143,47 +147,11 @@ def source_of(row: Row) -> tuple[str, str]:
     return path.removeprefix(f"{Path.cwd()}/"), flavors
 
 
-def request_of(config: Config, sizes: ModelSizes) -> tuple[DataRequest, Tiling]:
-    """What a model of these sizes asks of the data set, and how its images are tiled.
-
-    Raises:
-        ValueError: naming flags and values, for what cannot work.
-    """
-    for name, least in (("seq_length", 1), ("image_size", 1), ("image_width", 0), ("max_image_size", 0),
-                        ("patch_size", 1), ("pixel_shuffle", 1)):
-        if vars(sizes)[name] < least:
-            raise ValueError(f"--{name.replace('_', '-')} {vars(sizes)[name]}: must be at least {least}")
-    multiple = sizes.patch_size * sizes.pixel_shuffle
-    dynamic = config.image_tiling == "dynamic"
-    for name in ("image_size", "image_width"):
-        if not dynamic and vars(sizes)[name] % multiple:
-            raise ValueError(f"--{name.replace('_', '-')} {vars(sizes)[name]}: must be a multiple of {multiple} "
-                             f"(--patch-size {sizes.patch_size} times --pixel-shuffle {sizes.pixel_shuffle})")
-    tokenizer = load_tokenizer(config.tokenizer)
-    last_id = max(tokenizer.get_vocab().values())
+def tokenizer_image_token(folder: str) -> tuple[int, int]:
+    """Id of the token that a tokenizer has as an image's placeholder, -1 if it has none, and its highest id."""
+    tokenizer = load_tokenizer(folder)
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    image_token_id = sizes.image_token_id
-    if image_token_id < 0:
-        image_token_id = next((special[name] for name in IMAGE_TOKENS if name in special), last_id + 1)
-    tokens = TokenSpec(
-        vocab_size=max(last_id, image_token_id) + 1,
-        image_token_id=image_token_id,
-        image_size=0 if dynamic else sizes.image_size,
-        num_channels=sizes.num_channels,
-        patch_size=sizes.patch_size if dynamic else 0,
-        size_multiple=multiple if dynamic else 1,
-        image_width=0 if dynamic else sizes.image_width,
-        max_image_size=sizes.max_image_size,
-    )
-    request = DataRequest(
-        tokens=tokens,
-        num_image_tokens=lambda height, width: (height // multiple) * (width // multiple),
-        num_lanes=1,
-        micro_batch_size=1,
-        seq_length=sizes.seq_length,
-        seed=sizes.seed,
-    )
-    return request, tiling_of(config, tokens)
+    return next((special[name] for name in IMAGE_TOKENS if name in special), -1), max(tokenizer.get_vocab().values())
 
 
 def collect(config: Config, request: DataRequest, samples: int, advance: Callable[[], object]) -> Collected:
@@ -191,7 +159,7 @@ def collect(config: Config, request: DataRequest, samples: int, advance: Callabl
 
     Args:
         config: the data set's flags.
-        request: of `request_of`.
+        request: what the model asks of the data set, in one lane.
         samples: how many, bad ones included; at most one pass over the data set.
         advance: called after each.
 

@@ -96,7 +96,10 @@ def spread(values: Sequence[int]) -> dict[str, float]:
 
 
 def figures(collected: Collected, packings: Sequence[Packing], chosen: int, patch_size: int) -> dict[str, Any]:
-    """Key figures, ready for JSON: counts in samples, images or tokens, sizes in pixels, shares from 0 to 1."""
+    """Key figures, ready for JSON: counts in samples, images or tokens, sizes in pixels, shares from 0 to 1.
+
+    Patches are counted only where `patch_size` is above 0.
+    """
     records = collected.records
     images = [image for record in records for image in record.images]
     total = sum(record.length for record in records)
@@ -130,7 +133,7 @@ def figures(collected: Collected, packings: Sequence[Packing], chosen: int, patc
             "height": spread([image.size[0] for image in images]),
             "width": spread([image.size[1] for image in images]),
             "tiles": spread([len(image.tiles) for image in images]),
-            "patches": spread([image.patches(patch_size) for image in images]),
+            "patches": spread([image.patches(patch_size) for image in images]) if patch_size else {},
         },
         "packing": {"chosen_buffer_size": chosen, "by_buffer_size": [asdict(packing) for packing in packings]},
         "bad_samples": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -14,11 +14,9 @@ from data.stats.charts import Bars, Group, aspect_bars, histogram, integer_bars,
 from data.stats.collect import Collected, Record
 from data.stats.figures import Packing
 from data.stats.samples import chosen_rows, sample_html
-from data.stats.sizes import ModelSizes
 from data.stats.style import CSS
 
 MAX_BAD_ROWS = 100
-SHOWN_FLAGS = ("prompt-format", "image-tiling", "seq-length", "seed")  # even at their defaults
 IMBALANCE_NOTE = (
     "Imbalance: image tokens of the pack that has most, over the mean of the packs of its buffer. 1 is even; lanes "
     "whose packs have fewer image tokens wait for the one that has most."
@@ -31,8 +29,11 @@ class Report:
 
     Attributes:
         config: the data set's flags.
-        sizes: the model's.
-        tiling: how images are tiled.
+        flags: the flags that say what was read and for which model, as on a command line.
+        model: for which model, in words.
+        seq_length: tokens of a row.
+        patch_size: pixels a side of a patch; 0 for a model that does not say.
+        tiling: how images are tiled; None for a model that takes none.
         image_token_id: placeholder of an image.
         collected: what was read.
         packings: of `pack_all`.
@@ -40,8 +41,11 @@ class Report:
     """
 
     config: Config
-    sizes: ModelSizes
-    tiling: Tiling
+    flags: str
+    model: str
+    seq_length: int
+    patch_size: int
+    tiling: Tiling | None
     image_token_id: int
     collected: Collected
     packings: Sequence[Packing]
@@ -128,7 +132,7 @@ def tokens_html(report: Report) -> str:
     """Tokens of each sample."""
     records = report.records
     total = [record.length for record in records]
-    over = f"row of {number(report.sizes.seq_length)}"
+    over = f"row of {number(report.seq_length)}"
     shown = [
         _figure("Text tokens", histogram(integer_bars([record.text_tokens for record in records]),
                                          "text tokens of a sample", "text", "samples")),
@@ -156,13 +160,13 @@ def images_html(report: Report) -> str:
         ("Aspect ratio", aspect_bars([image.size[1] / image.size[0] for image in images]),
          "width : height, before tiling"),
     ]
-    if report.tiling.kind == "fixed":
+    if report.tiling is not None and report.tiling.kind == "fixed":
         tiles = integer_bars([len(image.tiles) for image in images])
         height, width = report.tiling.tile_size
         shown.append(("Tiles", tiles, f"tiles of {width} x {height} pixels, of an image"))
-    else:
-        patches = integer_bars([image.patches(report.sizes.patch_size) for image in images])
-        shown.append(("Patches", patches, f"patches of {report.sizes.patch_size} pixels, of an image"))
+    elif report.patch_size:
+        patches = integer_bars([image.patches(report.patch_size) for image in images])
+        shown.append(("Patches", patches, f"patches of {report.patch_size} pixels, of an image"))
     count = report.figures["images"]["samples_with_images"]
     note = f"<p>{number(len(images))} images in {number(count)} of {number(len(report.records))} samples.</p>"
     charts = "".join(_figure(title, histogram(bars, axis, "image", "images")) for title, bars, axis in shown)
@@ -195,7 +199,7 @@ def packing_html(report: Report) -> str:
         f"{packing.samples_per_row:.1f}", percent(packing.utilisation),
         *("&ndash;" if value is None else f"{value:.2f}" for value in (packing.imbalance, packing.imbalance_balanced)),
     ]) for packing in packings]
-    note = (f"<p>Rows have {number(report.sizes.seq_length)} tokens (<code>--seq-length</code>). A buffer is the "
+    note = (f"<p>Rows have {number(report.seq_length)} tokens (<code>--seq-length</code>). A buffer is the "
             "number of samples among which a pack is chosen (<code>--packing-buffer-size</code>). "
             f"{IMBALANCE_NOTE if measured else ''}</p>")
     if given > len(report.records):
@@ -220,8 +224,7 @@ def bad_html(report: Report) -> str:
 def samples_html(report: Report) -> str:
     """A few samples, as the model gets them."""
     tokenizer = load_tokenizer(report.config.tokenizer)
-    area = (report.sizes.patch_size * report.sizes.pixel_shuffle) ** 2
-    shown = [sample_html(tokenizer, record, row, report.tiling, report.image_token_id, area)
+    shown = [sample_html(tokenizer, record, row, report.tiling, report.image_token_id)
              for record, row in chosen_rows(report.collected)]
     legend = ('<div class="key-tokens"><span class="token">text</span> a token '
               '&nbsp; <span class="token target">text</span> a token to learn &nbsp; '
@@ -230,29 +233,14 @@ def samples_html(report: Report) -> str:
     return f"<h2>Samples</h2>{legend}{''.join(shown)}"
 
 
-def given_flags(report: Report) -> str:
-    """The flags that are not at their defaults, and a few others."""
-    words = []
-    for settings in (report.config, report.sizes):
-        for setting in fields(settings):
-            value, name = vars(settings)[setting.name], setting.name.replace("_", "-")
-            if name == "data-path" or (value == setting.default and name not in SHOWN_FLAGS):
-                continue
-            if isinstance(value, bool):
-                words.append(f"--{'' if value else 'no-'}{name}")
-            else:
-                words.append(f"--{name} " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value)))
-    return " ".join(words)
-
-
 def page_html(report: Report) -> str:
     """The whole page."""
     config, samples = report.config, report.figures["samples"]
-    flags = given_flags(report)
     body = [
         f"<h1>{escape(config.data_path)}</h1>",
         f"<p class='flags'>{number(samples['read'])} samples of the train split, which has "
-        f"{number(samples['in_one_pass'])}, read with<br><code>{escape(flags)}</code></p>",
+        f"{number(samples['in_one_pass'])}, measured for {escape(report.model)}, read with<br>"
+        f"<code>{escape(report.flags)}</code></p>",
         keys_html(report),
     ]
     if report.records:

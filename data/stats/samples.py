@@ -130,15 +130,14 @@ def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> 
     return f'<div class="tokens">{"".join(parts)}</div>'
 
 
-def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling, image_token_id: int, patch_area: int) -> str:
-    """One sample; an image token stands for `patch_area` pixels."""
+def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling | None, image_token_id: int) -> str:
+    """One sample; `tiling` is None for a model that takes no images."""
     figures, start = [], 0
     tiles = [tile.numpy() for tile in row.images]
     for position, image in enumerate(record.images, 1):
         end = start + len(image.tiles)
-        if position <= MAX_IMAGES:
-            tokens = sum(height * width for height, width in image.tiles) // patch_area
-            figures.append(image_html(position, image, tiles[start:end], tiling, tokens))
+        if position <= MAX_IMAGES and tiling is not None:
+            figures.append(image_html(position, image, tiles[start:end], tiling, image.tokens))
         start = end
     if len(record.images) > MAX_IMAGES:
         figures.append(f'<p class="more">and {len(record.images) - MAX_IMAGES} more images</p>')

@@ -27,8 +27,8 @@ PIXELS = np.arange(16 * 32 * 3, dtype=np.uint8).reshape(16, 32, 3)
 ANSWER = "a cat & a <b>dog</b>\nna\u00efve \U0001f431"
 PAIRS, TEXTS = 12, 5
 # Two tiles of 16 x 16 pixels, with patches of 4 pixels and 2 x 2 of them a token: 8 image tokens.
-MODEL = ("--image-size", "16", "--patch-size", "4", "--pixel-shuffle", "2", "--seq-length", "256",
-         "--image-tiling", "fixed", "--prompt-format", "chatml")
+MODEL = ("--model-provider", "mock", "--vision-image-size", "16", "--vision-patch-size", "4",
+         "--vision-pixel-shuffle", "2", "--seq-length", "256", "--image-tiling", "fixed", "--prompt-format", "chatml")
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -178,6 +178,33 @@ def test_data_without_a_good_sample_is_shown_too(main, folder, capsys):
     assert "not json" in (folder / "broken.html").read_text(encoding="utf-8")
 
 
+def test_the_model_is_that_of_the_flags_and_files(main, folder, capsys):
+    nemotron = folder / "nemotron.toml"
+    nemotron.write_text('model-provider = "nemotron-moe-vlm-tiny"\ndataset-provider = "energon"\n'
+                        f'data-path = "{folder / "pairs"}"\ntokenizer = "{folder / "tokenizer"}"\n'
+                        'prompt-format = "chatml"\nmin-patches = 16\n')
+    out = folder / "nemotron.html"
+    assert main(["--config", str(nemotron), "--out", str(out), "--max-patches", "256", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)
+    model = keys["model"]
+    assert (model["provider"], model["seq_length"]) == ("nemotron-moe-vlm-tiny", 2048)
+    assert model["images"].startswith("--image-tiling dynamic --image-resample bicubic --min-patches 16 --max-patches")
+    # 16 x 32 pixels, enlarged to 16 patches of 8 pixels at least, 4 of them a token.
+    assert keys["images"]["patches"]["max"] == 24 and keys["tokens"]["image"]["max"] == 6
+    said = "--model-provider nemotron-moe-vlm-tiny, --image-tiling dynamic"
+    assert f"measured for {said}" in out.read_text(encoding="utf-8")
+    assert main(line(folder, "pairs")) == 0
+    first = capsys.readouterr().out.partition("\n")[0]
+    assert first.startswith("model         --model-provider mock, 4 tokens for an image of 16 x 16 pixels, --image-")
+
+
+def test_a_text_model_takes_no_images(main, folder, capsys):
+    arguments = [str(folder / "texts"), "--tokenizer", str(folder / "tokenizer"), "--prompt-format", "chatml",
+                 "--out", str(folder / "text.html"), "--model-provider", "causal_lm"]
+    assert main(arguments) == 0
+    assert "--model-provider causal_lm, no images, rows of 2048 tokens" in capsys.readouterr().out
+
+
 def record(text_tokens: int, image_tokens: int) -> Record:
     return Record(("set", ""), "shard key", text_tokens, image_tokens, 0, ())
 
@@ -195,8 +222,8 @@ def test_packing_counts_full_buffers():
     ("tokenizer", (), "energon prepare"),
     ("blend.yaml", ("--tokenizer", ""), "--tokenizer"),
     ("blend.yaml", ("--tokenizer", "nowhere"), "--tokenizer nowhere"),
-    ("blend.yaml", ("--image-size", "18"), "--image-size 18"),
-    ("blend.yaml", ("--image-width", "18"), "--image-width 18: must be a multiple of 8"),
+    ("blend.yaml", ("--vision-image-size", "18"), "--vision-image-size 18"),
+    ("blend.yaml", ("--seq-length", "4"), "leaves no room in --seq-length 4"),
     ("blend.yaml", ("--packing-balance",), "--packing-balance"),
     ("blend.yaml", ("--samples", "0"), "--samples 0"),
     ("blend.yaml", ("--out", "nowhere/page.html"), "--out nowhere/page.html"),
