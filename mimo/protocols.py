@@ -316,6 +316,8 @@ class BuildContext:
         post_process: this rank holds the module's last pipeline stage.
         seq_length: padded tokens per sample.
         deterministic: only kernels that give the same bits every time.
+        moe_permute_fusion: sort tokens by expert with Transformer Engine's kernels; False with local layers.
+        moe_router_fusion: choose experts with Transformer Engine's kernels; False with local layers.
     """
 
     grid: GridSpec
@@ -328,6 +330,8 @@ class BuildContext:
     post_process: bool
     seq_length: int
     deterministic: bool = False
+    moe_permute_fusion: bool = False
+    moe_router_fusion: bool = False
 
 
 @dataclass(frozen=True)

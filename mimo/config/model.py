@@ -20,6 +20,18 @@ class ModelConfig:
     """Comma-separated parts that do not train: vision (an encoder's name), projector, language."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the language model."""
+    moe_permute_fusion: bool = True
+    """Sort tokens by expert and back with Transformer Engine's fused kernels; --no-moe-permute-fusion uses several
+    PyTorch kernels, as do --deterministic-mode and local layers."""
+    moe_router_fusion: bool = False
+    """Choose the experts and compute the load-balancing loss with Transformer Engine's fused kernels, which compute in
+    float32 as the unfused code does. Two experts whose scores agree to the last bits of float32 may be ranked
+    differently. --deterministic-mode and local layers use several PyTorch kernels all the same."""
+    moe_grouped_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
+    """How Transformer Engine's layers multiply by the weights of a layer's experts. packed: one cuBLASLt product for
+    all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer); cutlass: one CUTLASS
+    kernel where Transformer Engine has one, which leaves out weight gradients; separate: one cuBLAS kernel for each
+    expert. auto: packed where it can run, else cutlass; separate with --deterministic-mode. Local layers ignore it."""
 
     @property
     def frozen(self) -> frozenset[str]:

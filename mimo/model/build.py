@@ -18,6 +18,7 @@ from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.fused_gradients import accumulate_into_main_grad
 from mimo.model.mimo_model import HeteroModel
+from mimo.model.packed_experts import choose_grouped_gemm
 from mimo.model.padded_routing import install_padded_routing
 from mimo.model.residency import Residency
 from mimo.model.rotary import install_packed_rotary
@@ -71,6 +72,7 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
     spec = grids.layout.grids[module]
     stage = spec.coordinates(grids.rank)["pp"]
     parallel_sequence = config.layout.sequence_parallel and module == LANGUAGE
+    fuses = impl == "transformer_engine" and not config.train.deterministic_mode
     return BuildContext(
         grid=spec,
         groups=grids.collections[module],
@@ -82,6 +84,8 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
         post_process=stage == spec.pp - 1,
         seq_length=config.train.seq_length,
         deterministic=config.train.deterministic_mode,
+        moe_permute_fusion=config.model.moe_permute_fusion and fuses,
+        moe_router_fusion=config.model.moe_router_fusion and fuses,
     )
 
 
@@ -124,6 +128,9 @@ def build_model(
                 model.language_model = wrapped[name]
             else:
                 model.modality_submodules[name] = wrapped[name]
+    if impl == "transformer_engine" and model.language_model is not None:
+        choose_grouped_gemm(config.model.moe_grouped_gemm, model.language_model, params_dtype(config),
+                            deterministic=config.train.deterministic_mode)
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 
 

@@ -93,8 +93,14 @@ def _moe_fields(config: DecoderConfig, context: BuildContext | None) -> dict[str
         "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
         "moe_router_pre_softmax": config.moe_router_pre_softmax, "moe_router_dtype": "fp32"}
     if context is not None:
-        fields |= {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp}
+        fields |= expert_fields(context)
     return fields
+
+
+def expert_fields(context: BuildContext) -> dict[str, object]:
+    """Fields of a TransformerConfig that say how experts are spread and which of their kernels are fused."""
+    return {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp,
+            "moe_permute_fusion": context.moe_permute_fusion, "moe_router_fusion": context.moe_router_fusion}
 
 
 def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleSpec:

@@ -12,7 +12,7 @@ from mimo.model.projector import squared_relu
 from mimo.platform import current_platform
 from mimo.platform.mamba import log_mamba_kernels, use_torch_mamba
 from mimo.protocols import BuildContext
-from providers.common.build import RECOMPUTE, transformer_config
+from providers.common.build import RECOMPUTE, expert_fields, transformer_config
 from providers.common.hybrid import MAMBA, MOE, HybridConfig
 
 
@@ -51,13 +51,11 @@ def _moe_fields(config: HybridConfig, context: BuildContext | None, fused: bool)
         "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
         "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
-        # The fused kernel sums in another order in bf16, which moves tokens to other experts.
-        "moe_router_fusion": False,
         "moe_grouped_gemm": fused}
     if config.moe_latent_size:
         fields["moe_latent_size"] = config.moe_latent_size
     if context is not None:
-        fields |= {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp}
+        fields |= expert_fields(context)
     return fields
 
 

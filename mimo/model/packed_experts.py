@@ -1,0 +1,301 @@
+"""Products with the weights of all experts of a layer in one cuBLASLt call.
+
+Megatron Core's grouped linear layers hold one parameter for each expert, and Transformer Engine multiplies by them one
+after the other, or in a CUTLASS kernel that covers neither weight gradients nor every size. cuBLASLt has a product
+that takes the sizes of the groups from the device, but at most 64 separate matrices. The parameters stay as they are
+here (checkpoints, optimizers, weight maps and refits see no difference); since data-parallel training lays them and
+their gradients end to end, one base address and a table of offsets describes them all.
+
+Without a host copy of the sizes, a grid without expert parallelism also no longer waits for the device in every layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+logger = logging.getLogger(__name__)
+
+# cuBLASLt reads 16 bytes at a time: matrices have to begin at multiples of this many elements.
+ALIGNMENT = 8
+MIN_CUBLASLT = 130400
+
+
+def unsupported_reason(dtype: torch.dtype) -> str | None:
+    """Say why the current GPU and libraries have no such product; None where they have it."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
+
+    if is_module_grouped_tensor_path_supported(None, dtype):
+        return None
+    version = tex.get_cublasLt_version()
+    if version < MIN_CUBLASLT:
+        return (f"cuBLASLt {version // 10000}.{version // 100 % 100} is older than 13.4: install nvidia-cublas 13.4 or "
+                "newer")
+    return f"Transformer Engine has no grouped product for {dtype} on {torch.cuda.get_device_name()}"
+
+
+def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype, *, deterministic: bool) -> None:
+    """Have the experts of a built module multiply as --moe-grouped-gemm says.
+
+    Args:
+        choice: the flag's value.
+        module: the language model with Transformer Engine's layers, in `DistributedDataParallel` where it trains.
+        dtype: of its parameters.
+        deterministic: `auto` takes separate products, the only ones that are known to give the same bits every time.
+
+    Raises:
+        ValueError: `packed`, and this machine cannot do so.
+    """
+    if not any(isinstance(part, TEGroupedMLP) for part in module.modules()):
+        return
+    if choice == "auto" and deterministic:
+        choice = "separate"
+    # Transformer Engine reads the variable at its first product. It falls back to separate products by itself.
+    os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "0" if choice == "separate" else "1"
+    if choice in ("auto", "packed"):
+        reason = unsupported_reason(dtype)
+        if reason is None:
+            logger.info("experts: one cuBLASLt product for all experts in %d layers", pack_experts(module))
+            return
+        if choice == "packed":
+            raise ValueError(f"--moe-grouped-gemm packed cannot run here: {reason}")
+        logger.info("experts: CUTLASS products (%s)", reason)
+
+
+def pack_experts(module: torch.nn.Module) -> int:
+    """Have the expert layers of a module multiply by all their experts at once.
+
+    Args:
+        module: a built module with Transformer Engine's layers; in `DistributedDataParallel` where it trains. The
+            caller has seen that `unsupported_reason` is None.
+
+    Returns:
+        The number of layers that do so now. A layer with biases, with an activation that has no fused kernel, or with
+        matrices that do not begin at multiples of 16 bytes stays as it was.
+    """
+    wrapper = module if isinstance(module, DistributedDataParallel) else None
+    count = 0
+    for layer in module.modules():
+        if not isinstance(layer, MoELayer) or not isinstance(layer.experts, TEGroupedMLP):
+            continue
+        experts = layer.experts
+        activation = _weighted_activation(experts)
+        packed = [PackedLinear(linear, wrapper) for linear in (experts.linear_fc1, experts.linear_fc2)]
+        if activation is None or experts.config.add_bias_linear or not all(each.can_run for each in packed):
+            continue
+        experts.linear_fc1.forward, experts.linear_fc2.forward = packed
+        experts.forward = partial(_forward_experts, experts, activation)
+        dispatcher = layer.token_dispatcher
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1:
+            _stay_on_device(dispatcher)
+        count += 1
+    return count
+
+
+def _weighted_activation(experts: TEGroupedMLP) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Select the kernel that applies the activation and the router's weights; None for an activation without one."""
+    config = experts.config
+    if config.moe_apply_probs_on_input or config.fp8 or experts.activation_recompute:
+        return None
+    if config.gated_linear_unit and experts.activation_func is F.silu and config.bias_activation_fusion:
+        return lambda hidden, weights: weighted_bias_swiglu_impl(hidden, None, weights, False)
+    if experts.activation_func is squared_relu and config.use_fused_weighted_squared_relu:
+        return weighted_squared_relu_impl
+    return None
+
+
+def _forward_experts(experts: Any, activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+                     hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
+    """Replace `TEGroupedMLP.forward`, which copies `tokens_per_expert` to a list.
+
+    Args:
+        experts: the layer's experts.
+        activation: see `_weighted_activation`.
+        hidden: `[rows, hidden]`, sorted by expert.
+        tokens_per_expert: int64 `[experts]`, on any device.
+        probs: `[rows]`, the router's weights.
+
+    Returns:
+        `[rows, hidden]`, and None in place of a bias.
+    """
+    sizes = tokens_per_expert.to(hidden.device, non_blocking=True)
+    hidden, _ = experts.linear_fc1(hidden, sizes)
+    hidden, _ = experts.linear_fc2(activation(hidden, probs.unsqueeze(-1)), sizes)
+    return hidden, None
+
+
+def _stay_on_device(dispatcher: Any) -> None:
+    """Keep the tokens of a grid without expert parallelism where they are.
+
+    Its ranks send no tokens, so nothing on the host needs the number of tokens of an expert, and tokens that were
+    sorted by expert once need no second sorting.
+    """
+    dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
+    dispatcher.dispatch_postprocess = lambda tokens, probs: (tokens, dispatcher.tokens_per_expert, probs)
+    dispatcher.combine_preprocess = lambda hidden: hidden
+
+
+class PackedLinear:
+    """Forward pass of a grouped linear layer over its packed weights.
+
+    Args:
+        linear: Transformer Engine's `GroupedLinear` with one parameter for each expert. Weights that do not share a
+            storage are moved into one.
+        wrapper: the `DistributedDataParallel` around it, or None for a layer that does not train.
+
+    Attributes:
+        parameters: each expert's weight `[out, in]`.
+        trains: whether they have gradients.
+        can_run: whether weights and gradients lie as the product needs them.
+    """
+
+    def __init__(self, linear: Any, wrapper: DistributedDataParallel | None) -> None:
+        self.parameters = [getattr(linear, f"weight{index}") for index in range(linear.num_gemms)]
+        self.out_features, self.in_features = self.parameters[0].shape
+        self.trains = wrapper is not None and self.parameters[0].requires_grad
+        if len({parameter.untyped_storage().data_ptr() for parameter in self.parameters}) > 1:
+            _move_into_one(self.parameters)
+        self._weights = _offsets([parameter.data for parameter in self.parameters])
+        self._gradients = _offsets([parameter.main_grad for parameter in self.parameters]) if self.trains else None
+        self.can_run = self._weights is not None and (self._gradients is not None or not self.trains)
+        self._wrapper = wrapper
+        # Makes autograd call the backward pass where the rows need no gradient. A parameter would not do: its hook of
+        # data-parallel training would run without a gradient.
+        self._anchor = torch.empty(0, device=self.parameters[0].device, requires_grad=self.trains)
+
+    def __call__(self, hidden: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Multiply rows `[rows, in]`, sorted by expert, by each expert's weight; `sizes` is int64 `[experts]`."""
+        result: torch.Tensor = _PackedProduct.apply(hidden, self._anchor, self, sizes)
+        return result, None
+
+    def weights(self) -> Any:
+        """Describe the weights as one grouped tensor."""
+        assert self._weights is not None
+        return self._grouped(self.parameters[0].data, self._weights)
+
+    def gradients(self) -> Any:
+        """Describe the buffers of gradients as one grouped tensor."""
+        assert self._gradients is not None
+        return self._grouped(self.parameters[0].main_grad, self._gradients)
+
+    def _grouped(self, first: torch.Tensor, place: tuple[int, torch.Tensor]) -> Any:
+        # Storages may be emptied and filled again between steps (offloading), so the view is made anew each time.
+        count, (lowest, offsets) = len(self.parameters), place
+        flat = first.as_strided((count * first.numel(),), (1,), lowest)
+        shape = (self.out_features, self.in_features)
+        return _grouped_tensor((count * shape[0], shape[1]), count, flat, offsets, shapes=[shape] * count)
+
+    def register_gradients(self) -> None:
+        """Tell overlapped reduction that the gradients are there, which hooks of the parameters would do otherwise."""
+        wrapper = self._wrapper
+        assert wrapper is not None
+        if not wrapper.ddp_config.overlap_grad_reduce:
+            return
+        for parameter in self.parameters:
+            wrapper.param_to_bucket_group[parameter].register_grad_ready(parameter, wrapper.force_all_reduce)
+
+
+def _offsets(tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor] | None:
+    """Find where tensors lie in the storage that they share.
+
+    Returns:
+        The lowest of their storage offsets, and int64 `[tensors + 1]` on their device: each one's distance from it, and
+        their size in all. None where one begins at an address that cuBLASLt cannot read from.
+    """
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1, "tensors in several storages"
+    starts = [int(tensor.storage_offset()) for tensor in tensors]
+    lowest = min(starts)
+    if any(start % ALIGNMENT for start in starts):
+        return None
+    table = [start - lowest for start in starts] + [sum(tensor.numel() for tensor in tensors)]
+    return lowest, torch.tensor(table, dtype=torch.int64, device=tensors[0].device)
+
+
+def _move_into_one(parameters: list[torch.nn.Parameter]) -> None:
+    """Move parameters of one shape into a new storage, end to end."""
+    flat = torch.cat([parameter.data.flatten() for parameter in parameters])
+    for parameter, part in zip(parameters, flat.chunk(len(parameters)), strict=True):
+        parameter.data = part.view(parameter.shape)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Product of rows with their experts' weights; adds weight gradients to `main_grad` itself."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, layer: PackedLinear,
+                sizes: torch.Tensor) -> torch.Tensor:
+        """Multiply; see `PackedLinear` about `anchor`."""
+        rows = hidden.reshape(-1, layer.in_features)
+        sizes, in_offsets, out_offsets = _row_offsets(sizes, layer.in_features, layer.out_features)
+        out = rows.new_empty(rows.shape[0], layer.out_features)
+        if rows.shape[0]:
+            _multiply(layer.weights(), _by_expert(rows, sizes, in_offsets), _by_expert(out, sizes, out_offsets), "TN")
+        ctx.save_for_backward(rows, sizes, in_offsets, out_offsets)
+        ctx.layer, ctx.shape = layer, hidden.shape
+        return out.view(*hidden.shape[:-1], layer.out_features)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Give the gradient of the rows, and add those of the weights to their buffers."""
+        rows, sizes, in_offsets, out_offsets = ctx.saved_tensors
+        layer: PackedLinear = ctx.layer
+        grad_rows = grad_output.reshape(-1, layer.out_features).contiguous()
+        by_expert = _by_expert(grad_rows, sizes, out_offsets)
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            grad_input = torch.empty_like(rows)
+            if rows.shape[0]:
+                _multiply(layer.weights(), by_expert, _by_expert(grad_input, sizes, in_offsets), "NN")
+            grad_input = grad_input.view(ctx.shape)
+        if layer.trains:
+            if rows.shape[0]:
+                _multiply(_by_expert(rows, sizes, in_offsets), by_expert, layer.gradients(), "NT", accumulate=True)
+            layer.register_gradients()
+        return grad_input, None, None, None
+
+
+def _by_expert(rows: torch.Tensor, sizes: torch.Tensor, offsets: torch.Tensor) -> Any:
+    """Describe rows that are sorted by expert as one grouped tensor."""
+    return _grouped_tensor((rows.shape[0], rows.shape[1]), sizes.numel(), rows.reshape(-1), offsets, first_dims=sizes)
+
+
+def _row_offsets(sizes: torch.Tensor, *widths: int) -> tuple[torch.Tensor, ...]:
+    """Compute the element at which each expert's rows begin, for rows of each width.
+
+    Returns:
+        `sizes`, and for each width int64 `[experts + 1]`, all on the device and in one allocation.
+    """
+    import transformer_engine_torch as tex
+
+    sizes, offsets = tex.splits_to_offsets_multi(
+        sizes, sizes.device, strides=list(widths), include_leading_zero=[True] * len(widths),
+        dtypes=[torch.int64] * len(widths), bulk_allocate=True)
+    return sizes, *offsets
+
+
+def _grouped_tensor(shape: tuple[int, int], count: int, flat: torch.Tensor, offsets: torch.Tensor,
+                    **sizes: Any) -> Any:
+    from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
+
+    return GroupedTensorStorage(shape=shape, dtype=flat.dtype, num_tensors=count, quantizer=None, data=flat,
+                                tensor_offsets=offsets, **sizes)
+
+
+def _multiply(left: Any, right: Any, out: Any, layout: str, *, accumulate: bool = False) -> None:
+    from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm_for_grouped_tensor
+
+    general_grouped_gemm_for_grouped_tensor(left, right, out, layout=layout, accumulate=accumulate)

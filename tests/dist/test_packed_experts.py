@@ -1,0 +1,141 @@
+"""Packed experts in data-parallel training: where weights and gradients lie, autograd, and overlapped reduction.
+
+The product itself is a kernel for GPUs (tests/gpu/test_moe_kernels.py). Plain PyTorch stands in for it here, on the
+same addresses and offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.spawn import WorkerPool
+
+EXPERTS, IN, OUT = 4, 16, 24
+# Tokens of each expert, in each microbatch of a rank.
+SIZES = [[[3, 0, 5, 2], [0, 0, 0, 10]], [[0, 0, 0, 0], [1, 2, 3, 4]]]
+
+
+def plain_products(module: Any) -> None:
+    """Put plain PyTorch in place of Transformer Engine's descriptors and products."""
+    import torch
+
+    def row_offsets(sizes: Any, *widths: int) -> Any:
+        ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        return sizes, *(ends * width for width in widths)
+
+    def grouped_tensor(shape: Any, count: int, flat: Any, offsets: Any, *, shapes: Any = None,
+                       first_dims: Any = None) -> Any:
+        shapes = shapes or [(rows, shape[1]) for rows in first_dims.tolist()]
+        begins = offsets.tolist()
+        return [flat[begin:begin + rows * width].view(rows, width)
+                for begin, (rows, width) in zip(begins[:count], shapes, strict=True)]
+
+    def multiply(left: Any, right: Any, out: Any, layout: str, *, accumulate: bool = False) -> None:
+        for one, two, result in zip(left, right, out, strict=True):
+            product = (two.T if layout == "NT" else two) @ (one.T if layout == "TN" else one)
+            result.copy_(result + product if accumulate else product)
+
+    module._row_offsets, module._grouped_tensor, module._multiply = row_offsets, grouped_tensor, multiply
+
+
+def gradients(rank: int, packed: bool, distributed_optimizer: bool, frozen: bool) -> Any:
+    """Outputs, and gradients of inputs and weights after two microbatches whose reduction overlaps."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    from mimo.grid.groups import Grids
+    from mimo.grid.spec import GridSpec, Layout
+    from mimo.model import packed_experts
+
+    plain_products(packed_experts)
+    generator = torch.Generator().manual_seed(5)
+
+    class Linear(torch.nn.Module):
+        num_gemms = EXPERTS
+
+        def __init__(self) -> None:
+            super().__init__()
+            for index in range(EXPERTS):
+                weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=generator), requires_grad=not frozen)
+                self.register_parameter(f"weight{index}", weight)
+
+        def forward(self, rows: Any, sizes: Any) -> Any:
+            parts = rows.split(sizes.tolist())
+            return torch.cat([part @ getattr(self, f"weight{index}").T for index, part in enumerate(parts)]), None
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(IN))
+            self.linear = Linear()
+
+        def forward(self, rows: Any, sizes: Any) -> Any:
+            return self.linear(rows * self.scale, sizes)[0]
+
+    with Grids(Layout("disjoint", 2, (), GridSpec("language", dp=2)), "gloo") as grids:
+        model = Model()
+        config = TransformerConfig(num_layers=1, hidden_size=IN, num_attention_heads=1)
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=True, grad_reduce_in_fp32=True,
+            bucket_size=OUT * IN), model, pg_collection=grids.collections["language"])
+        if packed:
+            layer = packed_experts.PackedLinear(model.linear, ddp)
+            assert layer.can_run and layer.trains is not frozen
+            model.linear.forward = layer
+        results = []
+        for _ in range(2):  # the first step records which gradients are to be expected
+            ddp.zero_grad_buffer()
+            results = []
+            for index, sizes in enumerate(SIZES[rank]):
+                rows = torch.randn(sum(sizes), IN, generator=torch.Generator().manual_seed(10 * rank + index))
+                rows.requires_grad_()
+                last = index == len(SIZES[rank]) - 1
+                for group in ddp.bucket_groups:
+                    group.is_last_microbatch = last
+                out = ddp(rows, torch.tensor(sizes))
+                (out ** 2).sum().backward()
+                results += [out.detach().numpy(), rows.grad.numpy()]
+            ddp.finish_grad_sync()
+        # With the distributed optimizer a rank has the sums of its own shards alone; those of both make up all.
+        buffer = ddp.buffers[0].grad_data.clone()
+        return results, buffer.numpy(), [None if parameter.grad is None else 1 for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    started = WorkerPool(2)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed-optimizer", "plain-optimizer"])
+def test_gradients_are_those_of_separate_products(pool: WorkerPool, distributed_optimizer: bool, frozen: bool) -> None:
+    import numpy as np
+
+    separate = pool.run(gradients, False, distributed_optimizer, frozen)
+    packed = pool.run(gradients, True, distributed_optimizer, frozen)
+    for one, two in zip(separate, packed, strict=True):
+        for expected, found in zip(one[0], two[0], strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert np.abs(one[1]).max() > 1
+        np.testing.assert_allclose(two[1], one[1], rtol=1e-5, atol=1e-4)
+        assert two[2] == one[2]
+
+
+def offsets_of(rank: int) -> Any:
+    import torch
+
+    from mimo.model.packed_experts import _offsets
+
+    storage = torch.zeros(256)
+    found = _offsets([storage[start:start + 32] for start in (96, 64, 0)])
+    return found[0], found[1].tolist(), _offsets([storage[start:start + 32] for start in (96, 62)]) is None
+
+
+def test_tensors_in_any_order_and_addresses_that_cannot_be_read(pool: WorkerPool) -> None:
+    assert pool.run(offsets_of, world_size=1) == [(0, [96, 64, 0, 96], True)]

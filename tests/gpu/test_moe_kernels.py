@@ -1,0 +1,113 @@
+"""Fused kernels of mixtures of experts on one GPU, against the unfused ones: routers, sorting, products."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.launch import records, torchrun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+]
+
+SHARED = """--device cuda --transformer-impl transformer_engine --llm-dp 1 --vocab-size 512 --hidden-size 256
+--num-attention-heads 4 --num-query-groups 2 --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 128
+--max-position-embeddings 256 --dataset-provider mock --mock-text-only-fraction 1 --mock-min-length 100
+--mock-max-length 250 --seq-length 256 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant
+--train-iters 8 --num-generations 0 --log-interval 1 --watchdog-timeout-s 200""".split()
+FAMILIES = {
+    "causal_lm": "--model-provider causal_lm --num-layers 2 --qk-layernorm".split(),
+    "nemotron_h": """--model-provider nemotron_h --hybrid-layer-pattern MEM*E --kv-channels 64 --mamba-num-heads 8
+        --mamba-head-dim 64 --mamba-num-groups 2 --mamba-state-dim 32
+        --moe-shared-expert-intermediate-size 128""".split(),
+}
+UNFUSED = ("--moe-grouped-gemm", "separate", "--no-moe-permute-fusion", "--no-moe-router-fusion")
+
+
+def run(folder: Path, *flags: str) -> dict[str, list[float]]:
+    done = torchrun(1, *SHARED, *flags, "--run-dir", str(folder), NVIDIA_TF32_OVERRIDE="0", TRITON_F32_DEFAULT="ieee")
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = records(folder)
+    print(folder.name, [record["lm loss"] for record in found])
+    return {key: [record[key] for record in found] for key in ("lm loss", "grad-norm")}
+
+
+def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]], loss: float, norm: float) -> None:
+    np.testing.assert_allclose(found["lm loss"], expected["lm loss"], rtol=loss)
+    np.testing.assert_allclose(found["grad-norm"], expected["grad-norm"], rtol=norm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) -> None:
+    unfused = run(tmp_path / "unfused", *FAMILIES[family], "--no-bf16", *UNFUSED)
+    fused = run(tmp_path / "fused", *FAMILIES[family], "--no-bf16", "--moe-router-fusion")
+    assert_close(fused, unfused, 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) -> None:
+    unfused = run(tmp_path / "unfused", *FAMILIES[family], "--bf16", *UNFUSED)
+    packed = run(tmp_path / "packed", *FAMILIES[family], "--bf16", "--moe-grouped-gemm", "packed",
+                 "--moe-router-fusion")
+    assert_close(packed, unfused, 2e-3, 2e-2)
+
+
+@pytest.mark.parametrize("flags", [
+    ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3"),
+    ("--no-use-distributed-optimizer",),
+    ("--recompute", "full"),
+    ("--moe-router-load-balancing-type", "global_aux_loss"),
+], ids=lambda flags: flags[0])
+def test_packed_experts_agree_with_separate_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    separate = run(tmp_path / "separate", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-grouped-gemm", "separate")
+    packed = run(tmp_path / "packed", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-grouped-gemm", "packed")
+    assert_close(packed, separate, 2e-3, 2e-2)
+
+
+@pytest.mark.parametrize("options", [
+    {"score_function": "softmax"}, {"score_function": "softmax", "use_pre_softmax": True},
+    {"score_function": "sigmoid", "scaling_factor": 2.5},
+], ids=lambda options: "-".join(map(str, options.values())))
+def test_fused_router_chooses_the_same_experts(options: dict[str, Any]) -> None:
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    torch.manual_seed(0)
+    logits = torch.randn(65536, 128, device="cuda")
+    bias = torch.randn(128, device="cuda") * 0.1 if options["score_function"] == "sigmoid" else None
+    ends = []
+    for fused in (False, True):
+        own = logits.clone().requires_grad_()
+        probs, chosen = topk_routing_with_score_function(own, 8, expert_bias=bias, fused=fused, **options)
+        (probs * torch.arange(128, device="cuda")).sum().backward()
+        ends.append((probs.detach(), chosen, own.grad))
+    moved = (ends[0][1] != ends[1][1]).any(dim=1)
+    print({"options": options, "tokens": len(logits), "tokens with other experts": int(moved.sum())})
+    assert moved.float().mean() < 1e-4
+    torch.testing.assert_close(ends[1][0][~moved], ends[0][0][~moved], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ends[1][2][~moved], ends[0][2][~moved], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [torch.int64, torch.float32], ids=["step", "average"])
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_fused_load_balancing_loss(counts: torch.dtype, sequences: int) -> None:
+    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+
+    torch.manual_seed(0)
+    scores = torch.rand(512, sequences * 32, device="cuda").softmax(dim=-1)
+    load = torch.randint(0, 512, (sequences * 32,), device="cuda").to(counts)
+    losses = []
+    for fused in (False, True):
+        own = scores.clone().requires_grad_()
+        loss = switch_load_balancing_loss_func(own, load, 512, 4, 32, 1e-2, fused=fused)
+        loss.backward()
+        losses.append((loss.detach(), own.grad))
+    torch.testing.assert_close(losses[1][0], losses[0][0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses[1][1], losses[0][1], rtol=1e-5, atol=1e-12)
