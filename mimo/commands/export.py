@@ -64,12 +64,11 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
 
 def _write_image_processing(config: RunConfig, provider: ModelProvider, folder: Path) -> str:
     """Make the folder specify the pixels that the model was trained on; returns a note where it cannot."""
-    dataset = config.find_dataset(config.data.dataset_provider)
     if not provider.encoders(config.model_family) or not isinstance(provider, ImageProcessingProvider):
         return ""
+    dataset = None if config.dataset is None else config.find_dataset(config.data.dataset_provider)
     if not isinstance(dataset, ImageDataProvider):
-        return (f"--dataset-provider {config.data.dataset_provider} does not say how its images became pixels; see "
-                "that servers do the same")
+        return "how images became pixels in training is not known: see that servers do the same"
     chosen = dataset.image_processing(config.dataset, provider.token_spec(config.model_family))
     return provider.write_image_processing(config.model_family, folder, chosen)
 

@@ -18,6 +18,7 @@ from transformers.models.llava import LlavaImageProcessor
 
 from data.energon import provider as energon
 from data.image_tiling import tile_image, tiling_of
+from mimo.commands.export import _write_image_processing
 from mimo.config.cli import parse, to_toml
 from mimo.config.validate import validate
 from mimo.grid.report import dry_run_report
@@ -174,6 +175,14 @@ def test_tiles_that_no_processor_makes_leave_none(tmp_path):
     trained = energon.image_processing(config.dataset, llava.token_spec(config.model_family))
     assert "--image-tiling fixed" in llava.write_image_processing(config.model_family, tmp_path, trained)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_export_of_unknown_data_leaves_the_files_as_they_are(tmp_path):
+    PROCESSORS["pad"].save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    config = replace(parse(["--model-provider", "llava"]), dataset=None)  # of train_rl.py, or of code that is not run
+    assert "is not known" in _write_image_processing(config, model_provider("llava"), tmp_path)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
 NEMOTRON = ["--model-provider", "nemotron-moe-vlm-tiny", "--dataset-provider", "energon"]
