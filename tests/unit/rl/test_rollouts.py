@@ -50,15 +50,15 @@ def test_completions_carry_what_the_engine_and_the_reward_said():
     seen = []
 
     def reward(prompt, completion, ground_truth, metadata):
-        seen.append((prompt, completion, ground_truth, metadata["place"]))
+        seen.append((prompt, completion, ground_truth, metadata["place"], metadata["finish_reason"]))
         return 0.25 * len(seen)
 
     asked = source((GOOD, other), reward)
     rollouts = draw(asked, 4, 2)
     assert asked.engine.asked == [([{"prompt_token_ids": [10, 11, 12, 13, 14]},
                                     {"prompt_token_ids": [10, 11, 12, 13, 14, 15]}], SAMPLING, [])]
-    assert seen == [("?????", "7 2", "truth 4", 4), ("?????", "8 9 9 9", "truth 4", 4),
-                    ("??????", "7 2", "truth 5", 5), ("??????", "8 9 9 9", "truth 5", 5)]
+    assert seen == [("?????", "7 2", "truth 4", 4, "stop"), ("?????", "8 9 9 9", "truth 4", 4, "length"),
+                    ("??????", "7 2", "truth 5", 5, "stop"), ("??????", "8 9 9 9", "truth 5", 5, "length")]
     assert rollouts.version == "3" and [each.key for each in rollouts.completions] == ["p4#0", "p4#1", "p5#0", "p5#1"]
     assert [each.prompt for each in rollouts.completions] == [0, 0, 1, 1]
     assert [each.reward for each in rollouts.completions] == [0.25, 0.5, 0.75, 1.0]
