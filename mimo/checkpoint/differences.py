@@ -23,6 +23,7 @@ Differences = dict[str, tuple[Any, Any]]
 
 # Flags of one start of a run, which say nothing about the run itself; as those that say what it loads.
 _OF_A_START = frozenset({
+    "tensorboard_by_samples",
     "load", "save", "ckpt_step", "finetune", "run_dir", "tensorboard_dir", "progress", "log_interval", "device",
     "watchdog_timeout_s", "checkpoint_timeout_s", "exit_duration_in_mins", "save_interval", "keep_last", "async_save",
     "dry_run", "world_size", "ckpt_verify", "allow_difference",

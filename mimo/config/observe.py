@@ -23,6 +23,8 @@ class ObserveConfig:
     runs/latest points; a run that goes on from its checkpoint goes on in the folder that it had."""
     tensorboard_dir: str | None = None
     """TensorBoard folder; left out: none."""
+    tensorboard_by_samples: bool = False
+    """Draw TensorBoard's curves by consumed samples, too (TAG vs samples)."""
     log_interval: int = 1
     """Iterations between console lines; metrics.jsonl has every iteration."""
     progress: bool = True

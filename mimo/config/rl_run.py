@@ -33,6 +33,7 @@ Flags win over --config files, later files over earlier ones. Keys of a file are
 class RlRunConfig(RunConfig):
     """A run of train_rl.py: a trainer's sections, and those of the algorithm and of the engine."""
 
+    reads_prompts: ClassVar[bool] = True
     # Each step of that size would move the routing of a trained model, whatever its reward.
     family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_router_bias_update_rate": 0.0})
 

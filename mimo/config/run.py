@@ -23,11 +23,13 @@ class RunConfig:
     """A run: one section per concern, plus the provider's and the data set's own flags.
 
     Attributes:
+        reads_prompts: the data set is one of prompts, which the first rank alone opens.
         family_defaults: defaults of the model provider's fields that are others in this kind of run, where it has them.
         model_family: an instance of the model provider's `Config`.
         dataset: an instance of the data provider's `Config`.
     """
 
+    reads_prompts: ClassVar[bool] = False
     family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     train: TrainConfig = field(default_factory=TrainConfig)

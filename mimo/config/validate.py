@@ -232,7 +232,7 @@ def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
     dataset = config.find_dataset(config.data.dataset_provider)
     provider, train = registry.model_provider(config.model.model_provider), config.train
     if not isinstance(dataset, RoutedDataProvider):
-        if isinstance(dataset, CheckedDataProvider):
+        if isinstance(dataset, CheckedDataProvider) and not config.reads_prompts:
             try:
                 dataset.validate(config.dataset, provider.token_spec(config.model_family))
             except OSError as error:

@@ -70,6 +70,8 @@ def check_packages(flags: ObserveConfig) -> None:
 
 
 def _check_trackers(flags: ObserveConfig) -> None:
+    if flags.tensorboard_by_samples and flags.tensorboard_dir is None:
+        raise ValueError("--tensorboard-by-samples needs --tensorboard-dir")
     if flags.wandb_name is not None and flags.wandb_project is None:
         raise ValueError(f"--wandb-name {flags.wandb_name} needs --wandb-project")
     if flags.mlflow_experiment is not None and flags.mlflow_uri is None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mimo.config.observe import ObserveConfig
 from mimo.observe.console import Console, format_eval, format_steps
 from mimo.observe.remote_trackers import BackgroundTracker, open_remote
-from mimo.observe.trackers import FileTracker, JsonlTracker, TensorBoardTracker, Tracker, Value
+from mimo.observe.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, Tracker, Value
 
 
 class Record(Protocol):
@@ -226,7 +226,8 @@ class RunLogger:
         self._places["metrics"] = run_dir / "metrics.jsonl"
         if observe.tensorboard_dir is not None:
             try:
-                self._keep(Path(observe.tensorboard_dir), TensorBoardTracker(Path(observe.tensorboard_dir)))
+                self._keep(Path(observe.tensorboard_dir), TensorBoardTracker(
+                    Path(observe.tensorboard_dir), by_samples=observe.tensorboard_by_samples))
             except OSError as error:
                 self.close()
                 raise ValueError(f"--tensorboard-dir {observe.tensorboard_dir}: cannot be written: {error}") from error
@@ -269,6 +270,14 @@ class RunLogger:
         for tracker in self._trackers:
             tracker.log(iteration, consumed_samples, figures)
         self._console.line(format_eval(iteration, metrics))
+
+    def log_generations(self, iteration: int, generations: Sequence[Generation]) -> None:
+        """Print answers of the model, and show them where a tracker can."""
+        for each in generations:
+            self.message(f"  {each.key}: {each.said}")
+        for tracker in self._trackers:
+            if isinstance(tracker, FileTracker):
+                tracker.show(iteration, generations)
 
     def message(self, text: str) -> None:
         """Print `text` on the logging rank."""

@@ -7,11 +7,15 @@ import errno
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 Value = float | None
 """One figure: a number or a truth value, or None where the iteration has none."""
@@ -19,9 +23,9 @@ Value = float | None
 # The axes themselves, and what is no curve.
 NOT_CURVES = ("iteration", "consumed_samples", "success")
 # A skipped iteration consumes no samples: several of them would share one point of a samples axis.
-NOT_BY_SAMPLES = ("skipped-iterations",)
+NOT_BY_SAMPLES = ("optim/skipped-iterations",)
 # Where a step's time went: not a matter of samples, and too many curves to have twice.
-TIMELINE = "timeline/"
+TIMELINE = "perf/timeline/"
 # Seconds until TensorBoard's event file is opened again after a failure: each attempt that fails costs a thread.
 REOPEN_S = 60.0
 
@@ -45,9 +49,52 @@ def _json_value(value: Value) -> float | str | None:
     return value
 
 
+# Groups of curves, in the order in which they are tried, and the names in metrics.jsonl that belong to each. In `train`
+# the loss comes first by name: trackers sort.
+_GROUPS = tuple((group, re.compile(pattern)) for group, pattern in (
+    ("val", r".* validation"),
+    ("moe", r"moe/.*|.*(load_balancing_loss|z_loss|aux_loss)(_layer_\d+)?"),
+    ("perf", r"timeline/.*|iteration-time|tokens-per-s-per-gpu|tflops|mfu|(hardware-)?flops/.*|peak-memory-bytes/.*|"
+             r"microbatches|refit-bytes|.*-s(/.*)?"),
+    ("data", r"(image-|text-)?tokens|packing-utilisation|bad-samples|encoder-imbalance.*"),
+    ("optim", r"grad-norm|num-zeros|learning-rate(/.*)?|loss-scale|batch-size|skipped-iterations|policy-version"),
+    ("rollout", r"reward.*|completion-length.*|truncated-completions|equal-reward-prompts|rollout-.*"),
+    ("policy", r"entropy.*|.*kl.*|.*clipped.*|importance.*|.*dlogp.*|.*ratio.*|.*advantage.*|.*probe.*"),
+))
+
+
+def tag_of(name: str) -> str:
+    """Return the name of a figure of metrics.jsonl as trackers show it, in its group: `lm loss` is `train/lm loss`."""
+    group = next((group for group, pattern in _GROUPS if pattern.fullmatch(name)), "train")
+    return f"{group}/{name.removesuffix(' validation').removeprefix(f'{group}/')}"
+
+
 def curves(record: Mapping[str, Value]) -> dict[str, float]:
-    """The figures of a record that make curves."""
-    return {name: float(value) for name, value in record.items() if value is not None and name not in NOT_CURVES}
+    """Return the figures of a record that make curves, by tag."""
+    return {tag_of(name): float(value) for name, value in record.items()
+            if value is not None and name not in NOT_CURVES}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a model has answered to a held-out sample or prompt.
+
+    Attributes:
+        key: of the sample.
+        answer: text of the model.
+        verdict: what it should be, or its reward.
+        images: uint8 `[height, width, channels]` each, 1 or 3 channels.
+    """
+
+    key: str
+    answer: str
+    verdict: str
+    images: Sequence[np.ndarray] = ()
+
+    @property
+    def said(self) -> str:
+        """One line for the console."""
+        return f"{'read ' if self.verdict.startswith('is ') else ''}{self.answer!r}, {self.verdict}"
 
 
 def _kept_lines(text: str, last_iteration: int) -> list[str]:
@@ -123,7 +170,7 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard scalars under Megatron's keys: each by iteration, and as `"<key> vs samples"` by consumed samples.
+    """TensorBoard scalars by iteration, in groups, and on request as `"<tag> vs samples"` by consumed samples.
 
     The figures of a step's timeline are by iteration alone. All figures of an axis are one event: an event for each,
     as `SummaryWriter.add_scalar` writes it, would take milliseconds of every step.
@@ -132,8 +179,12 @@ class TensorBoardTracker:
     # Seconds an event may sit in memory; a rank that is made to exit loses no more than that.
     FLUSH_S = 10
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, by_samples: bool = False) -> None:
         """Open a new event file in `folder`.
+
+        Args:
+            folder: of the event files.
+            by_samples: write the curves by consumed samples, too.
 
         Raises:
             ValueError: the package tensorboard is not installed.
@@ -145,7 +196,7 @@ class TensorBoardTracker:
         except ModuleNotFoundError as error:
             raise ValueError(f"--tensorboard-dir {folder}: the package tensorboard is not installed") from error
         self._make: Callable[[], Any] = lambda: FileWriter(str(folder), flush_secs=self.FLUSH_S)
-        self._summary, self._reopen_at = Summary, 0.0
+        self._summary, self._reopen_at, self._by_samples = Summary, 0.0, by_samples
         self._writer: Any = self._make()
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
@@ -162,14 +213,37 @@ class TensorBoardTracker:
         points = curves(record)
         try:
             self._add(points, step)
-            self._add({f"{name} vs samples": value for name, value in points.items()
-                       if name not in NOT_BY_SAMPLES and not name.startswith(TIMELINE)}, samples)
+            if self._by_samples:
+                self._add({f"{name} vs samples": value for name, value in points.items()
+                           if name not in NOT_BY_SAMPLES and not name.startswith(TIMELINE)}, samples)
         except OSError:
-            # Its thread has ended: it takes nothing any more.
-            failed, self._writer, self._reopen_at = self._writer, None, time.monotonic() + REOPEN_S
-            with contextlib.suppress(OSError):
-                failed.close()
+            self._drop()
             raise
+
+    def show(self, step: int, generations: Sequence[Generation]) -> None:
+        """Add a table of answers, and the images that they are about. Raises OSError where they cannot be written."""
+        from torch.utils.tensorboard import summary
+
+        if self._writer is None or not generations:
+            return
+        rows = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in (each.key, each.answer, each.verdict)]
+                for each in generations]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in [["sample", "answer", "expected"], ["---"] * 3, *rows])
+        try:
+            self._writer.add_summary(summary.text("generations/answers", table), step)
+            for each in generations:
+                for number, image in enumerate(each.images):
+                    name = f"generations/{each.key}" + (f"/{number}" if number else "")
+                    self._writer.add_summary(summary.image(name, image, dataformats="HWC"), step)
+        except OSError:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Give up an event file: its thread has ended, and takes nothing any more."""
+        failed, self._writer, self._reopen_at = self._writer, None, time.monotonic() + REOPEN_S
+        with contextlib.suppress(OSError):
+            failed.close()
 
     def _add(self, points: Mapping[str, float], position: int) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in points.items()]
@@ -200,6 +274,14 @@ class FileTracker:
             self._tracker.log(step, samples, record)
         except OSError as error:
             self._fail(error)
+
+    def show(self, step: int, generations: Sequence[Generation]) -> None:
+        """Write answers, where the tracker shows any, or leave them out."""
+        if isinstance(self._tracker, TensorBoardTracker):
+            try:
+                self._tracker.show(step, generations)
+            except OSError as error:
+                self._fail(error)
 
     def close(self) -> None:
         """Flush and release. A second call does nothing."""

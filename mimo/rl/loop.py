@@ -19,6 +19,7 @@ from mimo.observe.metrics import RunLogger
 from mimo.observe.remote_trackers import CLOSE_LIMIT_S
 from mimo.observe.signals import StopSignal
 from mimo.observe.stall import open_watchdog
+from mimo.observe.trackers import Generation
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider
@@ -307,8 +308,8 @@ class RlLoop:
             return
         result = self.collector.evaluate(self.progress.iteration, num_shown)
         logger.log_eval(self.progress.iteration, result.metrics, consumed_samples=self.progress.consumed_samples)
-        for key, text, reward in result.shown:
-            logger.message(f"  {key}: {text!r}, reward {reward:g}")
+        logger.log_generations(self.progress.iteration, [Generation(key, text, f"reward {reward:g}")
+                                                         for key, text, reward in result.shown])
         self._last_figures = self._last_figures | {"reward": result.metrics["reward"]}
 
     def _record(self, report: RefitReport, rollouts: Rollouts, result: PolicyResult,

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from mimo.batch import Microbatch, TextBatch
+from mimo.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.checkpoint.agree import gather
+from mimo.config.run import RunConfig
 from mimo.model.build import set_training
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.training.evaluate import forward_logits, vocabulary_argmax
 from mimo.training.step import TrainerParts, run_schedule
 
@@ -86,3 +89,73 @@ def _next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> tor
         # Stages before the last need the tokens as their next input.
         dist.broadcast(tokens, src=dist.get_global_rank(groups.pp, groups.pp.size() - 1), group=groups.pp)
     return tokens.cpu()
+
+
+# Samples whose images are shown, and the most pixels a side of each: all of them go through one rank's memory.
+MAX_SHOWN_IMAGES, MAX_SHOWN_SIDE = 16, 256
+
+
+def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[Sequence[Microbatch]],
+                  keys: Sequence[str]) -> dict[str, list[np.ndarray]]:
+    """Return the images of some samples to the logging rank, from the ranks that encode them. Collective.
+
+    Args:
+        parts: this rank's trainer.
+        provider: the model family.
+        steps: this rank's side of the batches that hold the samples.
+        keys: of the samples, on the logging rank; empty elsewhere.
+
+    Returns:
+        uint8 `[height, width, channels]` images by key, each stretched to the whole range of grey; empty elsewhere.
+    """
+    grids = parts.grids
+    found: dict[str, list[np.ndarray]] = {}
+    wanted = {key for each in gather(grids, list(keys[:MAX_SHOWN_IMAGES])) for key in each}
+    for batch in (batch for microbatches in steps for batch in microbatches):
+        for module, encoded in batch.encoders.items():
+            place = grids.layout.grids[module].coordinates(grids.rank)
+            if place["tp"] == 0 and place["pp"] == 0:
+                found |= {key: images for key, images in _images(parts.config, provider, module, encoded).items()
+                          if key in wanted and images}
+    logging_rank = grids.layout.language.rank_at(pp=-1)
+    boxes: list[dict[str, list[np.ndarray]] | None] | None = None
+    if grids.rank == logging_rank:
+        boxes = [None] * grids.layout.world_size
+    dist.gather_object(found, boxes, dst=logging_rank, group=grids.host)
+    return {key: images for box in boxes or () if box is not None for key, images in box.items()}
+
+
+def _images(config: RunConfig, provider: ModelProvider, module: str,
+            batch: EncoderBatch) -> dict[str, list[np.ndarray]]:
+    """Return the images of each sample of an encoder's microbatch."""
+    pixels = batch.inputs.get("pixel_values")
+    if pixels is None:
+        return {}
+    spec = provider.token_spec(config.model_family)
+    pixels = pixels.detach().float().cpu().numpy()
+    if pixels.ndim == 4:
+        images = list(pixels)
+    else:
+        images, side, first = [], spec.patch_size, 0
+        for height, width in batch.inputs["imgs_sizes"].tolist():
+            rows, columns = height // side, width // side
+            patches = pixels[0, first : first + rows * columns].reshape(rows, columns, spec.num_channels, side, side)
+            images.append(patches.transpose(2, 0, 3, 1, 4).reshape(spec.num_channels, height, width))
+            first += rows * columns
+    by_key: dict[str, list[np.ndarray]] = {}
+    left = iter(images)
+    for key, count in zip(batch.keys, batch.token_counts, strict=True):
+        shown = by_key.setdefault(key, [])
+        while count > 0:
+            image = next(left)
+            count -= provider.num_image_tokens(config.model_family, module, *image.shape[1:])
+            shown.append(_shown(image))
+    return by_key
+
+
+def _shown(image: np.ndarray) -> np.ndarray:
+    """A normalised image `[C, height, width]` as a person can see it."""
+    step = -(-max(image.shape[1:]) // MAX_SHOWN_SIDE)
+    small = image[:3, ::step, ::step] if image.shape[0] >= 3 else image[:1, ::step, ::step]
+    low, high = float(small.min()), float(small.max())
+    return ((small - low) / max(high - low, 1e-6) * 255).astype(np.uint8).transpose(1, 2, 0)

@@ -27,6 +27,7 @@ from mimo.observe.signals import StopSignal
 from mimo.observe.spans import Kind
 from mimo.observe.stall import open_watchdog
 from mimo.observe.startup import STARTUP, Phase, report_of
+from mimo.observe.trackers import Generation
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
@@ -35,7 +36,7 @@ from mimo.training.balance import image_tokens, imbalance
 from mimo.training.data import open_loader
 from mimo.training.evaluate import Evaluation, evaluate
 from mimo.training.garbage import kept_objects
-from mimo.training.generate import greedy_decode
+from mimo.training.generate import gather_images, greedy_decode
 from mimo.training.loader import StepLoader
 from mimo.training.moe_metrics import MoeLosses, layout_note
 from mimo.training.mtp import mtp_losses
@@ -389,6 +390,13 @@ class TrainingLoop:
         self._close(loader)
         # A split of fewer samples comes round again.
         decoded = {sample[0]: sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)}
-        for key, expected, answer in list(decoded.values())[:wanted]:
+        shown = list(decoded.values())[:wanted] if self.is_logging_rank else []
+        images = {}
+        if self.config.observe.tensorboard_dir is not None:
+            with self.watchdog.waiting("images of the decoded samples"):
+                images = gather_images(self.parts, self.provider, steps, [key for key, _, _ in shown])
+        generations = []
+        for key, expected, answer in shown:
             text, truth = (self.dataset.decode(self.config.dataset, tokens) for tokens in (answer, expected))
-            logger.message(f"  {key}: read {text!r}, is {truth!r}")
+            generations.append(Generation(key, text, f"is {truth!r}", images.get(key, ())))
+        logger.log_generations(self.progress.iteration, generations)

@@ -59,9 +59,12 @@ def test_a_short_quickstart_leaves_metrics_and_tensorboard(tmp_path: Path) -> No
         assert record["forward-backward-s/language"] > 0
     check_report(tmp_path / "run", steps)
     board = EventAccumulator(str(tmp_path / "tb")).Reload()
-    for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale", "batch-size", "iteration-time"):
-        assert [event.step for event in board.Scalars(key)] == [1, 2, 3, 4], key
-        assert [event.step for event in board.Scalars(f"{key} vs samples")] == [128, 256, 384, 512], key
+    for tag in ("train/lm loss", "optim/grad-norm", "optim/learning-rate", "optim/batch-size", "perf/iteration-time"):
+        assert [event.step for event in board.Scalars(tag)] == [1, 2, 3, 4], tag
+    assert not [tag for tag in board.Tags()["scalars"] if tag.endswith("vs samples")]
+    assert "digits/valid/" in board.Tensors("generations/answers/text_summary")[0].tensor_proto.string_val[0].decode()
+    shown = [tag for tag in board.Tags()["images"] if tag.startswith("generations/digits/valid/")]
+    assert len({tag.split("/")[3] for tag in shown}) == 16, "samples whose images are shown, from the encoder's rank"
 
 
 def check_report(run: Path, steps: list[dict[str, Any]]) -> None:

@@ -134,18 +134,18 @@ def test_resume_appends_and_counts_samples_for_an_early_evaluation(tmp_path):
 def test_tensorboard_carries_steps_and_evaluations(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = RunLogger(observe(tmp_path, tensorboard_dir=str(tmp_path / "tb")), active=True, total_iterations=20,
-                       config_toml="")
+    logger = RunLogger(observe(tmp_path, tensorboard_dir=str(tmp_path / "tb"), tensorboard_by_samples=True),
+                       active=True, total_iterations=20, config_toml="")
     logger.log_step(RECORD)
     logger.log_eval(12, {"lm loss": 0.5})
     logger.close()
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    asked = {"lm loss", "grad-norm", "learning-rate", "loss-scale", "batch-size", "iteration-time",
-             "seq_load_balancing_loss", "lm loss validation"}
+    asked = {"train/lm loss", "optim/grad-norm", "optim/learning-rate", "optim/loss-scale", "optim/batch-size",
+             "perf/iteration-time", "moe/seq_load_balancing_loss", "val/lm loss"}
     assert asked | {f"{name} vs samples" for name in asked} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Scalars("lm loss validation vs samples")] == [384]
-    assert "skipped-iterations vs samples" not in events.Tags()["scalars"]
+    assert [event.step for event in events.Scalars("val/lm loss vs samples")] == [384]
+    assert "optim/skipped-iterations vs samples" not in events.Tags()["scalars"]
 
 
 @pytest.mark.parametrize("active", [True, False])

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mimo.config.observe import is_folder
+from mimo.observe.trackers import tag_of
 from tests.support.tracked_run import CONFIG
 
 RUNS = "from tests.support.tracked_run import main\nmain()\n"
@@ -27,7 +28,8 @@ def tracked(start, tmp_path, monkeypatch):
         config, kept = json.loads(output.splitlines()[-1])
         wanted = {}
         for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
-            figures = {name: value for name, value in line.items() if value is not None and name not in NOT_SENT}
+            figures = {name if name == "consumed_samples" else tag_of(name): value for name, value in line.items()
+                       if value is not None and name not in NOT_SENT}
             wanted.setdefault(str(line["iteration"]), {}).update(figures)
         return config, kept, wanted
 
@@ -44,7 +46,7 @@ def test_a_folder_of_mlflow(tracked, tmp_path):
     config, kept, wanted = tracked("mlflow", "tracked")
     assert kept == {step: {name.replace("/", "."): value for name, value in figures.items()}
                     for step, figures in wanted.items()}
-    assert wanted["2"]["lm loss"] == "NaN" and "learning-rate.vision" in kept["1"]
+    assert wanted["2"]["train/lm loss"] == "NaN" and "optim.learning-rate.vision" in kept["1"]
     assert config == CONFIG
     assert (tmp_path / "tracked").is_dir()
 

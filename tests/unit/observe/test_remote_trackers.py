@@ -104,7 +104,7 @@ def test_wandb_gets_every_figure_and_a_failure_is_said_once(tmp_path, fake, caps
     first, *logs, last = calls()
     assert first == ["init", "digits", "first", str(run_dir), {"train": {"lr": 1.0}}]
     assert [step for _, step, _ in logs] == [1, 3, 4], "what comes after a failure is sent"
-    assert logs[0][2]["lm loss"] == 0.5 and logs[0][2]["consumed_samples"] == 8
+    assert logs[0][2]["train/lm loss"] == 0.5 and logs[0][2]["consumed_samples"] == 8
     assert "grad-norm" not in logs[0][2], "there was none"
     assert last == ["finish"]
     out = capsys.readouterr().out
@@ -118,8 +118,8 @@ def test_a_server_of_mlflow_gets_every_figure(tmp_path, fake):
     *opened, one, two, last = calls()
     assert opened == [["client", "http://host:5000"], ["experiment", "mimo-hetero"], ["run", "1", "run"],
                       ["text", "r", "[train]\nlr = 1.0\n", "run_config.toml"]]
-    assert one[2]["lm loss"] == [0.5, 1] and two[2]["consumed_samples"] == [16.0, 2]
-    assert {"learning-rate", "learning-rate/vision"} < one[2].keys(), "a server keeps names as they are"
+    assert one[2]["train/lm loss"] == [0.5, 1] and two[2]["consumed_samples"] == [16.0, 2]
+    assert {"optim/learning-rate", "optim/learning-rate/vision"} < one[2].keys(), "a server keeps names as they are"
     assert last == ["terminated", "r"]
 
 

@@ -5,10 +5,12 @@ import math
 import resource
 import sys
 
+import numpy as np
 import pytest
 
 from mimo.observe import trackers
-from mimo.observe.trackers import JsonlTracker, TensorBoardTracker
+from mimo.observe.metrics import StepRecord
+from mimo.observe.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, curves, tag_of
 
 
 def strict_lines(path):
@@ -56,10 +58,17 @@ def test_jsonl_resume_without_an_earlier_file(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_tensorboard_has_both_axes(tmp_path):
+def shown_by_tensorboard(folder):
+    """Points of every curve, by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = TensorBoardTracker(tmp_path)
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_tensorboard_has_groups_and_on_request_both_axes(tmp_path, by_samples):
+    tracker = TensorBoardTracker(tmp_path, by_samples=by_samples)
     for step in (1, 2):
         tracker.log(step, step * 8, {"iteration": step, "consumed_samples": step * 8, "success": True,
                                      "lm loss": 3.0 / step, "grad-norm": None if step == 1 else 1.5,
@@ -67,19 +76,62 @@ def test_tensorboard_has_both_axes(tmp_path):
                                      "timeline/vision/forward-s": 0.5})
     tracker.close()
     tracker.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert points == {
-        "lm loss": [(1, 3.0), (2, 1.5)],
-        "lm loss vs samples": [(8, 3.0), (16, 1.5)],
-        "grad-norm": [(2, 1.5)],
-        "grad-norm vs samples": [(16, 1.5)],
-        "seq_load_balancing_loss": [(1, 1.0), (2, 1.0)],
-        "seq_load_balancing_loss vs samples": [(8, 1.0), (16, 1.0)],
-        "skipped-iterations": [(1, 1.0), (2, 0.0)],
-        "timeline/vision/forward-s": [(1, 0.5), (2, 0.5)],
+    by_iteration = {
+        "train/lm loss": [(1, 3.0), (2, 1.5)],
+        "optim/grad-norm": [(2, 1.5)],
+        "moe/seq_load_balancing_loss": [(1, 1.0), (2, 1.0)],
+        "optim/skipped-iterations": [(1, 1.0), (2, 0.0)],
+        "perf/timeline/vision/forward-s": [(1, 0.5), (2, 0.5)],
     }
+    more = {
+        "train/lm loss vs samples": [(8, 3.0), (16, 1.5)],
+        "optim/grad-norm vs samples": [(16, 1.5)],
+        "moe/seq_load_balancing_loss vs samples": [(8, 1.0), (16, 1.0)],
+    }
+    assert shown_by_tensorboard(tmp_path) == by_iteration | (more if by_samples else {})
+
+
+@pytest.mark.parametrize(("name", "tag"), [
+    ("lm loss", "train/lm loss"), ("mtp_1 loss", "train/mtp_1 loss"), ("loss", "train/loss"),
+    ("lm loss validation", "val/lm loss"), ("reward validation", "val/reward"),
+    ("exact match validation", "val/exact match"),
+    ("learning-rate/vision", "optim/learning-rate/vision"), ("moe/seq_load_balancing_loss_layer_3",
+                                                             "moe/seq_load_balancing_loss_layer_3"),
+    ("forward-backward-s/vision", "perf/forward-backward-s/vision"), ("data-wait-s", "perf/data-wait-s"),
+    ("hardware-flops/language", "perf/hardware-flops/language"), ("mfu", "perf/mfu"), ("refit-s", "perf/refit-s"),
+    ("image-tokens", "data/image-tokens"), ("encoder-imbalance", "data/encoder-imbalance"), ("tokens", "data/tokens"),
+    ("reward", "rollout/reward"), ("completion-length-max", "rollout/completion-length-max"),
+    ("rollout-s", "perf/rollout-s"),
+    ("gen-kl", "policy/gen-kl"), ("clipped-low", "policy/clipped-low"), ("max-abs-dlogp", "policy/max-abs-dlogp"),
+])
+def test_every_figure_has_a_group(name, tag):
+    assert tag_of(name) == tag
+
+
+def test_the_loss_is_the_first_of_its_group():
+    figures = StepRecord(iteration=1, consumed_samples=8, lm_loss=1.0, grad_norm=1.0, learning_rate=1e-3, batch_size=8,
+                         iteration_time_s=0.1, mtp_losses={"mtp_1 loss": 2.0}, flops={"language": 1.0},
+                         moe_losses={"seq_load_balancing_loss": 1.0}).to_dict()
+    tags = sorted(curves(figures))
+    assert [tag for tag in tags if tag.startswith("train/")] == ["train/lm loss", "train/mtp_1 loss"]
+    assert {tag.partition("/")[0] for tag in tags} == {"data", "moe", "optim", "perf", "train"}
+
+
+def test_answers_are_text_and_images(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = FileTracker(tmp_path, TensorBoardTracker(tmp_path), print)
+    grey = np.full((4, 6, 1), 128, np.uint8)
+    tracker.show(7, [Generation("digits/valid/1", "4|2", "is '42'", [grey, grey]),
+                     Generation("other", "a\nb", "reward 1")])
+    tracker.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (text,) = events.Tensors("generations/answers/text_summary")
+    said = text.tensor_proto.string_val[0].decode()
+    assert text.step == 7 and "| digits/valid/1 | 4\\|2 | is '42' |" in said and "| other | a<br>b | reward 1 |" in said
+    assert sorted(events.Tags()["images"]) == ["generations/digits/valid/1", "generations/digits/valid/1/1"]
+    (image,) = events.Images("generations/digits/valid/1")
+    assert (image.height, image.width, image.step) == (4, 6, 7)
 
 
 def test_a_line_that_did_not_fit_is_gone_when_there_is_room_again(tmp_path):
@@ -130,7 +182,7 @@ def test_tensorboard_goes_on_in_a_new_file(tmp_path, monkeypatch):
     tracker.close()
     events = EventAccumulator(str(tmp_path / "gone"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(3, 3.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/lm loss")] == [(3, 3.0)]
 
 
 def test_tensorboard_not_installed_names_the_flag(tmp_path, monkeypatch):
