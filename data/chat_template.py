@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os.path import commonprefix
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -20,8 +22,36 @@ from transformers.utils.chat_template_utils import render_jinja_template
 DATE = datetime.date(2024, 7, 26)
 # A template that opens an answer with its thoughts has a switch for models that do not think.
 SWITCHES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
-PROBE = [("user", ["one"]), ("assistant", ["two"]), ("user", ["three"]), ("assistant", ["four"])]
-Turn = tuple[str, list[str | None]]
+
+
+class Turn(NamedTuple):
+    """One turn of a conversation.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        parts: its content, None for each image.
+        fields: further keys that templates read, such as `tool_calls`.
+        tools: of the first turn: the tools that the conversation offers.
+    """
+
+    role: str
+    parts: list[str | None]
+    fields: Mapping[str, Any] = MappingProxyType({})
+    tools: Sequence[Any] | None = None
+
+
+PROBE = [Turn("user", ["one"]), Turn("assistant", ["two"]), Turn("user", ["three"]), Turn("assistant", ["four"])]
+# A conversation with tools; each word shows that a template writes what has it.
+TOOL_WORDS = {"offeredprobe": "tools", "calledprobe": "tool_calls", "resultprobe": "turns of role tool"}
+OFFERED = {"type": "function", "function": {
+    "name": "offeredprobe", "description": "a tool", "parameters": {"type": "object", "properties": {}}}}
+TOOL_PROBE = [
+    Turn("user", ["one"], tools=[OFFERED]),
+    Turn("assistant", [], {"tool_calls": [
+        {"id": "probe0001", "type": "function", "function": {"name": "calledprobe", "arguments": {"key": "value"}}}]}),
+    Turn("tool", ["resultprobe"], {"name": "calledprobe", "tool_call_id": "probe0001"}),
+    Turn("assistant", ["two"]),
+]
 
 
 @dataclass(frozen=True)
@@ -94,7 +124,8 @@ class ChatTemplate:
         return text if "probe" in text and not re.search("""["']type["']""", text) else ""
 
     def render(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **switches: bool
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None, **switches: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Write messages as text; also the start and end of each answer if the template marks them.
 
@@ -104,6 +135,7 @@ class ChatTemplate:
         try:
             rendered, spans = render_jinja_template(
                 [messages],
+                tools=None if tools is None else list(tools),
                 chat_template=self._template,
                 return_assistant_tokens_mask=self._tracks_answers,
                 add_generation_prompt=add_generation_prompt,
@@ -153,7 +185,8 @@ class ConversationRenderer:
         self._end = ""
         self._end = self._find_end(sorted(filter(None, end_tokens), key=len, reverse=True))
         thoughts = "<think>\nwhy\n</think>\n\n"
-        thinking = [(role, [thoughts + parts[0]] if role == "assistant" else parts) for role, parts in PROBE]
+        thinking = [turn._replace(parts=[f"{thoughts}{turn.parts[0]}"]) if turn.role == "assistant" else turn
+                    for turn in PROBE]
         self.rewrites_history = any(self._loses_answers(turns) for turns in (PROBE, thinking))
 
     def _find_end(self, end_tokens: Sequence[str]) -> str:
@@ -197,14 +230,15 @@ class ConversationRenderer:
         Raises:
             ValueError: the template refuses it, or its answers cannot be told apart from the rest.
         """
-        literal = "".join(part for _, parts in turns for part in parts if part is not None)
+        literal = "".join(part for turn in turns for part in turn.parts if part is not None)
         word = unused_word(literal)
         image, spelling = word, ""
         if self._template.image_text:
             image = self._image_token
             spelling = word if image and image in literal else ""
         if spelling:
-            turns = [(role, [part and part.replace(image, spelling) for part in parts]) for role, parts in turns]
+            turns = [turn._replace(parts=[part and part.replace(image, spelling) for part in turn.parts])
+                     for turn in turns]
         text, answers = self._answers(turns, image)
         if self._eos:
             text, answers = self._end_answers(text, answers)
@@ -214,21 +248,32 @@ class ConversationRenderer:
         self, turns: Sequence[Turn], image: str, *, add_generation_prompt: bool = False, **switches: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         messages = []
-        for role, parts in turns:
+        for turn in turns:
             if self._template.image_text:
-                shown = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts
+                shown = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in turn.parts
                          if part != ""]
-                messages.append({"role": role, "content": shown})
+                message = {"role": turn.role, "content": shown}
             else:
-                text = "".join(image if part is None else part for part in parts)
-                messages.append(self._template.message(role, text))
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **switches)
+                text = "".join(image if part is None else part for part in turn.parts)
+                message = self._template.message(turn.role, text)
+            messages.append({**message, **turn.fields})
+        tools = turns[0].tools if turns else None
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **switches)
+
+    @cached_property
+    def unwritten_tools(self) -> frozenset[str]:
+        """What the template leaves out of a conversation with tools, by the names in `TOOL_WORDS`."""
+        try:
+            text, _ = self._write(TOOL_PROBE, "")
+        except ValueError:
+            return frozenset(TOOL_WORDS.values())
+        return frozenset(name for word, name in TOOL_WORDS.items() if word not in text)
 
     def _answers(self, turns: Sequence[Turn], image: str = "") -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the answers in it."""
         text, marked = self._write(turns, image)
         if self._marks is not None:
-            return text, self._between_marks(text, sum(role == "assistant" for role, _ in turns))
+            return text, self._between_marks(text, sum(turn.role == "assistant" for turn in turns))
         if not marked:
             return text, self._behind_prompts(turns, text, image)
         answers: list[tuple[int, int]] = []
@@ -253,8 +298,8 @@ class ConversationRenderer:
         An answer that it writes differently once other turns follow is history: the model would never give it so.
         """
         answers: list[tuple[int, int]] = []
-        for position, (role, parts) in enumerate(turns):
-            if role != "assistant":
+        for position, turn in enumerate(turns):
+            if turn.role != "assistant":
                 continue
             last = position == len(turns) - 1
             after = text if last else self._write(turns[: position + 1], image)[0]
@@ -267,7 +312,7 @@ class ConversationRenderer:
                 )
             if before is None or not text.startswith(after):
                 continue
-            content = "".join(part for part in parts if part is not None).strip()
+            content = "".join(part for part in turn.parts if part is not None).strip()
             # Without a generation prompt, the answer's own header comes first.
             plain = self._write(turns[:position], image)[0]
             start = len(before) if plain != before else max(after.find(content, len(before)), len(before))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ class Conversation:
         messages: turns of `role` and `content`; None of a document.
         document: text, or content parts, without turns; None of a conversation.
         images: name and compressed bytes of each image, in the order in which the text shows them.
+        tools: those that a conversation offers; None without any.
     """
 
     messages: list[Any] | None = None
     document: Any = None
     images: list[tuple[str, bytes]] = field(default_factory=list)
+    tools: list[Any] | None = None
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
@@ -108,7 +111,19 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     shown, images = _own_images(shown, images, files, are_listed=names is not None)
     messages = [{**turn, "content": content} if isinstance(turn, Mapping) else turn
                 for turn, content in zip(messages, shown, strict=True)]
-    return Conversation(messages=messages, images=images)
+    return Conversation(messages=messages, images=images, tools=_tools(content.get("tools")))
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """The tools that a conversation offers, which some data sets hold as JSON inside JSON."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"tools of json is text that is not JSON: {error}") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError("tools of json: expected a list of objects")
+    return tools or None
 
 
 def _own_images(

@@ -185,7 +185,7 @@ class VlmTaskEncoder(TaskEncoder):
         tiles = [self._image_sizes(name, data) for name, data in conversation.images]
         counts = [len(sizes) for sizes in tiles]
         if conversation.messages is not None:
-            tokens, mask = self.tokenizer.encode(conversation.messages, counts)
+            tokens, mask = self.tokenizer.encode(conversation.messages, counts, conversation.tools)
         else:
             tokens, mask = self.tokenizer.encode_document(conversation.document, counts)
         image_sizes = tuple(size for sizes in tiles for size in sizes)

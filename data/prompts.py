@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken
 
-from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Rendered, unused_word
+from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Rendered, Turn, unused_word
 from data.conversations import IMAGE_MARKER
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from mimo.protocols import TokenSpec
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 # How families of vision-language models write the token that becomes an image.
 IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|patch|>", "<|image|>")
 # Tokenizer classes of transformers that take tokenizer.json as it is.
@@ -105,6 +105,7 @@ class Tokenizer:
         self._image_text = ""
         self._stand_ins: dict[str, tuple[Any, str, int]] = {}
         self._document_tags = self._tags
+        self._template_is_own = prompt_format == "tokenizer" or not PROMPT_FORMATS[prompt_format].template
         self._template = self._find_template(folder, prompt_format)
         if self._image_id >= 0:
             check_image_token(folder, self._hf, tokens, self._template.image_text)
@@ -172,12 +173,15 @@ class Tokenizer:
             )
         self._document_tags = before.strip() + self._tags[0], self._tags[1] + after.strip()
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = (), tools: Sequence[Any] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """A conversation as tokens.
 
         Args:
-            messages: turns with `role` and `content`; see `content_parts`.
+            messages: turns with `role` and `content`, see `content_parts`; the assistant's may have `tool_calls`.
             tiles: placeholders of each image, in order.
+            tools: those that the conversation offers, as the chat template takes them.
 
         Returns:
             Tokens int64 `[T]`, and bool `[T]`, True on the answers and their ends of turn.
@@ -191,10 +195,13 @@ class Tokenizer:
             _checked_turn(position, message, own_lines=bool(self._template.image_text))
             for position, message in enumerate(messages, 1)
         ]
-        if not any(role == "assistant" for role, _ in turns):
+        if not any(turn.role == "assistant" for turn in turns):
             raise ValueError("no assistant turn: nothing to learn")
-        self._check_count(sum(parts.count(None) for _, parts in turns), tiles)
+        self._check_count(sum(turn.parts.count(None) for turn in turns), tiles)
+        self._check_tools(turns, tools)
+        turns[0] = turns[0]._replace(tools=tools)
         rendered = self._renderer.render(turns)
+        check_characters(rendered.text)
         shown = rendered.text.count(rendered.image) if rendered.image else 0
         if shown != len(tiles):
             raise ValueError(f"{self.name}: the chat template writes {shown} of {len(tiles)} images")
@@ -233,6 +240,18 @@ class Tokenizer:
                 tokens, mask = np.insert(tokens, at, token), np.insert(mask, at, position is None)
         mask[0] = False
         return tokens, mask
+
+    def _check_tools(self, turns: Sequence[Turn], tools: Sequence[Any] | None) -> None:
+        used = {"tools"} if tools else set()
+        used |= {"tool_calls" for turn in turns if "tool_calls" in turn.fields}
+        used |= {"turns of role tool" for turn in turns if turn.role == "tool"}
+        # Prompt formats know no tools: several would write a result as an answer.
+        lost = sorted(used & self._renderer.unwritten_tools if used and self._template_is_own else used)
+        if lost:
+            raise ValueError(
+                f"the conversation has {' and '.join(lost)}, which the chat template of {self.name} does not write; "
+                "--prompt-format tokenizer takes them with a tokenizer whose own template has tools"
+            )
 
     def _check_count(self, markers: int, tiles: Sequence[int]) -> None:
         if markers != len(tiles):
@@ -458,8 +477,8 @@ def _check_class(folder: str, tokenizer: Any, named: str) -> None:
         )
 
 
-def _checked_turn(position: int, message: Any, *, own_lines: bool) -> tuple[str, list[str | None]]:
-    """Role and content parts of a turn.
+def _checked_turn(position: int, message: Any, *, own_lines: bool) -> Turn:
+    """Role, content parts and tool calls of a turn.
 
     Args:
         position: of the turn, from 1.
@@ -467,19 +486,52 @@ def _checked_turn(position: int, message: Any, *, own_lines: bool) -> tuple[str,
         own_lines: the template writes images, so a line break beside the marker of one is part of the marker.
 
     Raises:
-        ValueError: an unknown role, an empty turn, an image in an answer.
+        ValueError: an unknown role, an empty turn, an image in an answer, tool calls that cannot be read.
     """
     if not isinstance(message, Mapping):
         raise ValueError(f"turn {position} is {type(message).__name__}, expected role and content")
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"turn {position}: role {role!r} is none of {', '.join(ROLES)}")
+    fields: dict[str, Any] = {}
+    if message.get("tool_calls"):
+        if role != "assistant":
+            raise ValueError(f"turn {position}: tool_calls of role {role}, expected them of the assistant")
+        fields["tool_calls"] = _tool_calls(position, message["tool_calls"])
+    if role == "tool":
+        fields = {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     content = message.get("content")
+    if content is None and "tool_calls" in fields:
+        content = ""
     if own_lines and isinstance(content, str):
         content = re.sub(f"\n?{IMAGE_MARKER}\n?", IMAGE_MARKER, content)
     parts = content_parts(content)
     if role == "assistant" and None in parts:
         raise ValueError(f"turn {position}: image in an answer")
-    if not any(part is None or part.strip() for part in parts):
+    if role != "tool" and not fields and not any(part is None or part.strip() for part in parts):
         raise ValueError(f"turn {position} ({role}) is empty")
-    return str(role), parts
+    return Turn(str(role), parts, fields)
+
+
+def _tool_calls(position: int, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls as chat templates take them: their arguments are an object, where OpenAI's are JSON."""
+    if not isinstance(calls, (list, tuple)):
+        raise ValueError(f"turn {position}: tool_calls is {type(calls).__name__}, expected a list")
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"turn {position}: tool call {str(call)[:80]!r} has no function with a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise ValueError(
+                    f"turn {position}: arguments of tool call {function['name']!r} are not JSON: {error}") from error
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"turn {position}: arguments of tool call {function['name']!r} are "
+                             f"{type(arguments).__name__}, expected an object")
+        given = {"id": call["id"]} if call.get("id") is not None else {}
+        read.append({**given, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return read

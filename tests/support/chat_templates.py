@@ -1,4 +1,4 @@
-"""Chat templates of model families as they are published, those with tools without them."""
+"""Chat templates of model families as they are published, but for tools, which `QWEN25_TOOLS` alone has."""
 
 LLAVA = (
     "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
@@ -112,4 +112,24 @@ NEMOTRON3 = (
     "{{- '<|im_start|>' + message.role + '\n' }}{{- message.content | string }}{{- '<|im_end|>\n' }}{%- endif %}"
     "{%- endfor %}{%- if add_generation_prompt %}{%- if enable_thinking %}{{- '<|im_start|>assistant\n<think>\n' }}"
     "{%- else %}{{- '<|im_start|>assistant\n<think></think>' }}{%- endif %}{%- endif %}"
+)
+# Qwen 2.5: results of tools stand in a turn of the user, several in one.
+QWEN25_TOOLS = (
+    "{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content }}"
+    "{%- else %}{{- 'Be brief.' }}{%- endif %}{{- '\n\n# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' }}"
+    "{{- tool | tojson }}{%- endfor %}{{- '\n</tools><|im_end|>\n' }}{%- else %}{%- if messages[0].role == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}{%- endif %}"
+    "{%- for message in messages %}{%- if (message.role == 'user') or (message.role == 'system' and not loop.first) or "
+    "(message.role == 'assistant' and not message.tool_calls) %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
+    "{%- elif message.role == 'assistant' %}{{- '<|im_start|>' + message.role }}{%- if message.content %}"
+    "{{- '\n' + message.content }}{%- endif %}{%- for tool_call in message.tool_calls %}"
+    "{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}"
+    "{{- '\n<tool_call>\n{\"name\": \"' }}{{- tool_call.name }}{{- '\", \"arguments\": ' }}"
+    "{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}"
+    "{%- elif message.role == 'tool' %}{%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != 'tool') %}"
+    "{{- '<|im_start|>user' }}{%- endif %}{{- '\n<tool_response>\n' }}{{- message.content }}"
+    "{{- '\n</tool_response>' }}{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}"
+    "{{- '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )

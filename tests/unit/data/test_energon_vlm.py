@@ -23,8 +23,9 @@ from data.energon import Config
 from data.energon_open import path_of
 from data.energon_vlm import ErrorLog, Row, VlmTaskEncoder, to_sample
 from mimo.protocols import DataRequest, TokenSpec
+from tests.support.chat_templates import QWEN25_TOOLS
 from tests.support.shards import CRUDE, prepare, write_tar
-from tests.support.small_tokenizer import write_tokenizer
+from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 from tests.support.vlm_loader import open_loader
 
 IMAGE = 390
@@ -192,6 +193,23 @@ def test_crude_samples_of_every_form_become_rows(tmp_path, config, parts, text, 
     assert sample.tokens.dtype == np.int64 and sample.target_mask.dtype == np.bool_
     assert sample.image_sizes == [(SIDE, SIDE)] * len(levels)
     assert sample.images is not None and all(image.dtype == np.float32 for image in sample.images)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_sample_reach_the_chat_template(tmp_path, config, as_text):
+    folder = write_tokenizer(tmp_path / "tools", special=CHATML_TOKENS, chat_template=QWEN25_TOOLS)
+    turns = [{"role": "user", "content": [url("0.png"), {"type": "text", "text": "which?"}]},
+             {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]},
+             {"role": "tool", "content": "a cat"}, {"role": "assistant", "content": "cat"}]
+    tools: Any = [{"type": "function", "function": {"name": "look"}}]
+    part = json.dumps({"messages": turns, "tools": json.dumps(tools) if as_text else tools}).encode()
+    flags = replace(config, tokenizer=str(folder), prompt_format="tokenizer")
+    (row,) = read_all(shards(tmp_path / "set", {"key": {"0.png": png(4), "json": part}}), flags,
+                      request(seq_length=400))
+    text = text_of(flags, row)
+    assert text.count("#") == 2 and greys(row) == [4]  # one of them heads the list of tools
+    assert "<tools>\n" in text and "look" in text.split("</tools>")[0]
+    assert text.endswith("[cat<|im_end|>]\n") and "<tool_response>\na cat\n</tool_response>" in text
 
 
 def cooked(kind: type, **fields: Any) -> Any:

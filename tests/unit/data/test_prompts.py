@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from data.prompts import Tokenizer, content_parts
 from mimo.protocols import TokenSpec
-from tests.support.chat_templates import CHATML, LLAVA, MISTRAL_V3, NEMOTRON3, QWEN2_VL, QWEN3, TRIMMING
+from tests.support.chat_templates import CHATML, LLAVA, MISTRAL_V3, NEMOTRON3, QWEN2_VL, QWEN3, QWEN25_TOOLS, TRIMMING
 from tests.support.small_tokenizer import CHATML_TOKENS, CORPUS, write_tokenizer
 
 IMAGE = 390
@@ -439,7 +439,8 @@ def test_a_document_without_special_tokens_still_has_a_first_token_that_is_no_ta
         ([TALK[1], {"role": "assistant", "content": "<image>"}], [1, 1], "turn 2: image in an answer"),
         ([{"role": "user", "content": " "}, TALK[2]], [], r"turn 1 \(user\) is empty"),
         ([TALK[0], {"role": "assistant", "content": ""}], [], r"turn 2 \(assistant\) is empty"),
-        ([{"role": "tool", "content": "a"}, TALK[2]], [], "turn 1: role 'tool' is none of system, user, assistant"),
+        ([{"role": "tool", "content": "a"}, TALK[2]], [], "turns of role tool, which the chat template of .* not"),
+        ([{"role": "function", "content": "a"}, TALK[2]], [], "role 'function' is none of system, user, assistant, to"),
         (["hello", TALK[2]], [], "turn 1 is str"),
         ([{"role": "user", "content": None}, TALK[2]], [], "content is NoneType"),
         ([{"role": "user", "content": [{"type": "audio"}]}, TALK[2]], [], "neither text nor image"),
@@ -502,3 +503,70 @@ def test_a_folder_without_a_tokenizer_names_the_flag(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--tokenizer"):
         Tokenizer(str(tmp_path / name) if name else "", "chatml", "none", TOKENS)
+
+
+OFFERED = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def call(arguments: object, name: object = "look") -> dict:
+    """An answer of the assistant that calls a tool, in OpenAI's form."""
+    return {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call_0001", "type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
+TOOL_TALK = [
+    {"role": "user", "content": "which cat?"},
+    call('{"at": "cat"}'),
+    {"role": "tool", "tool_call_id": "call_0001", "content": "a red cat"},
+    {"role": "tool", "tool_call_id": "call_0002", "content": "a blue cat"},
+    {"role": "assistant", "content": "the red cat"},
+]
+
+
+def test_tool_turns_are_written_as_transformers_does_and_results_are_not_learned(tmp_path):
+    folder = write_tokenizer(tmp_path, special=SPECIAL, chat_template=QWEN25_TOOLS)
+    for tools in (OFFERED, None):
+        tokens, mask = Tokenizer(str(folder), "tokenizer", "none", TOKENS).encode(TOOL_TALK, tools=tools)
+        hf = AutoTokenizer.from_pretrained(folder)
+        talk = [{**turn, "content": turn["content"] or ""} for turn in TOOL_TALK]
+        talk[1] = {**talk[1], **{"tool_calls": call({"at": "cat"})["tool_calls"]}}
+        expected = hf.apply_chat_template(talk, tools=tools, tokenize=False)
+        assert tokens.tolist() == hf(expected, add_special_tokens=False)["input_ids"]
+        assert ("<tools>" in expected) == (tools is not None)
+        learned = shown(folder, tokens, mask).split("[")[1:]
+        assert [text.split("]")[0] for text in learned] == [
+            '<tool_call>\n{"name": "look", "arguments": {"at": "cat"}}\n</tool_call><|im_end|>',
+            "the red cat<|im_end|>"]
+
+
+@pytest.mark.parametrize("prompt_format", ["chatml", "llama3", "mistral", "nemotron-nano-v2", "plain"])
+def test_a_format_without_tools_refuses_them(folder, prompt_format):
+    tokenizer = Tokenizer(str(folder), prompt_format, "none", TOKENS)
+    words = f"which the chat template of .* --prompt-format {prompt_format} does not write; --prompt-format tokenizer"
+    for talk, tools, named in ((TOOL_TALK, None, "tool_calls and turns of role tool"),
+                               ([*TOOL_TALK[:1], *TOOL_TALK[2:]], None, "turns of role tool"),
+                               ([TOOL_TALK[0], TALK[2]], OFFERED, "tools")):
+        with pytest.raises(ValueError, match=f"the conversation has {named}, {words}"):
+            tokenizer.encode(talk, tools=tools)
+
+
+@pytest.mark.parametrize("prompt_format", ["nemotron6-moe", "tokenizer"])
+def test_a_chat_template_that_drops_tool_calls_is_told(chatml_folder, prompt_format):
+    tokenizer = Tokenizer(str(chatml_folder), prompt_format, "none", TOKENS)
+    with pytest.raises(ValueError, match="the conversation has tool_calls, which the chat template of .* does not"):
+        tokenizer.encode(TOOL_TALK)
+
+
+@pytest.mark.parametrize(("turn", "message"), [
+    (call("{"), "turn 2: arguments of tool call 'look' are not JSON"),
+    (call("[1]"), "turn 2: arguments of tool call 'look' are list, expected an object"),
+    (call({}, None), "turn 2: tool call .* has no function with a name"),
+    ({"role": "assistant", "tool_calls": "look"}, "turn 2: tool_calls is str, expected a list"),
+    ({"role": "user", "content": "a", "tool_calls": [1]}, "turn 2: tool_calls of role user"),
+    (call({"at": "\ud83d"}), "lone surrogate U\\+D83D"),
+])
+def test_tool_calls_that_cannot_be_read_are_named(tmp_path, turn, message):
+    tokenizer = Tokenizer(str(write_tokenizer(tmp_path, special=SPECIAL, chat_template=QWEN25_TOOLS)), "tokenizer",
+                          "none", TOKENS)
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode([TOOL_TALK[0], turn, *TOOL_TALK[2:]])
