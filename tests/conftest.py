@@ -66,6 +66,7 @@ SLOW = (
     "test_emulation_after_megatron_is_an_error", "test_peak_memory_sees_a_freed_tensor",
     "test_mistakes_are_one_message_and_exit_code_2", "test_a_stall_leaves_the_last_collectives",
     "test_moe_trains_under_tensor_expert_and_sequence_parallelism", "test_help_of_a_program_of_ranks",
+    "test_an_expression_that_takes_too_long",
     "unit/data/test_real_tokenizers.py",
 )
 

@@ -6,6 +6,7 @@ happens. A stopped or hung engine does not notice that, and neither do stopped w
 
 from __future__ import annotations
 
+import argparse
 import select
 import sys
 
@@ -41,7 +42,6 @@ def _family(pid: int) -> set[psutil.Process]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
-        print("usage: engine_guard.py PID, with a pipe from the process that has started PID as standard input")
-        sys.exit(0 if {"-h", "--help"} & set(sys.argv) else 2)
-    guard(int(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pid", type=int, help="process of the engine")
+    guard(parser.parse_args().pid)

@@ -10,6 +10,7 @@ are equal.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import json
 import logging
@@ -40,7 +41,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv):
-        print(f"usage: {sys.argv[0]}, with requests on standard input\n\n{__doc__}")
-    else:
-        serve()
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    serve()
