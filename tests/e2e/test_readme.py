@@ -33,6 +33,7 @@ EXAMPLES = ROOT / "tests" / "support"
 # Flags of other programs in the pages -> a file that shows that they exist; None: not of this repository.
 OTHER_FLAGS = {
     "--steps": "scripts/quickstart.sh",
+    **dict.fromkeys(("--learning-rate", "--tensor-model-parallel-size")),
     "--slow": "scripts/test.sh",
     "--out": "scripts/data_stats.py",
     "--output": "scripts/report.py",
@@ -175,7 +176,7 @@ def test_every_flag_exists() -> None:
     configs += [*(type(section) for section in vars(RlRunConfig()).values() if section is not None)]
     configs += [
         registry.model_provider(name).Config
-        for name in ("causal_lm", "llava", "mock", "nemotron-moe-vlm-20l", "tests.support.own_provider:provider")
+        for name in (*registry.MODEL_PROVIDERS, "tests.support.own_provider:provider")
     ]
     configs += [
         registry.dataset_provider(name).Config
