@@ -75,7 +75,7 @@ FOREIGN_FLAGS = {
     "--use-flash-attn": "--transformer-impl transformer_engine chooses the kernel; leave it out",
     "--attention-backend": "--transformer-impl chooses the kernel; leave it out",
     "--moe-token-dispatcher-type": "always alltoall; leave it out",
-    "--moe-grouped-gemm": "always on with Transformer Engine; leave it out",
+    "--moe-grouped-gemm": "always on with Transformer Engine; leave it out, or choose the kernels with --moe-gemm",
     "--moe-router-dtype": "always fp32; leave it out",
     "--pretrained-checkpoint": "use --load with --finetune, or --load-hf for a Hugging Face folder",
     # Data.

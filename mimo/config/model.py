@@ -27,7 +27,7 @@ class ModelConfig:
     """Choose the experts and compute the load-balancing loss with Transformer Engine's fused kernels, which compute in
     float32 as the unfused code does. Two experts whose scores agree to the last bits of float32 may be ranked
     differently. --deterministic-mode and local layers use several PyTorch kernels all the same."""
-    moe_grouped_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
+    moe_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
     """How Transformer Engine's layers multiply by the weights of a layer's experts. packed: one cuBLASLt product for
     all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer); cutlass: one CUTLASS
     kernel where Transformer Engine has one, which leaves out weight gradients; separate: one cuBLAS kernel for each

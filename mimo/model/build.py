@@ -129,7 +129,7 @@ def build_model(
             else:
                 model.modality_submodules[name] = wrapped[name]
     if impl == "transformer_engine" and model.language_model is not None:
-        choose_grouped_gemm(config.model.moe_grouped_gemm, model.language_model, params_dtype(config),
+        choose_grouped_gemm(config.model.moe_gemm, model.language_model, params_dtype(config),
                             deterministic=config.train.deterministic_mode)
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 

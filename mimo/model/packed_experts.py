@@ -49,7 +49,7 @@ def unsupported_reason(dtype: torch.dtype) -> str | None:
 
 
 def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype, *, deterministic: bool) -> None:
-    """Have the experts of a built module multiply as --moe-grouped-gemm says.
+    """Have the experts of a built module multiply as --moe-gemm says.
 
     Args:
         choice: the flag's value.
@@ -72,7 +72,7 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
             logger.info("experts: one cuBLASLt product for all experts in %d layers", pack_experts(module))
             return
         if choice == "packed":
-            raise ValueError(f"--moe-grouped-gemm packed cannot run here: {reason}")
+            raise ValueError(f"--moe-gemm packed cannot run here: {reason}")
         logger.info("experts: CUTLASS products (%s)", reason)
 
 

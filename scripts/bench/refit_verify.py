@@ -27,14 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
-from mimo.platform.base import Platform
 from mimo.registry import model_provider
-from mimo.training.run import launch
 
 if TYPE_CHECKING:
     import torch
 
     from mimo.grid.groups import Grids
+    from mimo.platform.base import Platform
 
 FLAGS = """--model-provider causal_lm --transformer-impl local --vocab-size 100 --seq-length 64
 --max-completion-tokens 24 --completions-per-prompt 8 --lr-decay-style constant --refit-verify-interval 1"""
@@ -73,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         flags += [*EXPERTS[size].split(), "--qk-layernorm"]
     if chosen.device == "cuda":
         flags += ["--engine-placement", "colocated", "--engine-enforce-eager"]
+    from mimo.training.run import launch  # needs torch, which --help does not
+
     with tempfile.TemporaryDirectory() as folder:
         config = parse_as(RlRunConfig, [*flags, "--run-dir", folder, *chosen.flags.split()], DESCRIPTION)
         result = {"device": chosen.device, "dtype": chosen.dtype, "model": chosen.model, "size": size,

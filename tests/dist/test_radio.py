@@ -181,7 +181,7 @@ def test_norms_names_and_sizes(pool: WorkerPool, final_layernorm: bool) -> None:
     (found,) = pool.run(inspect_module, config, world_size=1)
     assert not found["initialized"]  # the checkpoint's entries came of the module's own groups
     assert found["final_layernorm"] == final_layernorm and found["ln_post"] is None
-    assert not found["align_corners"] and max(found["differences"]) < 1e-6
+    assert not found["align_corners"] and max(found["differences"]) < 5e-6
     assert found["names"] == sorted(rule.megatron for rule in provider.weight_map(config, VISION).rules)
     assert not any("ln_post" in name for name in found["names"])
     assert "input_projections.0.linear_fc1.layer_norm_weight" in found["names"]

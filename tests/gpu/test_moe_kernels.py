@@ -29,7 +29,7 @@ FAMILIES = {
         --mamba-head-dim 64 --mamba-num-groups 2 --mamba-state-dim 32
         --moe-shared-expert-intermediate-size 128""".split(),
 }
-UNFUSED = ("--moe-grouped-gemm", "separate", "--no-moe-permute-fusion", "--no-moe-router-fusion")
+UNFUSED = ("--moe-gemm", "separate", "--no-moe-permute-fusion", "--no-moe-router-fusion")
 
 
 def run(folder: Path, *flags: str) -> dict[str, list[float]]:
@@ -55,7 +55,7 @@ def test_float32_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) -> None:
     unfused = run(tmp_path / "unfused", *FAMILIES[family], "--bf16", *UNFUSED)
-    packed = run(tmp_path / "packed", *FAMILIES[family], "--bf16", "--moe-grouped-gemm", "packed",
+    packed = run(tmp_path / "packed", *FAMILIES[family], "--bf16", "--moe-gemm", "packed",
                  "--moe-router-fusion")
     assert_close(packed, unfused, 2e-3, 2e-2)
 
@@ -67,8 +67,8 @@ def test_bfloat16_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) 
     ("--moe-router-load-balancing-type", "global_aux_loss"),
 ], ids=lambda flags: flags[0])
 def test_packed_experts_agree_with_separate_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    separate = run(tmp_path / "separate", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-grouped-gemm", "separate")
-    packed = run(tmp_path / "packed", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-grouped-gemm", "packed")
+    separate = run(tmp_path / "separate", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "separate")
+    packed = run(tmp_path / "packed", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "packed")
     assert_close(packed, separate, 2e-3, 2e-2)
 
 
