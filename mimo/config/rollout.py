@@ -44,7 +44,7 @@ class RolloutConfig:
     """Part of each of its GPUs that the engine may fill; left out: 0.85, and 0.6 with --engine-placement colocated."""
     engine_quantization: Literal["none", "fp8_per_block"] = "none"
     """fp8_per_block: the engine on GPUs quantises each refit's weights to FP8, with a scale for each block, as it loads
-    them."""
+    them; routers stay in bfloat16."""
     engine_enforce_eager: bool = False
     """The engine on GPUs runs without CUDA graphs and compilation: it starts sooner and answers later."""
     engine_start_timeout_s: float = 600.0

@@ -31,6 +31,10 @@ CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1"}
 # Part of a GPU that an engine fills, `--engine-memory`: alone on it, or with a trainer whose memory it takes in turns.
 SEPARATE_MEMORY = 0.85
 COLOCATED_MEMORY = 0.6
+# Layers that stay as they are with --engine-quantization, as in published FP8 checkpoints: routers (`mlp.gate` of
+# Qwen3-MoE and DeepSeek-V3, `block_sparse_moe.gate` of Mixtral, `mixer.gate` of Nemotron-H) and gates of shared
+# experts. A rounded router sends tokens to other experts, and kernels for blocks do not take so few outputs.
+UNQUANTIZED_LAYERS = (r"re:.*\.(shared_expert_)?gate$",)
 
 
 class Engine(Protocol):
@@ -125,6 +129,7 @@ def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
     usual = COLOCATED_MEMORY if shared else SEPARATE_MEMORY
     if flags.engine_quantization != "none":
         arguments["quantization"] = flags.engine_quantization
+        arguments["quantization_config"] = {"ignore": list(UNQUANTIZED_LAYERS)}
     return arguments | {
         "enforce_eager": flags.engine_enforce_eager, "enable_sleep_mode": shared, "disable_custom_all_reduce": True,
         "gpu_memory_utilization": usual if flags.engine_memory is None else flags.engine_memory}

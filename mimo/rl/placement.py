@@ -41,8 +41,9 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
         raise ValueError("--engine-placement ray needs the package ray, which the extras rl-cpu and rl-gpu bring")
     if config.train.device == "cpu":
         for name, given in (("--engine-gpus", flags.engine_gpus), ("--engine-memory", flags.engine_memory),
-                            ("--engine-enforce-eager", flags.engine_enforce_eager)):
-            if given:
+                            ("--engine-enforce-eager", flags.engine_enforce_eager),
+                            ("--engine-quantization", flags.engine_quantization)):
+            if given and given != "none":
                 raise ValueError(f"{name} {given} is for GPUs, and this run is on the CPU (--device cpu)")
     elif rank == 0:
         replica_gpus(config)

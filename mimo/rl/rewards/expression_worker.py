@@ -24,11 +24,13 @@ MEMORY_BYTES = 8 << 30
 
 def serve() -> None:
     """Answer requests until there are no more."""
+    # The starter reads answers alone; ANTLR prints where another package has installed another version of it.
+    answers, sys.stdout = sys.stdout, sys.stderr
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    print("ready", flush=True)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         # A starter that has gone kills nobody.
@@ -37,7 +39,7 @@ def serve() -> None:
         equal = bool(wanted) and verify(wanted, parse(request["found"], parsing_timeout=SIGNAL_S),
                                         timeout_seconds=SIGNAL_S)
         faulthandler.cancel_dump_traceback_later()
-        print(json.dumps({"known": bool(wanted), "equal": bool(equal)}), flush=True)
+        print(json.dumps({"known": bool(wanted), "equal": bool(equal)}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_ray_cluster_knows_its_gpus_itself(host: pytest.MonkeyPatch) -> None:
     ("--engine-gpus 1", "--engine-gpus 1 is for GPUs"),
     ("--engine-memory 0.5", "--engine-memory 0.5 is for GPUs"),
     ("--engine-enforce-eager", "--engine-enforce-eager True is for GPUs"),
+    ("--engine-quantization fp8_per_block", "--engine-quantization fp8_per_block is for GPUs"),
 ])
 def test_flags_of_gpus_are_refused_on_the_cpu(flags: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
@@ -113,6 +115,23 @@ def test_an_engine_on_gpus_fills_them_and_compiles() -> None:
     chosen = engine_options(parsed("--engine-memory", "0.5", "--engine-enforce-eager"), Path("folder"))
     assert chosen.extra["gpu_memory_utilization"] == 0.5 and chosen.extra["enforce_eager"] is True
     assert chosen.extra["distributed_executor_backend"] == "uni" and "CUDA_VISIBLE_DEVICES" not in chosen.environment
+
+
+def test_an_engine_that_quantizes_leaves_routers_as_they_are() -> None:
+    extra = engine_options(parsed("--engine-quantization", "fp8_per_block"), Path("folder")).extra
+    (layers,) = extra["quantization_config"]["ignore"]
+    kind, _, pattern = layers.partition(":")
+    assert extra["quantization"] == "fp8_per_block" and kind == "re"
+    # As Qwen3-MoE, Mixtral, DeepSeek-V3, Nemotron-H and a model with images name them in vLLM; it matches from the
+    # beginning.
+    for router in ("model.layers.0.mlp.gate", "model.layers.0.block_sparse_moe.gate", "model.layers.3.mlp.gate",
+                   "model.layers.1.mixer.gate", "language_model.model.layers.0.mlp.gate",
+                   "model.layers.0.mlp.shared_expert_gate"):
+        assert re.match(pattern, router), router
+    for other in ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.experts",
+                  "model.layers.0.mlp.shared_experts.gate_up_proj", "model.layers.1.mixer.in_proj"):
+        assert not re.match(pattern, other), other
+    assert "quantization_config" not in engine_options(parsed(), Path("folder")).extra
 
 
 @pytest.mark.parametrize(("device", "flags", "backend"), [
