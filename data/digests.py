@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.energon.epathlib import EPath
 
 # Everything that transformers reads of a tokenizer; a model's folder has other files too.
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -12,9 +16,10 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json",
                    "*.tiktoken")
 # What `energon prepare` writes: shards with their sizes, splits, and how samples are read.
 ENERGON_FILES = (".nv-meta/.info.*", ".nv-meta/split.*", ".nv-meta/dataset.*")
+ENERGON_SUFFIXES = ("json", "yaml", "yml")
 
 
-def content(files: Iterable[Path], root: Path) -> str:
+def content[P: (Path, EPath)](files: Iterable[P], root: P) -> str:
     """A digest of some files, by their names below `root` and their bytes."""
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -33,11 +38,16 @@ def content_of_folder(folder: str, patterns: Iterable[str]) -> str:
 def content_of_data(path: str) -> str:
     """What the path of a data set for Energon names: a prepared folder, a blend in YAML, or a file of samples.
 
-    A prepared folder may hold terabytes: its index stands for it, and the length of a file for the file.
+    A prepared folder may hold terabytes: its index stands for it, and the length of a file for the file. The path may
+    be one that Energon opens on remote storage (`msc://`).
     """
-    place = Path(path)
+    # Energon takes seconds to import, and data sets without it use this module, too.
+    from megatron.energon.epathlib import EPath
+
+    place = EPath(path)
     if place.is_dir():
-        return content_of_folder(path, ENERGON_FILES)
-    if place.suffix in (".yaml", ".yml"):
+        files = (place / pattern.replace("*", suffix) for pattern in ENERGON_FILES for suffix in ENERGON_SUFFIXES)
+        return content([file for file in files if file.is_file()], place)
+    if path.endswith((".yaml", ".yml")):
         return content([place], place.parent)
-    return f"{place.stat().st_size} bytes"
+    return f"{place.size()} bytes"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from data.digests import content_of_data
 from mimo.checkpoint.differences import data_differences, data_fields
 from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig
@@ -69,6 +71,15 @@ def test_a_prepared_folder_is_known_by_its_index(tmp_path: Path) -> None:
     assert energon(folder, data="images") == before
     (folder / "images" / ".nv-meta" / ".info.json").write_text("[]")
     assert data_differences(before, energon(folder, data="images")).keys() == {"data_path"}
+
+
+def test_remote_storage_counts_as_a_folder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_data(tmp_path)
+    store = {"storage_provider": {"type": "file", "options": {"base_path": str(tmp_path)}}}
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"digests-store": store}}))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    for name in ("images", "blend.yaml", "train.jsonl"):
+        assert content_of_data(f"msc://digests-store/{name}") == content_of_data(str(tmp_path / name))
 
 
 def test_prompts_are_compared_too(tmp_path: Path) -> None:
