@@ -316,8 +316,9 @@ class Tokenizer:
     def _stand_in(self, word: str) -> tuple[Any, str, int]:
         """A copy of the tokenizer whose image token is written as a word that no text has."""
         if not self._image_text:
-            self._backend.add_special_tokens([AddedToken(word, special=True, normalized=False)])
-            return self._backend, word, self._backend.token_to_id(word)
+            backend = type(self._backend).from_str(self._backend.to_str())
+            backend.add_special_tokens([AddedToken(word, special=True, normalized=False)])
+            return backend, word, backend.token_to_id(word)
         saved = json.loads(self._backend.to_str())
         for token in saved["added_tokens"]:
             if token["id"] == self._image_id:

@@ -412,7 +412,10 @@ def test_a_literal_marker_stays_text_where_the_tokenizer_has_an_image_token(tmp_
 
 def test_text_that_looks_like_the_inner_marker_does_no_harm(folder):
     talk = [{"role": "user", "content": "IMAGE0PLACEHOLDER <image>"}, {"role": "assistant", "content": "yes"}]
-    tokens, mask = Tokenizer(str(folder), "plain", "none", TOKENS).encode(talk, [1])
+    tokenizer = Tokenizer(str(folder), "plain", "none", TOKENS)
+    plain = [{"role": "user", "content": "a <image>"}, talk[1]]
+    tokenizer.encode(plain, [1])  # IMAGE0PLACEHOLDER is the image token of this one
+    tokens, mask = tokenizer.encode(talk, [1])
     assert shown(folder, tokens, mask) == "<s>IMAGE0PLACEHOLDER #\n[yes</s>]"
 
 
