@@ -95,6 +95,8 @@ FLAGS=(
     --dataset-provider energon
     --data-path "$DATA_PATH"
     --tokenizer "$TOKENIZER"
+    # the id of <image> in the tokenizers of Nemotron's published vision-language models
+    --image-token-id 18
     --prompt-format nemotron6-moe
     --image-tag-type internvl
     --image-tiling dynamic
