@@ -27,8 +27,12 @@ LOCK = ".lock"
 # The holder renews its file this often. One that has not for STALE_S, and runs on another machine, is taken for dead.
 RENEW_S = 5.0
 STALE_S = 30.0
+# Another machine's clock may be this far off, where the file system takes its times from the machines.
+SKEW_S = 3600.0
 # A process that was just killed may hold its lock for a moment while it ends.
 ENDING_S = 5.0
+# The server of a network file system may keep the lock of a machine that went down until its lease is over.
+LEASE_S = 120.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # Seconds by which two readings of a process's start may differ.
 _CLOCK_S = 5.0
@@ -71,6 +75,8 @@ class Holder:
                 abs(process.create_time() - self.started_unix_s) < _CLOCK_S)
         except psutil.NoSuchProcess:
             return False
+        except psutil.AccessDenied:  # of another user, where /proc hides those
+            return True
 
     def __str__(self) -> str:
         started = datetime.fromtimestamp(self.started_unix_s, UTC).isoformat(" ", "seconds")
@@ -96,7 +102,8 @@ class FolderLock:
         holder = self._read()
         if holder is not None and self._lives(holder):
             raise ValueError(self._refusal(holder))
-        self._file = self._locked()
+        is_elsewhere = holder is not None and holder.machine != self._me.machine
+        self._file = self._locked(LEASE_S if is_elsewhere else ENDING_S)
         found = _parsed(os.pread(self._file, 4096, 0))
         if found is not None and found != holder and not found.is_same(self._me):
             os.close(self._file)
@@ -106,12 +113,16 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Let other runs save into the folder."""
-        if not self._released.is_set():
+        """Let other runs save into the folder. In a fork of the process, such as a loader's worker, do nothing."""
+        if not self._released.is_set() and os.getpid() == self._me.pid:
             self._released.set()
             self._thread.join()
-            self._path.unlink(missing_ok=True)
-            os.close(self._file)
+            try:
+                self._path.unlink(missing_ok=True)
+                os.close(self._file)
+            except OSError as error:
+                # The run is over, and the next one finds out that this process has ended.
+                logger.warning("--save %s: its lock cannot be removed: %s", self._path.parent, error)
 
     def _read(self) -> Holder | None:
         try:
@@ -128,7 +139,8 @@ class FolderLock:
             while holder.lives_here() and time.monotonic() < ends:
                 time.sleep(0.1)
             return holder.lives_here()
-        # By the clock of the file system, which is the only one that both machines share.
+        # By the clock of the file system. Some take the machines' own clocks, so that a file which looks old may still
+        # be renewed, and one may look as if it came from the future.
         probe = self._path.with_name(f"{LOCK}.{self._me.host}.{self._me.pid}")
         probe.write_bytes(b"")
         now = probe.stat().st_mtime_ns
@@ -137,7 +149,8 @@ class FolderLock:
             seen = self._path.stat().st_mtime_ns
         except FileNotFoundError:
             return False
-        wait_s = STALE_S - (now - seen) / 1e9
+        age_s = (now - seen) / 1e9
+        wait_s = 0.0 if age_s > SKEW_S else min(max(STALE_S - age_s, 2 * RENEW_S), STALE_S)
         if wait_s > 0:
             logger.warning("--save %s: its lock is that of %s; waiting for up to %.0f s to see whether that run still "
                            "lives", self._path.parent, holder, wait_s)
@@ -153,9 +166,9 @@ class FolderLock:
                     return True
         return False
 
-    def _locked(self) -> int:
-        """Open the file and lock it, where its file system has locks."""
-        ends = time.monotonic() + ENDING_S
+    def _locked(self, patience_s: float) -> int:
+        """Open the file and lock it, where its file system has locks; for `patience_s` while another has the lock."""
+        ends, has_told = time.monotonic() + patience_s, False
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -173,6 +186,10 @@ class FolderLock:
                     holder = _parsed(os.pread(file, 4096, 0))
                     os.close(file)
                     raise ValueError(self._refusal(holder)) from error
+                if patience_s > ENDING_S and not has_told:
+                    has_told = True
+                    logger.warning("--save %s: the file system still holds the lock of a run that has not renewed it; "
+                                   "waiting for up to %.0f s", self._path.parent, patience_s)
             os.close(file)
             time.sleep(0.1)
 
@@ -190,8 +207,11 @@ class FolderLock:
                 continue
 
     def _refusal(self, holder: Holder | None) -> str:
+        hint = ""
+        if holder is not None and holder.machine != self._me.machine:
+            hint = f". If its machine is gone for good, remove {self._path}"
         return (f"--save {self._path.parent}: another run saves there ({holder or 'its lock is held'}). Two runs would "
-                "overwrite each other's checkpoints: give --save another folder, or end that run first")
+                f"overwrite each other's checkpoints: give --save another folder, or end that run first{hint}")
 
 
 def _parsed(content: bytes) -> Holder | None:

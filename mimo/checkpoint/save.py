@@ -90,7 +90,8 @@ class Saver:
         self.last_stall_s = 0.0
         self.last_bytes = 0
         self._unlock: Callable[[], object] | None = None
-        self._check_folder()
+        with watchdog.on_files("folder of --save", folder=str(self.root)):  # which waits for the lock of a lost machine
+            self._check_folder()
 
     @property
     def is_pending(self) -> bool:

@@ -83,6 +83,8 @@ class RunState:
         source: what the run was started from; None before that, and without a checkpoint.
         data: on the first rank what decides the run's samples, as `mimo.checkpoint.differences.data_fields`; empty
             before the start, and for a run without data.
+        model: the model's sizes, as `mimo.checkpoint.differences.model_fields`. They are read when the state is made,
+            because the file of --hf-config may change or go while the run goes on.
     """
 
     config: RunConfig
@@ -94,6 +96,10 @@ class RunState:
     streams: dict[str, Any] = field(default_factory=lambda: {"consumed_samples": 0, "streams": {}})
     source: Source | None = None
     data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = model_fields(registry.model_provider(self.config.model.model_provider), self.config.model_family)
 
     @cached_property
     def config_toml(self) -> str:
@@ -161,7 +167,7 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "grids": {name: _sizes(spec) for name, spec in state.grids.layout.grids.items()},
         "lanes": state.grids.layout.num_lanes,
         "config": state.config_toml,
-        "model": model_fields(registry.model_provider(config.model.model_provider), config.model_family),
+        "model": state.model,
         "data": state.data,
     }
 

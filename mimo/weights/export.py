@@ -47,7 +47,6 @@ class PlannedRule:
         parts, first = self.rule.convert.to_hf(tensor), 0 if self.rule.rows is None else self.rule.rows.first
         return [(info.name, part.to(info.dtype), first) for info, part in zip(self.infos, parts, strict=True)]
 
-
     def check(self, tensor: torch.Tensor) -> list[str]:
         """Return a line for each Hugging Face tensor that is not finite, or would not be in the planned dtype."""
         return [line for info, part in zip(self.infos, self.rule.convert.to_hf(tensor), strict=True)

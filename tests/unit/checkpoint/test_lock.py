@@ -105,3 +105,52 @@ def test_an_old_lock_of_another_machine_is_taken_over_at_once(tmp_path: Path, mo
     (tmp_path / LOCK).write_text('{"host": "cut of')
     FolderLock(tmp_path).release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clock_that_is_wrong_neither_kills_a_run_nor_blocks_the_next(tmp_path: Path) -> None:
+    elsewhere(tmp_path)
+    os.utime(tmp_path / LOCK, (time.time() + 1000,) * 2)  # its clock was ahead
+    FolderLock(tmp_path).release()
+    elsewhere(tmp_path)
+    ended = threading.Event()
+
+    def renew_by_a_clock_that_is_behind() -> None:
+        while not ended.wait(0.02):
+            os.utime(tmp_path / LOCK, (time.time() - 60,) * 2)
+
+    os.utime(tmp_path / LOCK, (time.time() - 60,) * 2)
+    thread = threading.Thread(target=renew_by_a_clock_that_is_behind)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match=f"process 12 on node7.*is gone for good, remove {tmp_path / LOCK}"):
+            FolderLock(tmp_path)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_the_lock_of_a_lost_machine_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server holds it until the machine's lease is over, longer than a killed process takes to end."""
+    elsewhere(tmp_path)
+    os.utime(tmp_path / LOCK, (1, 1))
+    ends, lockf = time.monotonic() + 3 * lock.ENDING_S, lock.fcntl.lockf
+
+    def held(file: int, flags: int) -> None:
+        if time.monotonic() < ends:
+            raise BlockingIOError(lock.errno.EAGAIN, "held by the server")
+        lockf(file, flags)
+
+    monkeypatch.setattr(lock.fcntl, "lockf", held)
+    FolderLock(tmp_path).release()
+
+
+def test_a_fork_does_not_release_the_lock(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path)
+    child = os.fork()
+    if not child:
+        held.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / LOCK).is_file()
+    held.release()
+    assert not list(tmp_path.iterdir())
