@@ -1,4 +1,4 @@
-"""Text models without an encoder: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral.
+"""Text models without an encoder: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral.
 
 Sizes come from flags (the defaults are those of Llama 2 7B) or from a Hugging Face configuration (`--hf-config`).
 """
@@ -56,7 +56,7 @@ class CausalLmProvider(TextProvider):
     """The `mimo.protocols.ModelProvider` of text models; every method takes unresolved configurations too."""
 
     Config: ClassVar[type] = Config
-    hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf_config.ARCHITECTURES.values())
+    hf_architectures: ClassVar[tuple[str, ...]] = (*hf_config.ARCHITECTURES.values(), "MistralForCausalLM")
     check = staticmethod(check_decoder)
     check_grid = staticmethod(check_decoder_grid)
     shapes = staticmethod(decoder_shapes)

@@ -20,6 +20,12 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "silu", "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     },
+    # Without its sliding window a Llama, and what is exported is called one.
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "sliding_window": 4096,
+    },
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128},
     "qwen3_moe": {
@@ -162,7 +168,7 @@ def _check_fixed(text: dict[str, Any], section: str) -> None:
     for key, allowed in TEXT_FIXED.items():
         if key in text:
             allow(section, key, text[key], allowed)
-    if text["model_type"] == "mixtral":
+    if text["model_type"] in ("mistral", "mixtral"):
         allow(section, "sliding_window", text["sliding_window"], (None,))
     if set(text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise ValueError(f"--hf-config: {section}layer_types = {text['layer_types']!r} is not supported; supported: "

@@ -135,9 +135,11 @@ def families() -> list[Family]:
     text = {"num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 8192}
     nemotron = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "mlp"]}
     moe = ("head_dim",)
-    found = [Family(kind, causal_lm_sizes, {"model_type": kind, **text}, (*ROPE, "head_dim", *more))
-             for kind, more in (("llama", ("layer_types",)), ("qwen2", ()), ("qwen3", ()),
-                                ("qwen3_moe", (*moe, "layer_types")), ("mixtral", (*moe, "layer_types")))]
+    found = [Family(kind, causal_lm_sizes, {"model_type": kind, "sliding_window": None, **text},
+                    (*ROPE, "head_dim", *more))
+             for kind, more in (("llama", ("layer_types",)), ("mistral", ("layer_types",)), ("qwen2", ()),
+                                ("qwen3", ()), ("qwen3_moe", (*moe, "layer_types")),
+                                ("mixtral", (*moe, "layer_types")))]
     return [
         *found,
         Family("deepseek_v3", deepseek_sizes, {"model_type": "deepseek_v3"},

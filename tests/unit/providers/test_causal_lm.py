@@ -16,7 +16,7 @@ from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
-from mimo.registry import model_provider
+from mimo.registry import model_provider, provider_of
 from providers import causal_lm, llava
 
 PROVIDER = model_provider("causal_lm")
@@ -47,6 +47,17 @@ def test_defaults_equal_those_of_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     full = transformers.AutoConfig.for_model(kind).to_dict()
     assert causal_lm.from_hf({"model_type": kind}) == causal_lm.from_hf(full)
+
+
+def test_a_published_mistral_without_a_sliding_window_is_a_llama() -> None:
+    transformers = pytest.importorskip("transformers")
+    full = transformers.AutoConfig.for_model("mistral").to_dict() | {"sliding_window": None}
+    mistral = causal_lm.from_hf({"model_type": "mistral", "sliding_window": None})
+    assert mistral == causal_lm.from_hf(full)
+    assert PROVIDER.hf_config(mistral)["model_type"] == "llama"
+    with pytest.raises(ValueError, match="sliding_window = 4096"):  # the default of its class
+        causal_lm.from_hf({"model_type": "mistral"})
+    assert provider_of("MistralForCausalLM") == "causal_lm"
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

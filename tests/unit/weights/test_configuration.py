@@ -67,13 +67,14 @@ def test_every_key_that_changes_the_function_is_named(
     assert problems == [] and len(notes) == len(keys)
 
 
-def test_a_mistral_folder_is_no_llama(tmp_path: Path) -> None:
+def test_a_mistral_folder_is_a_llama_only_without_its_sliding_window(tmp_path: Path) -> None:
     config = TEXT_MODELS["llama"]
     theirs = config | {"model_type": "mistral", "sliding_window": 16}
     (line,), _ = found_in(tmp_path, "causal_lm", config, theirs)
-    assert "model_type = 'mistral' is not supported" in line and "--allow-difference hf-config" in line
+    assert "sliding_window = 16 is not supported" in line and "--allow-difference hf-config" in line
     problems, notes = found_in(tmp_path, "causal_lm", config, theirs, "--allow-difference", "hf-config")
-    assert problems == [] and "mistral" in notes[0]
+    assert problems == [] and "sliding_window" in notes[0]
+    assert found_in(tmp_path, "causal_lm", config, theirs | {"sliding_window": None}) == ([], [])
 
 
 @pytest.mark.parametrize(("tower", "named"), [
