@@ -226,7 +226,7 @@ def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Met
             require_checksums(folder)
     except (ValueError, OSError) as problem:
         error = str(problem)
-    _stop_for_damage(state, folder, error)
+    _stop_for_damage(state, folder, error, flag)
     assert index is not None, "raised above"
     try:
         error, notes = _compare_model(state, common, f"{flag} {folder}")
@@ -413,28 +413,30 @@ def _load(state: RunState, folder: Path, entries: dict[str, Any], flag: str = "-
             validate_access_integrity=False)
     except (ValueError, OSError, CheckpointingException) as problem:
         error = f"{flag}: {problem}"
-    _stop_for_damage(state, folder, error)
+    _stop_for_damage(state, folder, error, flag)
     return loaded
 
 
-def _stop_for_damage(state: RunState, folder: Path, error: str | None) -> None:
+def _stop_for_damage(state: RunState, folder: Path, error: str | None, flag: str) -> None:
     """Stop every rank where any has an error, which says what else can be loaded. Collective over the world."""
     errors = gather(state.grids, error)
     failed = [rank for rank, message in enumerate(errors) if message is not None]
     if failed and failed[0] == state.grids.rank:
-        errors[failed[-1]] += _whole_one_before(folder)
+        errors[failed[-1]] += _whole_one_before(folder, flag)
     raise_any(state.grids, errors)
 
 
-def _whole_one_before(folder: Path) -> str:
-    """Name the newest whole checkpoint that is older than a damaged one, beside it."""
+def _whole_one_before(folder: Path, flag: str) -> str:
+    """Name the newest whole checkpoint that is older than a damaged one, beside it, and the flags that load it."""
     root = folder.parent
     own = [step for step in paths.saved_iterations(root) if paths.iteration_dir(root, step) == folder]
     older = [step for step in paths.saved_iterations(root) if own and step < own[0]]
     for step in reversed(older):
-        if damage_of(paths.iteration_dir(root, step), COMPARED_BYTES) is None:
-            return (f"\nThe newest whole checkpoint before it is that of iteration {step}: give --load {root} "
-                    f"--ckpt-step {step}")
+        one = paths.iteration_dir(root, step)
+        if damage_of(one, COMPARED_BYTES) is None:
+            # --ckpt-step counts for --load alone.
+            given = f"--load {root} --ckpt-step {step}" if flag in ("--load", "--save") else f"{flag} {one}"
+            return f"\nThe newest whole checkpoint before it is that of iteration {step}: give {given}"
     return f"\nThere is no whole checkpoint before it in {root}" if own else ""
 
 

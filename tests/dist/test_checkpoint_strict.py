@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mimo.checkpoint.load import _whole_one_before
 from tests.support.damage import (
     CHECKSUMS,
     COMMON,
@@ -251,6 +252,8 @@ def test_the_newest_whole_checkpoint_before_a_damaged_one_is_named(pool: WorkerP
     for more, step in (((), 2), (("--ckpt-step", "3"), 2)):
         (message,) = pool.run(refusal, (*flags, *more), 1, world_size=1)
         assert message is not None and message.endswith(hint.format(step, step)), message
+    of_reference = _whole_one_before(tmp_path / "iter_0000004", "--ref-load")
+    assert of_reference.endswith(f"of iteration 2: give --ref-load {tmp_path / 'iter_0000002'}")
     for step in (1, 2):
         Flip(item)(tmp_path / f"iter_000000{step}")
     (message,) = pool.run(refusal, flags, 1, world_size=1)
