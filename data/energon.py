@@ -8,6 +8,7 @@ that rank serves.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -83,8 +84,24 @@ class Config:
 NOT_STREAMED = ("num_workers", "valid_data_path", "max_bad_samples")
 
 
+def path_of(config: Config, split: str) -> tuple[str, str]:
+    """Return the flag and the path of a split, `train` or `valid`."""
+    if split == "valid" and config.valid_data_path:
+        return "--valid-data-path", config.valid_data_path
+    return "--data-path", config.data_path
+
+
+def check_path(config: Config, split: str) -> None:
+    """Raise ValueError unless the path of a split is given and, unless it is a URL, exists."""
+    flag, path = path_of(config, split)
+    if not path:
+        raise ValueError(f"{flag}: name the folder or metadataset YAML of --dataset-provider energon")
+    if "://" not in path and not os.path.exists(path):
+        raise ValueError(f"{flag} {path}: does not exist")
+
+
 def check(config: Config, request: DataRequest) -> None:
-    """Raise ValueError, naming flags and values, for numbers that cannot work. Opens nothing."""
+    """Raise ValueError, naming flags and values, for paths and numbers that cannot work. Opens nothing."""
     for name, least in (("num_workers", 0), ("packing_buffer_size", 0), ("shuffle_buffer_size", 0),
                         ("max_samples_per_sequence", 1), ("max_bad_samples", 0), ("max_image_pixels", 1)):
         value = vars(config)[name]
@@ -97,6 +114,7 @@ def check(config: Config, request: DataRequest) -> None:
             f"--packing-buffer-size {config.packing_buffer_size}: a packed row is a microbatch of its own; "
             f"--micro-batch-size {request.micro_batch_size} must be 1"
         )
+    check_path(config, request.split)
 
 
 def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:

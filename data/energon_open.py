@@ -30,7 +30,7 @@ from megatron.energon.task_encoder.base import TaskEncoder
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from data.conversations import is_image, is_read
-from data.energon import Config
+from data.energon import Config, path_of
 
 # What Energon raises for a folder, a YAML or a split that it cannot use.
 OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, TypeError, ryml.ryml.ExceptionBasic)
@@ -50,13 +50,6 @@ vars(energon_errors)["print"] = _discard
 vars(base_webdataset)["print"] = _discard
 
 
-def path_of(config: Config, split: str) -> tuple[str, str]:
-    """The flag and path of a split, `train` or `valid`."""
-    if split == "valid" and config.valid_data_path:
-        return "--valid-data-path", config.valid_data_path
-    return "--data-path", config.data_path
-
-
 @contextmanager
 def naming(flag: str, path: str, split: str) -> Iterator[None]:
     """Turn Energon's errors about a data set into a ValueError with flag, path and split."""
@@ -74,8 +67,6 @@ def naming(flag: str, path: str, split: str) -> Iterator[None]:
 def check_prepared(config: Config, split: str) -> None:
     """Raise ValueError unless the path of a split exists and is something that Energon opens."""
     flag, path = path_of(config, split)
-    if not path:
-        raise ValueError(f"{flag}: name the folder or metadataset YAML of --dataset-provider energon")
     with naming(flag, path, split):
         place = EPath(path)
         kind = get_dataset_type(place)

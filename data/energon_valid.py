@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from megatron.energon import WorkerConfig
 
-from data.energon import Config
+from data.energon import Config, path_of
 from data.energon_board import Board, Notes, watch
 from data.energon_loader import ONE_WORKER
-from data.energon_open import leaf_range, leaves, path_of, valid_datasets
+from data.energon_open import leaf_range, leaves, valid_datasets
 from data.energon_reader import BadSamples, Encoding
 from mimo.protocols import DataRequest, Sample
 

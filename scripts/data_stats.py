@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tyro
 from tqdm import tqdm
 
+from data.energon import check_path
 from mimo import registry
 from mimo.config import toml_file
 from mimo.config.cli import parse_as
@@ -154,6 +155,8 @@ def given_flags(run: StatsRunConfig) -> str:
 
 def read(run: StatsRunConfig) -> Report:
     """Read the samples. Raises ValueError, naming flags and values, for what cannot work."""
+    stats, config = run.stats, run.dataset
+    check_path(config, "train")
     # torch, transformers and Energon take seconds to import, and --help needs none of them.
     from data.energon_open import check_prepared
     from data.image_tiling import tiling_of
@@ -161,7 +164,6 @@ def read(run: StatsRunConfig) -> Report:
     from data.stats.figures import figures, pack_all
     from data.stats.page import Report
 
-    stats, config = run.stats, run.dataset
     check_prepared(config, "train")
     run = with_tokenizer(run)
     request = request_of(run)

@@ -103,7 +103,7 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
         return Source(folder, "--load", flags.save is not None and not flags.starts_elsewhere)
     if not flags.load_is_save:
         what = "holds no checkpoint" if root.is_dir() else "does not exist"
-        raise ValueError(f"--load {root} {what}; only where --save names the same folder does a run start fresh there")
+        raise ValueError(f"--load {root} {what}; a run starts from scratch only if --save names the same folder")
     return None
 
 

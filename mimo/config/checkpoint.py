@@ -37,7 +37,7 @@ class CheckpointConfig:
     load_rng: bool = True
     """--no-load-rng keeps the generators as --seed sets them."""
     load_data: bool = True
-    """--no-load-data starts the data at its beginning, with other data, weights of a blend or data flags."""
+    """--no-load-data starts the data set from its beginning, so that data, blend weights and data flags may change."""
     finetune: bool = False
     """Take only the weights; iteration, optimizers, schedule, generators and data start anew. --save has to be another
     folder than --load; a run that is started again goes on from its own checkpoint there, with everything in it."""
@@ -59,9 +59,9 @@ class CheckpointConfig:
     load_language_from: str = ""
     """Folder of a Hugging Face language model, or model whose language part the language module starts from."""
     allow_difference: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Flag, such as norm-epsilon, whose value may differ from that of the weights, the checkpoint or the data stream
-    that the run goes on from; it may be given several times. Every other difference that changes what the model
-    computes or which samples come next is refused."""
+    """Name of a flag, such as norm-epsilon, whose value may differ from that of the weights or the checkpoint that the
+    run starts from. May be given several times. Any other difference that changes what the model computes or which
+    samples come next is refused."""
 
     @property
     def load_is_save(self) -> bool:
@@ -79,7 +79,7 @@ class CheckpointConfig:
 
     @property
     def allowed_differences(self) -> frozenset[str]:
-        """The fields that --allow-difference names, however each is spelled."""
+        """The field names of the flags that --allow-difference lists, with or without dashes."""
         return frozenset(field_name(key) for key in self.allow_difference)
 
     @property

@@ -104,10 +104,10 @@ def with_training_stage[C: RunConfig](config: C) -> C:
 
 
 def with_image_processing[C: RunConfig](config: C) -> C:
-    """The configuration with the data set's image flags filled in from the model, so that checkpoints hold them.
+    """Fill in the data set's image flags from the model, so that checkpoints hold them, and return the configuration.
 
-    Processor files beside --hf-config, --load-hf and --load-vision-from are read; without any the family's own
-    processor counts.
+    The values come from the processor files beside --hf-config, --load-hf and --load-vision-from, or else from the
+    family's own processor.
 
     Raises:
         ValueError: a file cannot be followed, or two files disagree.
@@ -142,13 +142,13 @@ def _prints() -> bool:
 
 
 def typed_providers(argv: Sequence[str]) -> dict[str, str | None]:
-    """The providers that flags name, by field; None where they name none."""
+    """Return the model and data providers named on a command line, by field; None for one that is not named."""
     known, _ = _prescan().parse_known_args(argv)
     return {"model_provider": known.model_provider, "dataset_provider": known.dataset_provider}
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
-    """The files of --config."""
+    """Return the paths that --config gives on a command line."""
     known, _ = _prescan().parse_known_args(argv)
     return list(known.config)
 

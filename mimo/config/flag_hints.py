@@ -1,4 +1,4 @@
-"""Flags that we do not have, under the names of Megatron-LM and its recipes, and what to write instead."""
+"""Flags of Megatron-LM and its recipes that do not exist here, and what to use instead of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HF_CONFIG = "the model family and --hf-config decide that; leave it out"
 _ALWAYS = "always on; leave it out"
 _TILING = "--image-tiling of the energon data set"
 
-# Flag -> what a user of it should do here.
+# Flag of Megatron-LM -> what to do instead.
 FOREIGN_FLAGS = {
     # Optimizer, schedule, precision.
     "--learning-rate": "use --lr",
@@ -46,8 +46,8 @@ FOREIGN_FLAGS = {
     "--freeze-vision": "use --freeze vision",
     "--freeze-projector": "use --freeze projector",
     "--freeze-language": "use --freeze language",
-    "--mtp-num-layers": "the layers of each depth of multi-token prediction stand behind a / in "
-                        "--hybrid-layer-pattern; leave it out (where it was 0, add --vision-final-layernorm)",
+    "--mtp-num-layers": "--hybrid-layer-pattern has the layers of each depth of multi-token prediction "
+                        "behind a slash; leave it out (where it was 0, add --vision-final-layernorm)",
     "--dynamic-resolution": "use --vision-dynamic-resolution",
     "--dynamic-resolution-min-patches": "use --min-patches of the energon data set",
     "--dynamic-resolution-max-patches": "use --max-patches of the energon data set",
@@ -112,7 +112,7 @@ FOREIGN_FLAGS = {
 
 
 def hint_for(flag: str) -> str | None:
-    """Return what a user of a flag that this run does not have should know, or None.
+    """Return advice on a flag that this run does not have, or None if there is none.
 
     Args:
         flag: such as `--learning-rate`; `--no-x` is looked up as `--x` too.
@@ -127,7 +127,7 @@ def hint_for(flag: str) -> str | None:
 
 
 def refuse_foreign_flags(argv: Iterable[str], known: Iterable[str]) -> None:
-    """Raise one ValueError for the flags of a command line that are unknown here and for which there is a hint.
+    """Raise one ValueError that lists the unknown flags of a command line for which there is a hint.
 
     Args:
         argv: the command line.

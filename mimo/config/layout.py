@@ -13,7 +13,7 @@ class LayoutConfig:
     layout: Literal["disjoint", "colocated"] = "disjoint"
     """disjoint: encoder and language ranks differ; colocated: every rank holds both, each with its own tp and dp."""
     llm_only: bool = False
-    """Train the language model alone, on text; a data set with images is refused."""
+    """Train the language model alone, on text. A data set with images is refused."""
     encoder_tp: int = 1
     """Tensor parallel size of the encoder."""
     encoder_dp: int = 1

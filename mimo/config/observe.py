@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-# Servers of MLflow whose URI may be a bare word, as that of a folder is.
+# MLflow tracking URIs that look like the name of a folder and mean a server.
 NO_FOLDERS = ("databricks", "databricks-uc", "uc")
 
 
@@ -19,12 +19,12 @@ class ObserveConfig:
     """Logging: the run folder, TensorBoard, the console."""
 
     run_dir: str = ""
-    """Folder of the run: metrics.jsonl, run_config.toml and more. Left out: runs/DATE-TIME-NAMES, to which the link
-    runs/latest points; a run that goes on from its checkpoint goes on in the folder that it had."""
+    """Folder for metrics.jsonl, run_config.toml and other records. Left out: a new folder runs/DATE-TIME-MODEL-DATA
+    (runs/latest links to the newest), or the earlier folder of a run that resumes from its own checkpoint."""
     tensorboard_dir: str | None = None
     """TensorBoard folder; left out: none."""
     tensorboard_by_samples: bool = False
-    """Draw TensorBoard's curves by consumed samples, too (TAG vs samples)."""
+    """Also plot every TensorBoard curve against consumed samples (TAG vs samples)."""
     log_interval: int = 1
     """Iterations between console lines; metrics.jsonl has every iteration."""
     progress: bool = True

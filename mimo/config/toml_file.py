@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 NONE_WORDS = ("none", "None")
-# Tables of a file beside those that are called like the run's sections.
+# Tables that a file may have besides those named after the run's sections.
 MORE_TABLES = ("optimizer", "language", "vision", "encoder", "projector")
 
 
@@ -27,11 +27,11 @@ def flag_name(field: str) -> str:
 
 
 def read(path: str, sections: Collection[str]) -> dict[str, Any]:
-    """Return field names and raw values of one file. Its tables only group: a key may be in any of them.
+    """Return the field names and raw values of one file. Tables only group keys: any key may be in any table.
 
     Args:
         path: of the file.
-        sections: names of the run's sections; a table is called like one of them or like one of `MORE_TABLES`.
+        sections: names of the run's sections. A table must have one of these names or one of `MORE_TABLES`.
 
     Raises:
         ValueError: the file cannot be read, is not TOML, has another table, or sets a field twice.
@@ -56,7 +56,7 @@ def _flatten(table: Mapping[str, Any], path: str, known_tables: Sequence[str], v
             title = key.replace("_", "-")
             if title not in known_tables:
                 near = difflib.get_close_matches(title, known_tables, n=1, cutoff=0.6)
-                hint = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(sorted(known_tables))}"
+                hint = f"did you mean [{near[0]}]?" if near else f"known tables are {', '.join(sorted(known_tables))}"
                 raise ValueError(f"--config {path}: there is no table [{key}]; {hint}")
             _flatten(value, path, known_tables, values)
         elif name in values:
@@ -66,7 +66,7 @@ def _flatten(table: Mapping[str, Any], path: str, known_tables: Sequence[str], v
 
 
 def check_known(unknown: Mapping[str, str], known: Sequence[str], hint_for: Callable[[str], str | None]) -> None:
-    """Raise one ValueError that lists every unknown key with what to write instead, as far as that is known.
+    """Raise one ValueError that lists every unknown key, with what to use instead if that is known.
 
     Args:
         unknown: unknown field name -> file that sets it.

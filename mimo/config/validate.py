@@ -30,7 +30,7 @@ from mimo.protocols import (
 )
 
 PROJECTOR = "projector"
-# Samples of a data set that are looked at for images before a run without encoder.
+# Samples that are searched for images before a run without an encoder.
 CHECKED_SAMPLES = 64
 
 
@@ -225,9 +225,9 @@ def _check_ddp(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
-    """Let a data set refuse what cannot work: one that is read by lanes on the ranks that read, another on all.
+    """Let the data set refuse what cannot work, and refuse images in a run without an encoder.
 
-    One with images is refused where no encoder takes them.
+    A data set that is read by lanes is checked on the ranks that read it, any other one on all ranks.
     """
     dataset = config.find_dataset(config.data.dataset_provider)
     provider, train = registry.model_provider(config.model.model_provider), config.train
@@ -252,17 +252,17 @@ def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
 
 
 def _refuse_images(config: RunConfig, dataset: DataProvider, tokens: TokenSpec) -> None:
-    """Refuse a data set whose first samples have images, in a run without encoder."""
+    """Refuse a data set with images among its first samples; the run has no encoder for them."""
     stream = dataset.stream(config.dataset, tokens, Lane(LANGUAGE, 0, 1, config.train.seed, "train"))
     for sample in itertools.islice(stream, CHECKED_SAMPLES):
         _refuse(bool(sample.image_sizes), f"--llm-only: sample {sample.key} of --dataset-provider "
-                f"{config.data.dataset_provider} has {len(sample.image_sizes)} images, and the run has no encoder for "
-                "them; choose data of text alone (such as --mock-text-only-fraction 1 or --digits-text-only-fraction "
+                f"{config.data.dataset_provider} has images, and the run has no encoder for them; "
+                "choose text-only data (such as --mock-text-only-fraction 1 or --digits-text-only-fraction "
                 "1), or leave out --llm-only")
 
 
 def check_allowed_differences(config: RunConfig) -> None:
-    """Raise ValueError for a key of --allow-difference that is no flag of the run."""
+    """Raise ValueError for a key of --allow-difference that is not a flag of the run."""
     known = [field.name for section in vars(config).values() if section is not None for field in fields(section)]
     for key in config.checkpoint.allow_difference:
         if field_name(key) not in known:

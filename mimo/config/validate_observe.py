@@ -60,7 +60,7 @@ def _check_profile(flags: ObserveConfig, world_size: int, length: int | None) ->
 
 
 def check_packages(flags: ObserveConfig) -> None:
-    """Raise ValueError where a tracker's package is not installed."""
+    """Raise ValueError if the package of a tracker that the flags ask for is not installed."""
     for flag, value, package in (("--wandb-project", flags.wandb_project, "wandb"),
                                  ("--mlflow-uri", flags.mlflow_uri, "mlflow"),
                                  ("--tensorboard-dir", flags.tensorboard_dir, "tensorboard")):

@@ -1,4 +1,4 @@
-"""Checks of files, folders and packages: everything that a run reads and writes, before it starts anything."""
+"""Checks, before a run starts anything, of the files and folders that it reads and writes and of its packages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _has_checkpoint(flags: CheckpointConfig) -> bool:
 def _check_checkpoint(flag: str, root: Path, step: int | None) -> None:
     if not paths.is_interrupted(root) and paths.find(root, step, flag, repair=False) is None:
         raise ValueError(f"{flag} {root} " + ("holds no checkpoint" if root.is_dir() else "does not exist")
-                         + ("; only where --save names the same folder does a run start fresh there"
+                         + ("; a run starts from scratch only if --save names the same folder"
                             if flag == "--load" else ""))
 
 
@@ -84,7 +84,7 @@ def _check_folder(flag: str, folder: Path) -> None:
 
 
 def _check_weights(flag: str, folder: Path) -> None:
-    """Refuse what is no folder of a Hugging Face model; its files are looked into when they are loaded."""
+    """Refuse a folder that holds no Hugging Face weights; the files themselves are checked when they are loaded."""
     if not folder.is_dir():
         raise ValueError(f"{flag} {folder}: there is no such folder; weights are read from a local folder, never from "
                          "a hub")
@@ -93,7 +93,7 @@ def _check_weights(flag: str, folder: Path) -> None:
 
 
 def _check_writable(flag: str, path: Path) -> None:
-    """Refuse a folder that cannot be made or written; whether a disk has room is only seen when it is used."""
+    """Refuse a folder that cannot be made or written. Free space on the disk is not checked."""
     place = path.absolute()
     while not os.path.lexists(place):
         place = place.parent

@@ -19,10 +19,10 @@ from typing import NoReturn
 STDERR_FD = 2
 # Seconds that an exit waits for its output to be taken: a full pipe that nobody reads must not keep the process alive.
 WRITE_LIMIT_S = 5.0
-# Seconds for which the other ranks leave a refusal before the start to rank 0: they may have started far apart.
+# Seconds that the other ranks wait for rank 0 to report a refusal before the start; ranks may start far apart.
 SILENCE_S = 30.0
-# Seconds for which a rank that stops because of another one lets that one end first: torchrun's summary has the
-# processes that have ended when it notices the first, and it ends the others then.
+# Seconds that a rank waits before it exits because of another one's error. Once torchrun notices the first process that
+# has ended, it ends the others, and its summary shows only what had ended by then.
 ECHO_DELAY_S = 5.0
 # What gloo and NCCL say of a rank whose process has ended.
 LOST_RANK_MARKS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
@@ -75,7 +75,7 @@ def _copy(text: str, path: Path) -> str:
 
 
 def write_error_file(message: str, *, is_cause: bool = True) -> None:
-    """Leave a message for torchrun's summary, where torchrun has asked for one. The first message stays.
+    """Write a message for torchrun's summary, if torchrun asks for one. A message that is already there stays.
 
     The file has the format of `torch.distributed.elastic.multiprocessing.errors`. The summary calls the failure with
     the earliest time, in whole seconds, the root cause. So the time is rounded down on the rank that met the error and
@@ -94,7 +94,7 @@ def write_error_file(message: str, *, is_cause: bool = True) -> None:
 
 
 def _write_first(text: str, path: Path) -> None:
-    """Write a file in one step, unless it is there. The launcher fails on half a file, and does without one."""
+    """Write a file in one step, unless it exists. The launcher fails on half a file, but can do without one."""
     with contextlib.suppress(OSError):
         if not path.exists():
             part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -108,7 +108,7 @@ def _is_launched() -> bool:
 
 
 def refuse(error: ValueError) -> int:
-    """Report why a run cannot start and return the exit code. Only for errors before any process group exists.
+    """Report why a run cannot start, and return the exit code. Only for errors before any process group exists.
 
     Every rank usually finds the same error, and rank 0 reports it. The others wait, because torchrun ends them once
     rank 0 has exited; one that is not ended has met an error of its own and reports it.
@@ -125,7 +125,7 @@ def refuse(error: ValueError) -> int:
 
 @contextlib.contextmanager
 def command_line() -> Iterator[None]:
-    """Context in which a command line is parsed. Under torchrun a mistake in it is also in torchrun's summary."""
+    """Context for parsing a command line. Under torchrun, its errors also appear in torchrun's summary."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said) if _is_launched() else contextlib.nullcontext():

@@ -272,7 +272,7 @@ class RunLogger:
         self._console.line(format_eval(iteration, metrics))
 
     def log_generations(self, iteration: int, generations: Sequence[Generation]) -> None:
-        """Print answers of the model, and show them where a tracker can."""
+        """Print answers of the model, and add them to TensorBoard."""
         for each in generations:
             self.message(f"  {each.key}: {each.said}")
         for tracker in self._trackers:

@@ -1,4 +1,4 @@
-"""The folder of a run without --run-dir: dated, one for each run, with `runs/latest` as a link to the newest."""
+"""Dated folders for runs without --run-dir, one for each run, and the link `runs/latest` to the newest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHOSEN = re.compile(r"\d{8}-\d{6}-[\w.-]+")
 
 
 def make_run_folder(*names: str) -> Path:
-    """Make a folder that no other run has: `runs/<date>-<time>-<names>`.
+    """Make a folder of its own for a run: `runs/<date>-<time>-<names>`.
 
     Args:
         names: model and data providers; of `pkg.module:attr` the module's last part is taken.
@@ -36,16 +36,16 @@ def make_run_folder(*names: str) -> Path:
 
 
 def is_chosen(run_dir: str) -> bool:
-    """Return whether `make_run_folder` gave a folder its name."""
+    """Return whether the name of a folder is one that `make_run_folder` gives."""
     return Path(run_dir).parent == RUNS and _CHOSEN.fullmatch(Path(run_dir).name) is not None
 
 
 def point_latest_to(folder: Path) -> str | None:
-    """Make `runs/latest` a link to a folder of `runs`, in one step; return why it is not one, or None."""
+    """Make `runs/latest` a link to a folder of `runs`, in one step. Return the reason if that fails, else None."""
     if folder.parent != RUNS:
         return None
     if LATEST.is_dir() and not LATEST.is_symlink():
-        return f"{LATEST} is a folder of an earlier run and stays: move it away to have a link to the newest run there"
+        return f"{LATEST} is a folder of an earlier run and stays: move it away, and later runs link the newest there"
     link = RUNS / f".latest-{os.getpid()}-{folder.name}"
     try:
         link.symlink_to(folder.name)
@@ -61,5 +61,5 @@ def refuse_latest(run_dir: str) -> None:
     path = Path(run_dir)
     if path.name == LATEST.name and path.is_symlink():
         raise ValueError(f"--run-dir {run_dir} is a link to the folder of the newest run, {path.readlink()}: leave "
-                         "--run-dir out, and the run gets a folder of its own (one that goes on from a checkpoint: the "
-                         "folder that it had), or name a folder")
+                         "--run-dir out for a new folder (a run that resumes from its own checkpoint keeps the one "
+                         "that it had), or name another folder")

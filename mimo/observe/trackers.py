@@ -49,8 +49,8 @@ def _json_value(value: Value) -> float | str | None:
     return value
 
 
-# Groups of curves, in the order in which they are tried, and the names in metrics.jsonl that belong to each. In `train`
-# the loss comes first by name: trackers sort.
+# Groups of curves and the names in metrics.jsonl that belong to each; the first match counts. A name that matches none
+# is in `train`, where trackers, which sort by name, show `lm loss` first.
 _GROUPS = tuple((group, re.compile(pattern)) for group, pattern in (
     ("val", r".* validation"),
     ("moe", r"moe/.*|.*(load_balancing_loss|z_loss|aux_loss)(_layer_\d+)?"),
@@ -64,7 +64,7 @@ _GROUPS = tuple((group, re.compile(pattern)) for group, pattern in (
 
 
 def tag_of(name: str) -> str:
-    """Return the name of a figure of metrics.jsonl as trackers show it, in its group: `lm loss` is `train/lm loss`."""
+    """Return the tag that trackers use for a figure of metrics.jsonl: its group and name, such as `train/lm loss`."""
     group = next((group for group, pattern in _GROUPS if pattern.fullmatch(name)), "train")
     return f"{group}/{name.removesuffix(' validation').removeprefix(f'{group}/')}"
 
@@ -77,12 +77,12 @@ def curves(record: Mapping[str, Value]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a model has answered to a held-out sample or prompt.
+    """A model's answer to a held-out sample or prompt.
 
     Attributes:
         key: of the sample.
         answer: text of the model.
-        verdict: what it should be, or its reward.
+        verdict: the expected answer or the reward, as `is '12'` or `reward 1`.
         images: uint8 `[height, width, channels]` each, 1 or 3 channels.
     """
 
@@ -221,14 +221,14 @@ class TensorBoardTracker:
             raise
 
     def show(self, step: int, generations: Sequence[Generation]) -> None:
-        """Add a table of answers, and the images that they are about. Raises OSError where they cannot be written."""
+        """Add a table of answers, and the images of their samples. Raises OSError if they cannot be written."""
         from torch.utils.tensorboard import summary
 
         if self._writer is None or not generations:
             return
         rows = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in (each.key, each.answer, each.verdict)]
                 for each in generations]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in [["sample", "answer", "expected"], ["---"] * 3, *rows])
+        table = "\n".join(f"| {' | '.join(row)} |" for row in [["sample", "answer", "verdict"], ["---"] * 3, *rows])
         try:
             self._writer.add_summary(summary.text("generations/answers", table), step)
             for each in generations:
@@ -240,7 +240,7 @@ class TensorBoardTracker:
             raise
 
     def _drop(self) -> None:
-        """Give up an event file: its thread has ended, and takes nothing any more."""
+        """Close an event file after a failure: the thread that writes it has ended."""
         failed, self._writer, self._reopen_at = self._writer, None, time.monotonic() + REOPEN_S
         with contextlib.suppress(OSError):
             failed.close()
@@ -276,7 +276,7 @@ class FileTracker:
             self._fail(error)
 
     def show(self, step: int, generations: Sequence[Generation]) -> None:
-        """Write answers, where the tracker shows any, or leave them out."""
+        """Show answers if the tracker is TensorBoard; a failure to write them is reported once."""
         if isinstance(self._tracker, TensorBoardTracker):
             try:
                 self._tracker.show(step, generations)

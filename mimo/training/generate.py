@@ -91,13 +91,13 @@ def _next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> tor
     return tokens.cpu()
 
 
-# Samples whose images are shown, and the most pixels a side of each: all of them go through one rank's memory.
+# Most samples whose images are shown, and most pixels of a side: one rank holds all of them in memory.
 MAX_SHOWN_IMAGES, MAX_SHOWN_SIDE = 16, 256
 
 
 def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[Sequence[Microbatch]],
                   keys: Sequence[str]) -> dict[str, list[np.ndarray]]:
-    """Return the images of some samples to the logging rank, from the ranks that encode them. Collective.
+    """Gather images of some samples on the logging rank, from the ranks that encode them. Collective.
 
     Args:
         parts: this rank's trainer.
@@ -128,16 +128,18 @@ def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[
 def _images(config: RunConfig, provider: ModelProvider, module: str,
             batch: EncoderBatch) -> dict[str, list[np.ndarray]]:
     """Return the images of each sample of an encoder's microbatch."""
-    pixels = batch.inputs.get("pixel_values")
+    pixels, sizes = batch.inputs.get("pixel_values"), batch.inputs.get("imgs_sizes")
     if pixels is None:
         return {}
     spec = provider.token_spec(config.model_family)
     pixels = pixels.detach().float().cpu().numpy()
     if pixels.ndim == 4:
         images = list(pixels)
+    elif sizes is None:  # another encoder's own form of images
+        return {}
     else:
         images, side, first = [], spec.patch_size, 0
-        for height, width in batch.inputs["imgs_sizes"].tolist():
+        for height, width in sizes.tolist():
             rows, columns = height // side, width // side
             patches = pixels[0, first : first + rows * columns].reshape(rows, columns, spec.num_channels, side, side)
             images.append(patches.transpose(2, 0, 3, 1, 4).reshape(spec.num_channels, height, width))
@@ -154,7 +156,7 @@ def _images(config: RunConfig, provider: ModelProvider, module: str,
 
 
 def _shown(image: np.ndarray) -> np.ndarray:
-    """A normalised image `[C, height, width]` as a person can see it."""
+    """Return a normalised image `[channels, height, width]` in 8 bits, reduced in size."""
     step = -(-max(image.shape[1:]) // MAX_SHOWN_SIDE)
     small = image[:3, ::step, ::step] if image.shape[0] >= 3 else image[:1, ::step, ::step]
     low, high = float(small.min()), float(small.max())

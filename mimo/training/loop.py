@@ -92,7 +92,7 @@ class TrainingLoop:
         stop = StopSignal(self.watchdog)
         failed = True
         try:
-            # Before the model is built, so that a data set that cannot be opened is told at once.
+            # Before the model is built, so that a data set that cannot be opened is reported at once.
             STARTUP.enter(Phase.DATA)
             loader = self._open_training_data()
             self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
@@ -136,7 +136,7 @@ class TrainingLoop:
             self.parts.communicator.destroy()
 
     def _open_training_data(self) -> StepLoader:
-        """Open the training split, or stop every rank with one message. A file that is missing is the user's to name.
+        """Open the training split, or stop all ranks with one message.
 
         Raises:
             ValueError: the data set refuses its configuration, or cannot read a file.

@@ -21,7 +21,7 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-# Losses whose gradient depends on the layout: whose load is balanced together, and the flags that decide it.
+# Losses whose gradient depends on the layout -> the tokens that are balanced together, the flags that decide it.
 LAYOUT_DEPENDENT = {
     "aux_loss": ("the tokens of each microbatch", "--micro-batch-size and, where that is above 1, on --llm-dp"),
     "global_aux_loss": ("all lanes and the microbatches of the step so far", "--micro-batch-size and --llm-dp"),
@@ -33,7 +33,7 @@ def layout_note(config: TransformerConfig, *, in_rl: bool = False) -> str | None
 
     Args:
         config: Megatron's configuration of the language model.
-        in_rl: microbatches are completions one behind the other, which routers take for one sequence.
+        in_rl: routers take the completions of a microbatch, packed into one row, for one sequence.
     """
     kind = config.moe_router_load_balancing_type
     if not config.num_moe_experts or not config.moe_aux_loss_coeff or kind not in TRACKED:

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on the folder of a run without --run-dir."""
+"""Rank 0 chooses the folder of a run without --run-dir, and all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mimo.checkpoint.reader import read_common
 from mimo.config.checkpoint import CheckpointConfig
 from mimo.config.run import RunConfig
 from mimo.grid.groups import Grids
-from mimo.observe.run_folder import is_chosen, make_run_folder, point_latest_to, refuse_latest
+from mimo.observe.run_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def with_run_folder[C: RunConfig](config: C, grids: Grids) -> C:
 
 
 def without_chosen_folder[C: RunConfig](config: C) -> C:
-    """Return the configuration without a folder that was chosen for this run: a repetition gets one of its own."""
+    """Return the configuration without a folder that was chosen for this run, so that a repetition gets a new one."""
     if not is_chosen(config.observe.run_dir):
         return config
     return replace(config, observe=replace(config.observe, run_dir=""))
@@ -52,8 +52,8 @@ def _choose(config: RunConfig) -> str:
     if folder is None:
         folder = make_run_folder(config.model.model_provider, config.data.dataset_provider)
     elif not folder.is_dir():
-        logger.warning("%s, the run's folder according to its checkpoint, is not there: it is made again, without the "
-                       "records so far", folder)
+        logger.warning("%s, the run's folder according to its checkpoint, is not there; a new one is made, without "
+                       "the earlier records", folder)
         folder.mkdir(parents=True)
     logger.info("run folder: %s", folder)
     problem = point_latest_to(folder)
@@ -63,16 +63,17 @@ def _choose(config: RunConfig) -> str:
 
 
 def _folder_of_checkpoint(flags: CheckpointConfig) -> Path | None:
-    """Return the folder of the run that goes on, or None for one that begins.
+    """Return the earlier folder of a run that resumes from its own checkpoint, or None for a new run.
 
-    A run that starts from a checkpoint of another, with a --save of its own or with --finetune, begins.
+    A run that starts from another one's checkpoint, with a --save of its own or with --finetune, is a new run.
     """
     source = None if flags.load is None else find_source(flags, Path(flags.load))
     if source is None or source.folder.name == paths.RELEASE:
         return None
     goes_on = source.is_own if flags.save is not None else not flags.finetune
     run_dir = flat_config(read_common(source.folder).get("config", "")).get("run_dir") if goes_on else None
-    # Earlier versions named every folder runs/latest, which is a link to another run's by now.
-    if not run_dir or Path(run_dir).is_symlink():
+    if not run_dir:
         return None
-    return Path(run_dir)
+    folder = Path(run_dir)
+    # Earlier versions called every folder runs/latest. By now that is a link to another run's folder, or will be one.
+    return None if folder.is_symlink() or (folder == LATEST and not folder.is_dir()) else folder

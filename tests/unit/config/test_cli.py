@@ -120,7 +120,7 @@ def test_a_misspelt_table_is_refused_with_the_nearest_name(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.toml: there is no table \[optimzer\]; did you mean \[optimizer\]\?"):
         parsed("--config", path)
     path = write(tmp_path / "odd.toml", "[train.qqq]\nlr = 2\n")
-    with pytest.raises(ValueError, match=r"there is no table \[qqq\]; tables are checkpoint, data, dataset"):
+    with pytest.raises(ValueError, match=r"there is no table \[qqq\]; known tables are checkpoint, data, dataset"):
         parsed("--config", path)
 
 
@@ -132,7 +132,7 @@ def test_a_misspelt_table_is_refused_with_the_nearest_name(tmp_path):
     ("--no-dynamic-resolution", "--no-dynamic-resolution is not a flag here: use --vision-dynamic-resolution"),
     ("--accumulate-allreduce-grads-in-fp32", "use --grad-reduce-in-fp32, which is on by default"),
     ("--calculate-per-token-loss", "always on"),
-    ("--mtp-num-layers=0", "behind a / in --hybrid-layer-pattern"),
+    ("--mtp-num-layers=0", "--hybrid-layer-pattern has the layers of each depth"),
     ("--data-path=x", "--data-path belongs to --dataset-provider energon"),
     ("--engine-tp=2", "--engine-tp belongs to train_rl.py"),
     ("--gsm8k-thinking", "--gsm8k-thinking belongs to train_rl.py --dataset-provider gsm8k"),

@@ -54,7 +54,7 @@ def checkpoint(root: Path, iteration: int = 5) -> None:
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    ("--load gone", "--load gone does not exist; only where --save names the same folder"),
+    ("--load gone", "--load gone does not exist; a run starts from scratch only if --save names the same folder"),
     ("--load empty", "--load empty holds no checkpoint"),
     ("--load some --ckpt-step 7", "--load some: --ckpt-step 7 names iter_0000007, which is not there; complete: 5"),
     ("--load some --save some --ckpt-step 7", "--ckpt-step 7 names iter_0000007, which is not there"),
@@ -94,6 +94,13 @@ def test_nothing_is_made_and_what_is_there_is_taken(tmp_path, capsys):
         assert train_hetero.main([*MOCK, *flags.split()]) == 0, flags
     assert capsys.readouterr().err == ""
     assert {path.name for path in tmp_path.iterdir()} == {"some", "hf"}
+
+
+def test_a_missing_data_path_is_refused_before_torch_and_energon_are_imported():
+    code = ("import sys, train_hetero; "
+            f"assert train_hetero.main({[*MOCK, '--dataset-provider', 'energon', '--data-path', 'gone']!r}) == 2; "
+            "assert 'torch' not in sys.modules and 'megatron' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
 
 def test_a_folder_that_may_not_be_written_is_named(tmp_path):

@@ -19,8 +19,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 import data.energon_vlm
-from data.energon import Config
-from data.energon_open import path_of
+from data.energon import Config, path_of
 from data.energon_vlm import ErrorLog, Row, VlmTaskEncoder, to_sample
 from mimo.protocols import DataRequest, TokenSpec
 from tests.support.chat_templates import QWEN25_TOOLS

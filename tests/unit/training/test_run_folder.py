@@ -76,6 +76,7 @@ def test_a_folder_that_is_gone_is_made_again_and_that_is_said(caplog):
 
 def test_checkpoints_of_earlier_versions_name_what_is_now_a_link():
     save("saved", parse([*MOCK, "--run-dir", "runs/latest"]))
+    assert folder_of("--load", "saved", "--save", "saved") != Path("runs/latest"), "that would never be a link"
     other = folder_of()
     assert folder_of("--load", "saved", "--save", "saved") not in (other, Path("runs/latest"))
 
