@@ -133,7 +133,11 @@ class NemotronVlmProvider(VisionLanguageProvider):
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
-        return dataclasses.replace(config, **(language_sizes(values) if module == LANGUAGE else encoder_sizes(values)))
+        if module != LANGUAGE:
+            return dataclasses.replace(config, **encoder_sizes(values))
+        # A text model alone does not say which of its tokens stands for an image.
+        token = values.get("img_context_token_id", config.image_token_id)
+        return dataclasses.replace(config, **language_sizes(values), image_token_id=token)
 
     def frozen_parts(self, config: Config) -> frozenset[str]:
         """What --training-stage freezes."""

@@ -19,7 +19,7 @@ NOT_COMPUTED = frozenset({
     "make_vocab_size_divisible_by", "max_position_embeddings", "ignored_mtp_layers", "vision_num_unused_layers",
     "vision_cpe_augmentation",
 })
-VISION_PREFIXES = ("vision_", "projector_", "image_")
+VISION_PREFIXES = ("vision_", "projector_")
 YARN = frozenset({"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
                   "mscale_all_dim"})
 # Fields that only layers of one kind read, by the symbol of the kind.

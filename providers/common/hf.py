@@ -74,23 +74,24 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def llava_language(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `llava_sizes` that are the decoder's. Raises ValueError as it."""
+    """The fields of `llava_sizes` that are the decoder's, whose vocabulary has the image token. Raises ValueError as
+    it."""
+    config = renamed(config, "", ALIASES["llava"])
     text = with_defaults(config.get("text_config") or {}, "text_config.", "llama", TEXT_DEFAULTS)
     # Either place may tie; transformers takes the text model's word where the outer config says nothing.
     tied = bool(config.get("tie_word_embeddings", False)) or bool(text["tie_word_embeddings"])
-    return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied}
+    return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied,
+                                               "image_token_id": config.get("image_token_index", 32000)}
 
 
 def llava_vision(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `llava_sizes` that are the encoder's, the projector's and the placeholder's. Raises ValueError as
-    it."""
+    """The fields of `llava_sizes` that are the encoder's and the projector's. Raises ValueError as it."""
     config = renamed(config, "", ALIASES["llava"])
     allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
     allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
     vision = with_defaults(config.get("vision_config") or LLAVA_VISION, "vision_config.", "clip_vision_model",
                            VISION_DEFAULTS)
     return _vision_sizes(vision, config) | {
-        "image_token_id": config.get("image_token_index", 32000),
         "projector_hidden_size": 0,
     }
 

@@ -232,7 +232,7 @@ def encoder_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     if "vision_config" in values:
         sizes = vlm_sizes(dict(values))
         return {name: value for name, value in sizes.items()
-                if name.startswith(("vision_", "projector_", "image_"))}
+                if name.startswith(("vision_", "projector_"))}
     sizes = radio_sizes({"vision_config": dict(values)})
     # The encoder alone says nothing about the model around it.
     return {name: value for name, value in sizes.items() if name not in (

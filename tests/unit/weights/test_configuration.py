@@ -80,6 +80,7 @@ def test_a_mistral_folder_is_a_llama_only_without_its_sliding_window(tmp_path: P
 @pytest.mark.parametrize(("tower", "named"), [
     (CLIP, []),
     ({"model_type": "clip", "vision_config": CLIP, "text_config": {}}, []),
+    ({**LLAVA, "image_token_index": 7}, []),  # of the other model's vocabulary
     (CLIP | {"hidden_act": "gelu"}, ["--vision-hidden-act quick_gelu, but gelu there (vision_config.hidden_act)"]),
     (CLIP | {"layer_norm_eps": 1e-6}, ["--vision-norm-epsilon 0.03, but 1e-06 there"]),
     (CLIP | {"num_attention_heads": 2}, ["--vision-num-attention-heads 4, but 2 there"]),
