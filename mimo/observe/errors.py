@@ -183,8 +183,14 @@ def _let_the_cause_end_first() -> None:
 
 
 def _is_lost_rank(error: BaseException) -> bool:
-    """Whether the error is the backend's word that another rank's process has ended."""
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in LOST_RANK_MARKS)
+    """Whether the error is the backend's word that another rank's process has ended.
+
+    Errors of the program's own classes are not, even where they quote such a message: that of an engine's process, for
+    one, which is no rank.
+    """
+    from_backend = type(error) is RuntimeError or (
+        isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"))
+    return from_backend and any(mark in str(error) for mark in LOST_RANK_MARKS)
 
 
 def format_error(who: str, error: BaseException) -> str:

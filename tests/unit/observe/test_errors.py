@@ -72,3 +72,16 @@ with errors.fail_fast("rank 0"):
     raise ValueError("x" * 1_000_000)
 """)
     assert process.wait() == 1
+
+
+def test_an_error_of_an_engine_that_quotes_a_lost_connection_is_a_cause_of_its_own():
+    import torch.distributed as dist
+
+    from mimo.observe.errors import format_error
+    from mimo.refit.meeting import RefitError
+
+    quoted = "the engine's worker failed: [1] Connection closed by peer"
+    assert quoted in format_error("rank 0", RefitError(quoted))
+    for error in (RuntimeError(quoted), dist.DistBackendError(quoted)):
+        assert format_error("rank 1", error) == (
+            "rank 1 stops: another rank has ended; its message, if it left one, says why\n")
