@@ -101,7 +101,7 @@ def check_path(config: Config, split: str) -> None:
 
 
 def check(config: Config, request: DataRequest) -> None:
-    """Raise ValueError, naming flags and values, for paths and numbers that cannot work. Opens nothing."""
+    """Raise ValueError, naming flags and values, for numbers that cannot work. Looks at no file."""
     for name, least in (("num_workers", 0), ("packing_buffer_size", 0), ("shuffle_buffer_size", 0),
                         ("max_samples_per_sequence", 1), ("max_bad_samples", 0), ("max_image_pixels", 1)):
         value = vars(config)[name]
@@ -114,7 +114,6 @@ def check(config: Config, request: DataRequest) -> None:
             f"--packing-buffer-size {config.packing_buffer_size}: a packed row is a microbatch of its own; "
             f"--micro-batch-size {request.micro_batch_size} must be 1"
         )
-    check_path(config, request.split)
 
 
 def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
@@ -202,6 +201,7 @@ class EnergonProvider:
     def validate(self, config: Any, request: DataRequest) -> None:
         """Raise ValueError, naming flags, for what cannot work: numbers, paths, splits, tokenizer, image tiling."""
         check(config, request)
+        check_path(config, request.split)
         # Energon and torch take seconds to import, and --help needs neither.
         from data.energon_open import check_size, refuse_images, split_sizes
         from data.energon_vlm import ErrorLog, VlmTaskEncoder

@@ -30,7 +30,7 @@ from megatron.energon.task_encoder.base import TaskEncoder
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from data.conversations import is_image, is_read
-from data.energon import Config, path_of
+from data.energon import Config, check_path, path_of
 
 # What Energon raises for a folder, a YAML or a split that it cannot use.
 OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, TypeError, ryml.ryml.ExceptionBasic)
@@ -66,6 +66,7 @@ def naming(flag: str, path: str, split: str) -> Iterator[None]:
 
 def check_prepared(config: Config, split: str) -> None:
     """Raise ValueError unless the path of a split exists and is something that Energon opens."""
+    check_path(config, split)
     flag, path = path_of(config, split)
     with naming(flag, path, split):
         place = EPath(path)

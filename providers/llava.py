@@ -74,7 +74,10 @@ class LlavaProvider(VisionLanguageProvider):
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
-        return dataclasses.replace(config, **hf.module_sizes(values, module))
+        sizes = hf.module_sizes(values, module)
+        if module == LANGUAGE and values.get("model_type", "llava" if "text_config" in values else "") == "llava":
+            sizes["image_token_id"] = hf.llava_image_token(dict(values))
+        return dataclasses.replace(config, **sizes)
 
     def check_encoder_grid(self, config: Config, grid: GridSpec, problems: Problems) -> None:
         """Note what the encoder grid cannot hold."""

@@ -70,18 +70,21 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
     allow("", "model_type", config.get("model_type", "llava"), ("llava",))
     allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
     refuse_quantized(config, "")
-    return llava_vision(config) | llava_language(config)
+    return llava_vision(config) | llava_language(config) | {"image_token_id": llava_image_token(config)}
 
 
 def llava_language(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `llava_sizes` that are the decoder's, whose vocabulary has the image token. Raises ValueError as
-    it."""
-    config = renamed(config, "", ALIASES["llava"])
+    """The fields of `llava_sizes` that are the decoder's. Raises ValueError as it."""
     text = with_defaults(config.get("text_config") or {}, "text_config.", "llama", TEXT_DEFAULTS)
     # Either place may tie; transformers takes the text model's word where the outer config says nothing.
     tied = bool(config.get("tie_word_embeddings", False)) or bool(text["tie_word_embeddings"])
-    return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied,
-                                               "image_token_id": config.get("image_token_index", 32000)}
+    return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied}
+
+
+def llava_image_token(config: dict[str, Any]) -> int:
+    """The token of a LLaVA's vocabulary that stands for an image."""
+    token: int = renamed(config, "", ALIASES["llava"]).get("image_token_index", 32000)
+    return token
 
 
 def llava_vision(config: dict[str, Any]) -> dict[str, Any]:
