@@ -262,7 +262,7 @@ class ConversationRenderer:
 
     @cached_property
     def unwritten_tools(self) -> frozenset[str]:
-        """What the template leaves out of a conversation with tools, by the names in `TOOL_WORDS`."""
+        """Parts of a conversation with tools that the template leaves out, by the names in `TOOL_WORDS`."""
         try:
             text, _ = self._write(TOOL_PROBE, "")
         except ValueError:
@@ -326,7 +326,7 @@ class ConversationRenderer:
         return answers
 
     def _generation_prompt(self, turns: Sequence[Turn], text: str, image: str) -> str | None:
-        """What the model is shown before it answers; None if `text`, with the answer, does not begin so."""
+        """The text that the model sees before it answers; None if `text`, with the answer, does not begin so."""
         for switches in self._template.switches if turns else ():
             prompt = self._write(turns, image, add_generation_prompt=True, **switches)[0]
             if text.startswith(prompt):

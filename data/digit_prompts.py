@@ -94,7 +94,7 @@ class DigitPromptsProvider:
         return digits.provider.with_image_processing(config, find)
 
     def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
-        """What an engine does with images of the encoder's size."""
+        """Settings by which an engine processes images of the encoder's size."""
         return digits.provider.image_processing(config, tokens)
 
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> DigitPrompts:

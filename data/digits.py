@@ -269,7 +269,7 @@ class DigitsProvider:
         return config
 
     def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
-        """What makes an engine see images of the encoder's size as training does."""
+        """Settings by which an engine sees images of the encoder's size as training does."""
         return ImageProcessing("dynamic" if tokens.packs_patches else "stretch", (PIXEL_MEAN,), (PIXEL_STD,),
                                min_patches=1, max_patches=1024, source="the digits data set")
 

@@ -338,7 +338,7 @@ class PackedRows(PackingDataset):
         self._skipped_ahead: list[str] = []
 
     def restore_state(self, state: FlexState) -> None:
-        """As Energon's; states of earlier versions have no skipped samples."""
+        """Restore Energon's state; states of earlier versions have no skipped samples."""
         super().restore_state(FlexState({"_skipped": [], "_skipped_ahead": [], **state}))
 
     def _select(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:

@@ -111,7 +111,7 @@ def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_
 
 
 def data_fields(config: RunConfig) -> dict[str, Any]:
-    """What decides the samples of a run and their order, as plain data. Reads the files that flags name."""
+    """Fields that decide the samples of a run and their order, as plain data. Reads the files that flags name."""
     name = config.data.dataset_provider
     provider = config.find_dataset(name)
     fields = provider.stream_fields(config.dataset) if isinstance(provider, RecordedData) else (

@@ -237,7 +237,7 @@ def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Met
 
 
 def _compare_model(state: RunState, common: dict[str, Any], source: str) -> tuple[str | None, list[str]]:
-    """What is said where the checkpoint's model computes something else than the run's, and notes on the comparison."""
+    """Describe how the checkpoint's model computes something else than the run's, with notes on the comparison."""
     if not common.get("model"):
         return None, ["the checkpoint is of an older version, which did not store the model's configuration: whether "
                       "flags such as --norm-epsilon and --rotary-base are the same was not checked"]

@@ -18,7 +18,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-n
 
 @dataclass(frozen=True)
 class LossDefaults:
-    """What a policy loss uses where no flag says otherwise.
+    """Defaults of a policy loss.
 
     Attributes:
         clip_ratio_low: `--clip-ratio-low`.

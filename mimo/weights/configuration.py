@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Comparison:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
         problems: a line for each difference that is refused.

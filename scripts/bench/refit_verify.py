@@ -1,4 +1,4 @@
-"""What the verification of refits catches, what it raises false alarms about, and what it costs, beside a live engine.
+"""Measure which faults the verification of refits catches, its false alarms and its cost, beside a live engine.
 
     python scripts/bench/refit_verify.py --device cpu --dtype bfloat16 --model moe
     python scripts/bench/refit_verify.py --device cuda --model moe --engine-quantization fp8_per_block
@@ -178,7 +178,7 @@ def recover(loop: Any) -> None:
 
 
 def faults(loop: Any) -> dict[str, Fault]:
-    """What may go wrong with one tensor or two, by name."""
+    """Faults of one tensor or two, by name."""
     names = list(loop.collector.sender.weights.prepare())
     model, last = loop.config.model_family, loop.config.model_family.num_layers - 1
     is_moe = any(".experts." in name for name in names)

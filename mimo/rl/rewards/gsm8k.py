@@ -264,7 +264,7 @@ def _is_one_of_several(value: Fraction | None, rest: str) -> bool:
 
 
 def _expression(content: str) -> Reading:
-    """What math-verify reads: short, with an operation, and no power of a power."""
+    """Read an expression for math-verify: a short one with an operation and without a power of a power."""
     powers = re.findall(r"\^\{?\(?-?\d*", content)
     if (len(content) > 100 or "!" in content or "," in content or ":" in content or len(powers) > 3
             or re.search(r"\d{30}|\^\{?\(?-?\d{4}|\^[^\s]{0,12}\^|\d\.\d+\.\d|\bor\b|\band\b", content)
