@@ -36,7 +36,7 @@ def content_of_folder(folder: str, patterns: Iterable[str]) -> str:
 
 
 def content_of_data(path: str) -> str:
-    """Kind of data set that a path for Energon names: a prepared folder, a blend in YAML, or a file of samples.
+    """Digest of the data set at a path for Energon: a prepared folder, a blend in YAML, or a file of samples.
 
     A prepared folder may hold terabytes: its index stands for it, and the length of a file for the file. The path may
     be one that Energon opens on remote storage (`msc://`).
