@@ -85,7 +85,7 @@ def time_ms(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def figures(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:
-    """What the README shows of a run."""
+    """Return the figures of a run that the documentation shows."""
     timed, ranks = records[warmup:], num_ranks(config)
     seconds = sum(record["iteration-time"] for record in timed)
     tokens = sum(record["image-tokens"] + record["text-tokens"] for record in timed)

@@ -67,34 +67,34 @@ def write_tree(page: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_shards_of_ones_own_train(tmp_path: Path) -> None:
-    write_tree("data.md", tmp_path)
-    run(tmp_path, *documented("data.md", "energon", "prepare"))
-    run(tmp_path, *documented("data.md", "data.character_tokenizer"))
-    output = run(tmp_path, *documented("data.md", "datasets/own", "torchrun"), "--device", "cpu", "--run-dir", "run",
-                 "--max-bad-samples", "0")
+    write_tree("own_data.md", tmp_path)
+    run(tmp_path, *documented("own_data.md", "energon", "prepare"))
+    run(tmp_path, *documented("own_data.md", "data.character_tokenizer"))
+    output = run(tmp_path, *documented("own_data.md", "datasets/own", "torchrun"), "--device", "cpu", "--run-dir",
+                 "run", "--max-bad-samples", "0")
     assert all(step["image-tokens"] > 0 for step in records(tmp_path / "run") if "lm loss" in step)
     assert len(re.findall("val-000.tar/b0001: read '.*', is 'a bird'", output)) == 1, "each is decoded once"
 
 
 def test_the_blend_is_that_of_the_script(tmp_path: Path) -> None:
     run(tmp_path, "python", str(ROOT / "scripts/prepare_digits.py"), "digits", "--samples", "4", "--shards", "1")
-    assert blocks(DOCS / "data.md", "yaml") == [(tmp_path / "digits/blend.yaml").read_text()]
+    assert blocks(DOCS / "own_data.md", "yaml") == [(tmp_path / "digits/blend.yaml").read_text()]
 
 
 def test_the_prompts_of_ones_own_are_shown_as_they_are() -> None:
-    assert blocks(DOCS / "rl.md", "python") == [(ROOT / "tests/support/own_prompts.py").read_text()]
+    assert blocks(DOCS / "rl_engine.md", "python") == [(ROOT / "tests/support/own_prompts.py").read_text()]
 
 
 @pytest.mark.slow
 def test_prompts_of_ones_own_train(tmp_path: Path) -> None:
-    (code,) = blocks(DOCS / "rl.md", "python")
+    (code,) = blocks(DOCS / "rl_engine.md", "python")
     (tmp_path / "own_prompts.py").write_text(code)
     (tmp_path / "qa").mkdir()
     for split, first in (("train", 1), ("valid", 6)):
         rows = [{"question": f"{first}+{number}=", "answer": str(first + number)} for number in range(4)]
         (tmp_path / "qa" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run(tmp_path, *documented("rl.md", "data.character_tokenizer", "qa"))
-    output = run(tmp_path, *documented("rl.md", "own_prompts"), "--run-dir", "run")
+    run(tmp_path, *documented("rl_engine.md", "data.character_tokenizer", "qa"))
+    output = run(tmp_path, *documented("rl_engine.md", "own_prompts"), "--run-dir", "run")
     steps = [step for step in records(tmp_path / "run") if "loss" in step]
     assert len(steps) == 2 and all(math.isfinite(step["loss"]) and step["gen-kl"] < 1e-5 for step in steps)
     assert max(step["reward"] for step in steps) > 0, "some letters that it draws are digits"

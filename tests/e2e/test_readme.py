@@ -30,6 +30,8 @@ from tests.support.digit_shards import write_shards
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = ROOT / "tests" / "support"
+# Page with a complete example -> the file of that example.
+EXAMPLE_PAGES = {"providers.md": "own_provider.py", "own_data.md": "own_data.py"}
 # Flags of other programs in the pages -> a file that shows that they exist; None: not of this repository.
 OTHER_FLAGS = {
     "--steps": "scripts/quickstart.sh",
@@ -112,9 +114,9 @@ def example_commands() -> list[tuple[int | None, list[str]]]:
     return [found for found in training_commands() if any(flag.startswith("own_") for flag in found[1])]
 
 
-def test_the_readme_shows_the_examples_as_they_are() -> None:
-    shown = blocks(ROOT / "README.md", "python")
-    assert shown == [(EXAMPLES / name).read_text() for name in ("own_provider.py", "own_data.py")]
+def test_the_pages_show_the_examples_as_they_are() -> None:
+    for page, name in EXAMPLE_PAGES.items():
+        assert blocks(ROOT / "docs" / page, "python") == [(EXAMPLES / name).read_text()]
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +207,7 @@ def test_lists_of_what_is_built_in_are_complete() -> None:
     assert not [
         *missing(registry.MODEL_PROVIDERS, "docs/providers.md"),
         *missing(registry.DATASET_PROVIDERS, "docs/data.md"),
-        *missing(registry.DATASET_PROVIDERS, "README.md"),
-        *missing(registry.REWARDS, "docs/rl.md"),
+        *missing(registry.REWARDS, "docs/rl_engine.md"),
         *missing(architectures, "docs/checkpoints.md"),
         *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/data.py", "({})"),
         *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_sections.py", "({})"),
@@ -251,9 +252,10 @@ def test_outputs_are_what_is_printed(command: str, output: str) -> None:
     assert done.stdout + done.stderr == output
 
 
-@pytest.mark.parametrize(("processes", "flags"), example_commands(), ids=["own_provider", "own_data"])
+@pytest.mark.parametrize(("processes", "flags"), example_commands(), ids=["own_data", "own_provider"])
 def test_the_examples_train(processes: int, flags: list[str], tmp_path: Path) -> None:
-    for name, code in zip(("own_provider.py", "own_data.py"), blocks(ROOT / "README.md", "python"), strict=True):
+    for page, name in EXAMPLE_PAGES.items():
+        (code,) = blocks(ROOT / "docs" / page, "python")
         (tmp_path / name).write_text(code)
     (tmp_path / "qa").mkdir()
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What happens to each key of a Hugging Face configuration, found by changing it: the table of docs/hf_config.md.
+"""What happens to each key of a Hugging Face configuration, found by changing it: the table of docs/hf_config_keys.md.
 
 `python -m tests.support.hf_keys` writes the table.
 """
@@ -18,7 +18,7 @@ from providers.common.hf_deepseek import deepseek_sizes
 from providers.common.hf_nemotron import OLD_NAMES, nemotron_sizes, vlm_config, vlm_sizes
 from providers.common.hf_text import ALIASES, LLAMA3_ROPE
 
-PAGE = Path(__file__).parents[2] / "docs" / "hf_config.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hf_config_keys.md"
 BEGIN, END = "<!-- The table is written by tests/support/hf_keys.py. -->", "<!-- The end of the table. -->"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_ROPE}
 ROPES: list[Any] = [{"rope_type": "default", "rope_theta": 7.0}, LLAMA3, {"rope_type": "linear", "factor": 2.0},
