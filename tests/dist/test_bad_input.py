@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.launch import ROOT, find_worker, finish, records, start_torchrun, torchrun, wait_for_steps
 
+pytestmark = pytest.mark.slow
+
 TINY = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --seq-length 64 --global-batch-size 4
 --train-iters 3 --watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
 --ffn-hidden-size 64 --vocab-size 96 --image-token-id 95 --vision-num-layers 1 --vision-hidden-size 32
@@ -40,7 +42,7 @@ def root_cause(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
     ("--model-provider nowhere:family", "--model-provider nowhere:family"),
     ("--llm-tp 2", "--llm-tp 2"),
     ("--layout colocated --encoder-tp 2 --llm-tp 2 --num-attention-heads 3", "--num-attention-heads 3"),
-    pytest.param("--no-such-flag 3", "--no-such-flag", marks=pytest.mark.slow),
+    ("--no-such-flag 3", "--no-such-flag"),
 ])
 def test_flags_that_cannot_work(flags: str, named: str, tmp_path: Path) -> None:
     done = torchrun(2, *TINY, *flags.split(), "--run-dir", str(tmp_path), timeout_s=ENDS_WITHIN_S)
@@ -65,12 +67,9 @@ SAMPLES = {
     "another_sample_encoded": (LANGUAGE, f"reads sample '{SECOND_BATCH}', but vision rank 0 encodes sample "
                                          f"'{SECOND_BATCH}-other'"),
 }
-FAST = ("missing_image", "fewer_images_encoded", "overflow")
 
 
-@pytest.mark.parametrize("fault", [
-    pytest.param(fault, marks=() if fault in FAST else pytest.mark.slow) for fault in SAMPLES
-])
+@pytest.mark.parametrize("fault", SAMPLES)
 def test_a_bad_sample(fault: str, tmp_path: Path) -> None:
     rank, message = SAMPLES[fault]
     done = torchrun(2, *TINY, "--dataset-provider", f"tests.support.bad_data:{fault}", "--run-dir", str(tmp_path),
@@ -85,7 +84,6 @@ def test_a_bad_sample(fault: str, tmp_path: Path) -> None:
     assert [record["iteration"] for record in records(tmp_path)] == [1], "the step before was taken, none after"
 
 
-@pytest.mark.slow
 def test_a_sample_that_is_bad_on_both_sides(tmp_path: Path) -> None:
     """Either side may meet it first; both say the same."""
     done = torchrun(2, *TINY, "--dataset-provider", "tests.support.bad_data:missing_size", "--run-dir", str(tmp_path),
@@ -105,7 +103,6 @@ def test_a_file_that_a_data_set_misses_is_told_once_and_before_the_model_is_buil
     assert "Traceback" not in own and "layers: " not in own
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_is_the_cause_and_not_the_rank_that_misses_it(tmp_path: Path) -> None:
     process = start_torchrun(2, *TINY, "--train-iters", "100000", "--run-dir", str(tmp_path))
     wait_for_steps(tmp_path, process)
@@ -116,7 +113,6 @@ def test_a_process_that_is_killed_is_the_cause_and_not_the_rank_that_misses_it(t
     assert rank == 1 and "Signal 9 (SIGKILL)" in told
 
 
-@pytest.mark.slow
 def test_a_refusal_of_one_rank_alone_is_told(tmp_path: Path) -> None:
     """Rank 0 finds nothing wrong, and waits for the others."""
     (tmp_path / "one_rank.py").write_text(

@@ -11,6 +11,8 @@ import torch
 from tests.support.equality import Outcome, assert_equal, run_layout, run_oracle
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 ONE_PROCESS = ("--layout", "colocated")
 # name -> (ranks, flags)
 LAYOUTS = {

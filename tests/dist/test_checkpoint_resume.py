@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mimo.grid.spec import GridSpec, Layout
 from tests.support.equality import MOE, TOLERANCE, part_of, run_oracle
 from tests.support.global_state import assemble, worst_errors
 from tests.support.hf_families import LLAVA_MODELS, VOCAB_SIZE
+from tests.support.marks import fast_only
 from tests.support.resuming import (
     NUM_STEPS,
     SAVED_AT,
@@ -46,12 +47,7 @@ SAME_LAYOUT = {
 }
 
 
-def with_slow(names: Iterable[str], slow: set[str]) -> list[Any]:
-    """Parameters of a test, some of which only the slow suite runs."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
-
-
-@pytest.mark.parametrize("layout", with_slow(SAME_LAYOUT, {"both-pp2", "both-tp2", "overlapped"}))
+@pytest.mark.parametrize("layout", fast_only(("tp2", "disjoint-llm-dp2"), SAME_LAYOUT))
 def test_same_layout_continues_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world_size, flags, saving = SAME_LAYOUT[layout]
     flags = (*flags.split(), *DROPOUT)
@@ -87,7 +83,6 @@ OTHER_LAYOUTS = {
 }
 
 
-SLOW_LAYOUTS = {"unsharded", "moe-ep4-of-dp4", "moe-expert-tp2-unsharded", "moe-pp2", "from-pipelines-to-tp2"}
 Origins = Callable[[str], tuple[Path, list[Run]]]
 
 
@@ -103,7 +98,7 @@ def origins(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Origi
     return find
 
 
-@pytest.mark.parametrize("layout", with_slow(OTHER_LAYOUTS, SLOW_LAYOUTS))
+@pytest.mark.parametrize("layout", fast_only(("llm-tp2", "from-colocated-to-disjoint"), OTHER_LAYOUTS))
 def test_any_layout_continues(pool: WorkerPool, origins: Origins, layout: str) -> None:
     origin, world_size, flags = OTHER_LAYOUTS[layout]
     folder, whole = origins(origin)
@@ -113,6 +108,7 @@ def test_any_layout_continues(pool: WorkerPool, origins: Origins, layout: str) -
     assert not found, "\n".join(found[:8] + [f"... {len(found)} differences"])
 
 
+@pytest.mark.slow
 def test_modules_may_change_places(pool: WorkerPool, origins: Origins) -> None:
     folder, whole = origins("dense")
     layout = Layout("disjoint", 3, (GridSpec("vision", offset=2),), GridSpec("language", offset=0, dp=2))
@@ -128,7 +124,8 @@ ROUND_TRIPS = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(ROUND_TRIPS, {"dense-bf16"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_another_layout_keeps_every_bit(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     """Loaded and saved again by another layout, a checkpoint is the same for the first one."""
     flags, world_size, between = ROUND_TRIPS[name]
@@ -147,7 +144,8 @@ SECOND_STAGES = {
 }
 
 
-@pytest.mark.parametrize("frozen", with_slow(STAGES, {"vision,projector"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", STAGES)
 def test_frozen_stage_then_everything_trains(pool: WorkerPool, tmp_path: Path, frozen: str) -> None:
     """Parts that were frozen start with fresh moments and Adam's first update; the others go on."""
     parts = frozenset(frozen.split(","))
@@ -169,6 +167,7 @@ def test_frozen_stage_then_everything_trains(pool: WorkerPool, tmp_path: Path, f
         assert max(errors.values()) < TOLERANCE, errors
 
 
+@pytest.mark.slow
 def test_a_trained_part_may_be_frozen_later(pool: WorkerPool, origins: Origins) -> None:
     folder, _ = origins("dense")
     flags = ("--llm-dp", "2", "--load", str(folder))
@@ -204,6 +203,7 @@ def refused(pool: WorkerPool, *flags: str) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_everything_is_taken_unless_flags_say_otherwise(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     folder, whole = alone
     rest = one_process(pool, *DROPOUT, "--load", folder)
@@ -212,6 +212,7 @@ def test_everything_is_taken_unless_flags_say_otherwise(pool: WorkerPool, alone:
     assert rest.lines == [f"loaded {folder}/iter_0000004"]
 
 
+@pytest.mark.slow
 def test_ckpt_step(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     folder, whole = alone
     rest = one_process(pool, *DROPOUT, "--load", folder, "--ckpt-step", "2")
@@ -221,6 +222,7 @@ def test_ckpt_step(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     assert "--ckpt-step 3" in message and "iter_0000003" in message and "complete: 2, 4" in message
 
 
+@pytest.mark.slow
 def test_finetune_takes_only_the_weights(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     folder, whole = alone
     at_4 = one_process(pool, "--load", folder, until=4)
@@ -239,6 +241,7 @@ def flat_parameters(run: Run) -> np.ndarray:
     return np.concatenate([value.ravel() for _, value in sorted(whole_parameters([run]).items())])
 
 
+@pytest.mark.slow
 def test_no_load_optim(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     folder, whole = alone
     run = one_process(pool, *DROPOUT, "--load", folder, "--no-load-optim", until=5)
@@ -249,6 +252,7 @@ def test_no_load_optim(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     assert not np.array_equal(flat_parameters(run), flat_parameters(again)), "the moments matter"
 
 
+@pytest.mark.slow
 def test_no_load_scheduler(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     folder, whole = alone
     run = one_process(pool, *DROPOUT, "--load", folder, "--no-load-scheduler", until=5)
@@ -256,6 +260,7 @@ def test_no_load_scheduler(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     assert run.losses == whole.losses[4:5] and run.updates["language"] == {5}
 
 
+@pytest.mark.slow
 def test_no_load_rng(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     folder, whole = alone
     run = one_process(pool, *DROPOUT, "--load", folder, "--no-load-rng", until=5)
@@ -263,6 +268,7 @@ def test_no_load_rng(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     assert run.keys == whole.keys[4:5] and run.updates["language"] == {5}
 
 
+@pytest.mark.slow
 def test_no_save_optim(pool: WorkerPool, tmp_path: Path) -> None:
     whole = one_process(pool, "--save", str(tmp_path), "--no-save-optim", until=3)
     flags = ("--load", str(tmp_path))
@@ -275,6 +281,7 @@ def test_no_save_optim(pool: WorkerPool, tmp_path: Path) -> None:
     assert full.saved_bytes > 2.9 * whole.saved_bytes, "two moments of fp32 beside fp32 weights"
 
 
+@pytest.mark.slow
 def test_no_save_rng(pool: WorkerPool, tmp_path: Path) -> None:
     whole = one_process(pool, *DROPOUT, "--save", str(tmp_path), "--no-save-rng", until=3)
     run = one_process(pool, *DROPOUT, "--load", str(tmp_path), until=3)
@@ -282,6 +289,7 @@ def test_no_save_rng(pool: WorkerPool, tmp_path: Path) -> None:
     assert any("random generators of vision, language start from --seed" in line for line in run.lines)
 
 
+@pytest.mark.slow
 def test_generators_of_another_grid_are_reported(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     lines = pool.run(train, ("--load", alone[0]), 2, 4, world_size=2)[0].lines
     assert not any("random generators" in line for line in lines), "sizes are the same, places are not"
@@ -289,6 +297,7 @@ def test_generators_of_another_grid_are_reported(pool: WorkerPool, alone: tuple[
     assert any("random generators of language" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_keep_last_and_many_saves(pool: WorkerPool, tmp_path: Path) -> None:
     """The wheel reuses its plan of the first saves for the later ones: those must hold what they should too."""
     flags = ("--save", str(tmp_path), "--keep-last", "2", "--async-save")
@@ -302,6 +311,7 @@ def test_keep_last_and_many_saves(pool: WorkerPool, tmp_path: Path) -> None:
         assert_same_bits([whole], [rest])
 
 
+@pytest.mark.slow
 def test_changed_flags_are_reported(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     changed = ("--lr", "1e-3", "--no-use-distributed-optimizer", "--global-batch-size", "2", "--hidden-dropout", "0.2")
     lines = one_process(pool, *DROPOUT, "--load", alone[0], *changed, until=0).lines
@@ -322,6 +332,7 @@ OTHER_FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_FUNCTIONS)
 def test_a_model_that_computes_something_else_is_refused(pool: WorkerPool, alone: tuple[str, Run], name: str) -> None:
     flags, fields = OTHER_FUNCTIONS[name]
@@ -336,6 +347,7 @@ def test_a_model_that_computes_something_else_is_refused(pool: WorkerPool, alone
     assert len([line for line in lines if "which --allow-difference allows" in line]) == len(fields)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_sizes_of_its_config_json(pool: WorkerPool, tmp_path: Path) -> None:
     values = {"model_type": "llava", **LLAVA_MODELS["clip-llama"], "image_token_index": VOCAB_SIZE - 1}
     config = tmp_path / "hf" / "config.json"
@@ -353,6 +365,7 @@ def test_a_checkpoint_has_the_sizes_of_its_config_json(pool: WorkerPool, tmp_pat
     assert lines == [f"loaded {save}/iter_0000002", f"  --hf-config {moved} (checkpoint: {tmp_path / 'hf'})"]
 
 
+@pytest.mark.slow
 def test_other_data_is_refused(pool: WorkerPool, alone: tuple[str, Run]) -> None:
     folder, whole = alone
     changed = (*DROPOUT, "--load", folder, "--mock-max-length", "20", "--mock-images-max", "1")
@@ -391,6 +404,7 @@ def save_streams(rank: int, flags: tuple[str, ...], world_size: int) -> list[str
     return found
 
 
+@pytest.mark.slow
 def test_stream_states_that_could_not_be_loaded_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
     flags = ("--layout", "colocated", "--encoder-dp", "2", "--llm-dp", "2", "--save", str(tmp_path))
     first, second = pool.run(save_streams, flags, 2, world_size=2)
@@ -400,6 +414,7 @@ def test_stream_states_that_could_not_be_loaded_are_refused(pool: WorkerPool, tm
         assert reason in message.split("cannot hold: ")[1].splitlines()[0], message
 
 
+@pytest.mark.slow
 def test_nothing_to_load(pool: WorkerPool, tmp_path: Path) -> None:
     nowhere, fresh = str(tmp_path / "nowhere"), str(tmp_path / "fresh")
     run = one_process(pool, "--load", fresh, "--save", fresh, until=0)
@@ -419,6 +434,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_started_again_a_run_goes_on_from_its_own_checkpoint(
     pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path, beginning: str
@@ -438,6 +454,7 @@ def test_started_again_a_run_goes_on_from_its_own_checkpoint(
                           f"  --load {alone[0]}{finetune} is not read: --save has the run's own checkpoint"]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_neither_replaced_nor_continued(
     pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path
 ) -> None:
@@ -461,6 +478,7 @@ def test_checkpoints_of_another_run_are_neither_replaced_nor_continued(
         f"--save {own}: {own}/latest_checkpointed_iteration.txt names iter_0000009, which is not there; complete: 2, 4")
 
 
+@pytest.mark.slow
 def test_a_run_needs_its_optimizer_to_go_on(pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path) -> None:
     flags = ("--load", alone[0], "--finetune", "--save", str(tmp_path), "--no-save-optim", "--no-load-optim")
     one_process(pool, *flags, until=2)
@@ -468,6 +486,7 @@ def test_a_run_needs_its_optimizer_to_go_on(pool: WorkerPool, alone: tuple[str, 
     assert "from its own checkpoint, which holds no optimizer (--no-save-optim): give --load the folder" in message
 
 
+@pytest.mark.slow
 def test_the_loop_of_a_requeued_finetune_comes_to_its_end(pool: WorkerPool, tmp_path: Path) -> None:
     """Every start saves and ends after an iteration, as --exit-duration-in-mins wants it."""
     flags = ("--layout", "colocated", *DROPOUT, "--global-batch-size", "4", "--train-iters", "3")
@@ -491,6 +510,7 @@ def test_the_loop_of_a_requeued_finetune_comes_to_its_end(pool: WorkerPool, tmp_
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_loop_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
     """The whole loop: records after a restart are those of the uninterrupted run; the last iteration is saved too."""
     folder = str(tmp_path / "checkpoints")

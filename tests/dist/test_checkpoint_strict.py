@@ -83,6 +83,7 @@ def listed(message: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_loads(pool: WorkerPool, checkpoint: Path, split_checkpoint: Path) -> None:
     for folder in (checkpoint, split_checkpoint):
         assert pool.run(refusals, FLAGS, 1, folder, [unchanged], world_size=1) == [[None]]
@@ -104,6 +105,7 @@ def test_every_corrupted_item_is_named(pool: WorkerPool, checkpoint: Path) -> No
         assert f"{item.fqn} in __0_" in message and message.count("(checksum)") == 1, message
 
 
+@pytest.mark.slow
 def test_every_corrupted_piece_is_named_on_every_rank(pool: WorkerPool, split_checkpoint: Path) -> None:
     items = items_of(split_checkpoint)[::7]
     flags, changes = (*FLAGS, *TWO_RANKS), [Flip(item) for item in items]
@@ -119,6 +121,7 @@ def test_every_deleted_tensor_is_named(pool: WorkerPool, checkpoint: Path) -> No
         assert listed(message) == {MISSING: [key]}
 
 
+@pytest.mark.slow
 def test_renamed_tensors_are_named(pool: WorkerPool, checkpoint: Path) -> None:
     keys = list(tensors_of(checkpoint))[::3]
     changes = [Rename(key, f"{key}_2") for key in keys]
@@ -126,6 +129,7 @@ def test_renamed_tensors_are_named(pool: WorkerPool, checkpoint: Path) -> None:
         assert listed(message) == {MISSING: [key], LEFT: [f"{key}_2"]}
 
 
+@pytest.mark.slow
 def test_reshaped_tensors_are_named(pool: WorkerPool, checkpoint: Path) -> None:
     tensors = dict(list(tensors_of(checkpoint).items())[::3])
     # Rows beyond the vocabulary are padding, which another layout may have more of.
@@ -139,6 +143,7 @@ def test_reshaped_tensors_are_named(pool: WorkerPool, checkpoint: Path) -> None:
             assert found[CLASH] == [f"{key}: shape {bigger} in the checkpoint, {size} in this run"]
 
 
+@pytest.mark.slow
 def test_recast_tensors_are_named(pool: WorkerPool, checkpoint: Path) -> None:
     tensors = dict(list(tensors_of(checkpoint).items())[::3])
     for (key, tensor), message in zip(tensors.items(), errors_of(pool, checkpoint, [Recast(key) for key in tensors]),
@@ -147,6 +152,7 @@ def test_recast_tensors_are_named(pool: WorkerPool, checkpoint: Path) -> None:
             CLASH: [f"{key}: torch.float16 in the checkpoint, {tensor.properties.dtype} in this run"]}
 
 
+@pytest.mark.slow
 def test_every_lost_or_moved_piece_is_named(pool: WorkerPool, split_checkpoint: Path) -> None:
     keys = [key for key, tensor in tensors_of(split_checkpoint).items() if len(tensor.chunks) > 1]
     assert len(keys) > 10
@@ -157,12 +163,14 @@ def test_every_lost_or_moved_piece_is_named(pool: WorkerPool, split_checkpoint: 
         assert listed(first) == gap and listed(second) == gap
 
 
+@pytest.mark.slow
 def test_items_without_a_place_are_named(pool: WorkerPool, checkpoint: Path) -> None:
     items = items_of(checkpoint)[::5]
     for item, message in zip(items, errors_of(pool, checkpoint, [LosePlace(item) for item in items]), strict=True):
         assert f"{item.fqn}: the index does not say where a piece of it is" in message
 
 
+@pytest.mark.slow
 def test_lost_objects_are_noted(pool: WorkerPool, checkpoint: Path) -> None:
     """Generators and data streams depend on the layout, so that they may be missing; but not in silence."""
     objects = sorted(item.fqn for item in items_of(checkpoint) if is_object(checkpoint, item))
@@ -185,6 +193,7 @@ class DeleteAll:
             Delete(key)(folder)
 
 
+@pytest.mark.slow
 def test_unknown_modules_are_named(pool: WorkerPool, checkpoint: Path) -> None:
     keys = ["audio.encoders.weight", "mimo.audio.optimizer.state.exp_avg.encoders.weight", "language.more.weight",
             "mimo.vision.optimizer.state.exp_avg.more.weight"]
@@ -192,6 +201,7 @@ def test_unknown_modules_are_named(pool: WorkerPool, checkpoint: Path) -> None:
         assert listed(message) == {LEFT: [key]}
 
 
+@pytest.mark.slow
 def test_another_size_lists_every_clash_at_once(pool: WorkerPool, checkpoint: Path) -> None:
     """Both modules, weights and optimizer, in one error; nothing else is done."""
     flags = ("--ffn-hidden-size", "48", "--vision-ffn-hidden-size", "96", "--num-layers", "2", "--no-bf16",
@@ -206,6 +216,7 @@ def test_another_size_lists_every_clash_at_once(pool: WorkerPool, checkpoint: Pa
     assert all("fp32_param" in key for key in found[LEFT]), "a float32 run has no copies"
 
 
+@pytest.mark.slow
 def test_damaged_files_are_named(pool: WorkerPool, checkpoint: Path) -> None:
     shards = sorted(path.name for path in checkpoint.glob("*.distcp"))
     held = {name: {item.fqn for item, place in read_index(checkpoint).storage_data.items()
@@ -220,6 +231,7 @@ def test_damaged_files_are_named(pool: WorkerPool, checkpoint: Path) -> None:
         assert change.name in message, message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_checksums_is_not_trusted(pool: WorkerPool, checkpoint: Path) -> None:
     changes: list[Change] = [Remove(CHECKSUMS), Write(CHECKSUMS, b"{}")]
     gone, empty = errors_of(pool, checkpoint, changes)
@@ -228,6 +240,7 @@ def test_a_checkpoint_without_its_checksums_is_not_trusted(pool: WorkerPool, che
     assert pool.run(refusals, (*FLAGS, "--no-ckpt-verify"), 1, checkpoint, changes[:1], world_size=1) == [[None]]
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_named(pool: WorkerPool, checkpoint: Path) -> None:
     key = "language.decoder.final_layernorm.weight"
     item = next(item for item in items_of(checkpoint) if item.fqn == key)
@@ -239,6 +252,7 @@ def not_a_number(value: torch.Tensor) -> torch.Tensor:
     return value * torch.nan
 
 
+@pytest.mark.slow
 def test_the_newest_whole_checkpoint_before_a_damaged_one_is_named(pool: WorkerPool, checkpoint: Path,
                                                                     tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
@@ -280,6 +294,7 @@ def checkpoint_copy(checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
+@pytest.mark.slow
 def test_fp32_copies_that_are_not_the_weights(pool: WorkerPool, checkpoint: Path) -> None:
     """A consistent checkpoint of inconsistent values: the first step would jump to the copy."""
     start = "mimo.language.optimizer.state.fp32_param."
@@ -296,6 +311,7 @@ def add_a_quarter(value: torch.Tensor) -> torch.Tensor:
     return value + 0.25
 
 
+@pytest.mark.slow
 def test_the_tracker_is_checked(pool: WorkerPool, checkpoint: Path, tmp_path: Path) -> None:
     root, tracker = tmp_path, tmp_path / "latest_checkpointed_iteration.txt"
     (root / "iter_0000003").mkdir()

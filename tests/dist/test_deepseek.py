@@ -13,7 +13,7 @@ from mimo.protocols import LANGUAGE
 from providers import deepseek_v3
 from tests.support import deepseek
 from tests.support.equality import Outcome, find_differences
-from tests.support.marks import slow_unless
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
 
@@ -45,8 +45,8 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(("variant", "layout"), slow_unless(
-    lambda variant, layout: variant == "yarn" or layout == "pp2", itertools.product(deepseek.VARIANTS, LAYOUTS)))
+@pytest.mark.parametrize(("variant", "layout"), fast_only(
+    [("yarn", layout) for layout in LAYOUTS], itertools.product(deepseek.VARIANTS, LAYOUTS)))
 def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Any, tmp_path: Path, variant: str,
                                               layout: str) -> None:
     import torch
@@ -68,7 +68,7 @@ def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Any, tmp_
         assert torch.equal(reloaded, expected["logits"])
 
 
-@pytest.mark.parametrize("variant", slow_unless(lambda variant: variant == "yarn", deepseek.VARIANTS))
+@pytest.mark.parametrize("variant", fast_only(["yarn"], deepseek.VARIANTS))
 def test_gradients_equal_hugging_face(pool: WorkerPool, saved: Any, variant: str) -> None:
     folder, expected = saved[variant]
     (found,) = pool.run(deepseek.gradients_of, ("--hf-config", str(folder)), world_size=1)
@@ -85,7 +85,8 @@ def one_process(pool: WorkerPool, saved: Any) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("layout", slow_unless(lambda layout: layout in ("tp2-ep2", "pp2"), TRAINING))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TRAINING)
 def test_training_equals_one_process(pool: WorkerPool, saved: Any, one_process: Outcome, layout: str) -> None:
     world_size, flags = TRAINING[layout]
     outcomes = pool.run(deepseek.train, ("--hf-config", str(saved["yarn"][0]), *flags.split()), world_size,
@@ -102,6 +103,7 @@ BIAS_LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", BIAS_LAYOUTS)
 def test_bias_moves_towards_an_even_load(pool: WorkerPool, saved: Any, layout: str) -> None:
     import torch
@@ -127,6 +129,7 @@ def test_bias_moves_towards_an_even_load(pool: WorkerPool, saved: Any, layout: s
         assert torch.equal(steps[0]["after"][layer], steps[1]["before"][layer])
 
 
+@pytest.mark.slow
 def test_bias_stays_float32_in_a_bfloat16_model(pool: WorkerPool, saved: Any) -> None:
     import torch
 
@@ -141,6 +144,7 @@ def test_bias_stays_float32_in_a_bfloat16_model(pool: WorkerPool, saved: Any) ->
 
 # The plan and the checkpoint's names
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", deepseek.VARIANTS)
 def test_parameter_shapes_and_checkpoint_names(pool: WorkerPool, saved: Any, variant: str) -> None:
     folder, _ = saved[variant]

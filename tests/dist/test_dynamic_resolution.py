@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mimo.model.patches import interpolate_positions, pixel_shuffle
 from mimo.protocols import LANGUAGE
 from providers import mock
 from tests.support import equality, hf_families, packing
+from tests.support.marks import fast_only
 from tests.support.packing import Outcome
 from tests.support.spawn import WorkerPool
 
@@ -53,6 +55,7 @@ def alone(pool: WorkerPool) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_images_equal_each_sample_alone(pool: WorkerPool, alone: Any, model: str, layout: str) -> None:
@@ -62,8 +65,9 @@ def test_packed_images_equal_each_sample_alone(pool: WorkerPool, alone: Any, mod
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("layout", ["one-process", "encoder-tp2", "encoder-pp2"])
-@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize(("factor", "layout"), fast_only(
+    [(1, "encoder-tp2"), (1, "encoder-pp2")],
+    itertools.product([1, 2], ["one-process", "encoder-tp2", "encoder-pp2"])))
 def test_images_of_one_size_equal_the_unpacked_encoder(pool: WorkerPool, alone: Any, factor: int, layout: str) -> None:
     side, (ranks, grids) = 16 * factor, LAYOUTS[layout]
     sizes, shuffle = ((side, side),) * 4, f"--vision-image-size {side} --vision-pixel-shuffle {factor}"
@@ -74,6 +78,7 @@ def test_images_of_one_size_equal_the_unpacked_encoder(pool: WorkerPool, alone: 
         assert not found, "\n".join([flags, *found])
 
 
+@pytest.mark.slow
 def test_frozen_encoder_on_two_stages(pool: WorkerPool, alone: Any) -> None:
     flags, sizes = MODELS["pixel-shuffle"]
     frozen = f"{flags} --freeze vision"
@@ -130,6 +135,7 @@ def run_encoder(rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
             "parameters": sum(parameter.numel() for parameter in module.parameters())}
 
 
+@pytest.mark.slow
 def test_encoder_keeps_images_apart_and_its_inputs_as_they_were(pool: WorkerPool) -> None:
     sizes = [(16, 48), (32, 32), (48, 16), (16, 16)]
     (found,) = pool.run(run_encoder, sizes, world_size=1)
@@ -140,6 +146,7 @@ def test_encoder_keeps_images_apart_and_its_inputs_as_they_were(pool: WorkerPool
     assert found["parameters"] == total_parameters(mock.provider.parameter_shapes(CONFIG, "vision"))
 
 
+@pytest.mark.slow
 def test_positions_are_interpolated_between_patch_centres() -> None:
     # By the formula: sample i of n lies at (i + 0.5) * side / n - 0.5, clamped to the grid.
     weight = torch.randn(9, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -162,6 +169,7 @@ def test_positions_are_interpolated_between_patch_centres() -> None:
     torch.testing.assert_close(rounded, interpolate_positions(halves.double(), (rows, columns)).to(torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_neighbouring_patches_become_one_token() -> None:
     names = torch.arange(2 * 6).view(12, 1)  # two rows of six patches
     assert pixel_shuffle(names, (2, 6), 2).tolist() == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
@@ -178,6 +186,7 @@ def logits_of_siglip(rank: int, folder: str) -> tuple[dict[str, Any], dict[str, 
     return expected, hf_families.logits_of(rank, "siglip-qwen3", folder, flags, 1)
 
 
+@pytest.mark.slow
 def test_weights_of_a_siglip_load(pool: WorkerPool, tmp_path: Path) -> None:
     ((expected, found),) = pool.run(logits_of_siglip, str(tmp_path), world_size=1)
     assert found.keys() == expected.keys()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support import launch
+from tests.support.marks import fast_only
 from tests.support.prefetching import assert_same_bits, check_where_it_ran, train_with_each
 from tests.support.resuming import exact_state
 from tests.support.spawn import WorkerPool
@@ -35,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast_only(("fan-in", "encoder-tp2"), CASES))
 def test_no_bit_changes(pool: WorkerPool, case: str) -> None:
     world_size, flags, depths = CASES[case]
     ranks = pool.run(train_with_each, tuple(flags.split()), world_size, (0, *depths), world_size=world_size)
@@ -67,6 +68,7 @@ def logged(run_dir: Path, key: str) -> list[float]:
     return [record[key] for record in launch.records(run_dir) if key in record]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DATA)
 def test_runs_with_and_without_it_are_one_run(pool: WorkerPool, tmp_path: Path, data: str) -> None:
     flags = ("--dataset-provider", DATA[data])
@@ -86,6 +88,7 @@ def test_runs_with_and_without_it_are_one_run(pool: WorkerPool, tmp_path: Path, 
         assert [record["consumed_samples"] for record in records if "lm loss" in record] == [6, 8, 10]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_leaves_nothing_waiting_and_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
     """Features and data of the iterations that do not come are there when it stops, on ranks that read and others."""
     flags = ("--dataset-provider", DATA["routed"], *DEPTH, "--save", str(tmp_path / "checkpoints"))
@@ -126,6 +129,7 @@ def run_slowly(rank: int, flags: tuple[str, ...], run_dir: str) -> list[dict[str
     return [record.to_dict() for record in run_loop(rank, (*SLOW.split(), *flags), 2, run_dir, delay)]
 
 
+@pytest.mark.slow
 def test_what_runs_inside_a_wait_is_a_forward_pass(pool: WorkerPool, tmp_path: Path) -> None:
     flags = ("--encoder-prefetch-depth", "1", "--timeline-interval", "1")
     found = pool.run(run_slowly, flags, str(tmp_path), world_size=2)[0]

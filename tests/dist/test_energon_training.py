@@ -14,6 +14,8 @@ from tests.support.launch import losses, records
 from tests.support.noted_energon import FOLDER, noted_rows
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:

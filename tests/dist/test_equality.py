@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.equality import DENSE, MOE, TOLERANCE, Outcome, assert_equal, run_layout, run_oracle
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 from tests.support.steps import run_loop
 
@@ -32,6 +34,8 @@ LAYOUTS = {
     "unsharded-optimizer": (3, "--llm-dp 2 --no-use-distributed-optimizer"),
 }
 MODELS = {"dense": DENSE, "moe": MOE}
+FAST = [("dense", "encoder-dp1-llm-dp2"), ("dense", "encoder-tp2-llm-tp2"), ("dense", "colocated-encoder-dp2-llm-tp2"),
+        ("moe", "encoder-pp2-llm-pp2"), ("moe", "llm-ep2")]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +58,7 @@ def test_the_batch_is_mixed(oracles: dict[str, Outcome]) -> None:
         assert min(outcome.grad_norms) > 0.5, "clipping is active"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), fast_only(FAST, itertools.product(MODELS, LAYOUTS)))
 def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], model: str, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     if model == "dense" and "--llm-ep" in flags:
@@ -91,6 +94,7 @@ def balanced_run(rank: int, kind: str, world_size: int, flags: tuple[str, ...], 
     return [record.grad_norm for record in records], lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BALANCING)
 def test_a_run_says_whose_load_balancing_depends_on_the_layout(pool: WorkerPool, kind: str, tmp_path: Path) -> None:
     ((alone, lines),) = pool.run(balanced_run, kind, 1, (), str(tmp_path / "alone"), world_size=1)

@@ -12,6 +12,8 @@ import pytest
 from tests.support.equality import NUM_STEPS, Outcome, find_differences, run_layout, run_oracle
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 FAN_OUT = ("--llm-dp", "2")
 FAN_IN = ("--encoder-dp", "2", "--micro-batch-size", "2")
 # First language rank of both layouts' three ranks, and a rank with a data-parallel peer in FAN_OUT.

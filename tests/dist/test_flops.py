@@ -12,6 +12,7 @@ import pytest
 from mimo.protocols import LANGUAGE
 from tests.support import flops
 from tests.support.equality import BASE, MODEL, MOE
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 COMMON = (*BASE, "--seq-length", "256", "--global-batch-size", "3")
@@ -50,7 +51,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", fast_only(("llava", "nemotron"), MODELS))
 def test_torch_counts_as_much(pool: WorkerPool, name: str) -> None:
     (found,) = pool.run(flops.count, MODELS[name], world_size=1)
     assert found.torch == found.hardware
@@ -65,6 +66,7 @@ def test_a_frozen_router_computes_the_gradient_of_its_weights_all_the_same(pool:
     assert 0 < found.torch[LANGUAGE] - found.hardware[LANGUAGE] < 0.002 * found.hardware[LANGUAGE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), [
     (3, "--llm-dp 2"), (3, "--llm-tp 2"), (4, "--encoder-tp 2 --llm-pp 2"),
     (2, "--layout colocated --encoder-dp 2 --llm-dp 2"),
@@ -78,6 +80,7 @@ def test_every_layout_has_the_work_of_one_process(pool: WorkerPool, ranks: int, 
         assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava", "nemotron"])
 def test_packed_sequences_attend_to_themselves(pool: WorkerPool, name: str) -> None:
     flags = {"llava": (*LLAVA, *"--vision-dynamic-resolution --no-vision-class-token --global-batch-size 4".split()),

@@ -11,6 +11,8 @@ from tests.support.equality import Outcome, assert_equal, part_of, run_layout, r
 from tests.support.global_state import initial_value
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 FREEZE = ("vision", "vision,projector", "language", "language,vision")
 PARTS = {"vision", "projector", "language"}
 # name -> (ranks, flags)

@@ -14,6 +14,8 @@ import pytest
 from tests.support.equality import parse_config
 from tests.support.spawn import WorkerPool, _free_port
 
+pytestmark = pytest.mark.slow
+
 WATCHDOG = ("--watchdog-timeout-s", "45")
 RL = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 64
 --vocab-size 100 --no-bf16 --device cpu --transformer-impl local --seq-length 64 --max-completion-tokens 16

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from mimo.weights.configuration import ROPE_KEYS
 from tests.support import hf_families
 from tests.support.hf_families import LLAMA3, LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
-from tests.support.marks import slow_unless
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
 
@@ -46,8 +46,9 @@ LAYOUTS_OF: dict[str, dict[str, tuple[int, str]]] = {
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS_OF.items() for layout in layouts]
 # Layouts of the fast suite, where more than one process and disjoint grids.
-QUICK = {"llama": ("tp2",), "qwen2-tied-one-key-head": ("tp2", "pp2"), "qwen3-moe": ("tp2-ep2", "ep2"),
-         "mixtral": ("one-process",), "clip-llama": ("disjoint-tp2-pp2",)}
+FAST = [("llama", "tp2"), ("qwen2-tied-one-key-head", "tp2"), ("qwen2-tied-one-key-head", "pp2"),
+        ("clip-llama", "disjoint-tp2-pp2"), ("clip-last-layer-qwen2-tied", "one-process"),
+        ("clip-last-layer-qwen2-tied", "disjoint")]
 Saved = Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
 
 
@@ -71,9 +72,7 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
             if tensor.dtype != ours[name].dtype or not torch.equal(tensor, ours[name])] == []
 
 
-@pytest.mark.parametrize(("name", "layout"), slow_unless(
-    lambda name, layout: layout in QUICK.get(name, ("one-process", "disjoint")), CASES,
-    name=lambda *case: "-".join(case)))
+@pytest.mark.parametrize(("name", "layout"), fast_only(FAST, CASES))
 def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str,
                                               layout: str) -> None:
     world_size, flags = LAYOUTS_OF[name][layout]
@@ -90,7 +89,7 @@ def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tm
     assert_same_tensors(safetensors_of(out), safetensors_of(folder))
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("llama", "clip-llama"), hf_families.MODELS))
+@pytest.mark.parametrize("name", fast_only(("llama", "clip-llama"), hf_families.MODELS))
 def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, saved: Saved, tmp_path: Path,
                                                             name: str) -> None:
     folder, expected = saved(name)
@@ -101,7 +100,7 @@ def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, sa
         assert torch.equal(logits, expected[key]), key
 
 
-@pytest.mark.parametrize("name", ["clip-llama", "siglip-qwen3"])
+@pytest.mark.parametrize("name", ["clip-llama", pytest.param("siglip-qwen3", marks=pytest.mark.slow)])
 def test_modules_come_from_models_of_their_own(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str) -> None:
     folder, _ = saved(name)
     parts = [str(tmp_path / part) for part in ("tower", "text")]
@@ -113,6 +112,7 @@ def test_modules_come_from_models_of_their_own(pool: WorkerPool, saved: Saved, t
     assert found["text"] == []
 
 
+@pytest.mark.slow
 def test_values_that_a_run_cannot_start_from_are_named(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("qwen2-tied-one-key-head")
     tensors = safetensors_of(folder)
@@ -140,6 +140,7 @@ def test_a_stale_output_layer_of_a_tied_base_is_not_exported(pool: WorkerPool, s
     assert_same_tensors(safetensors_of(tmp_path / "out"), tensors)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_function_is_refused(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("llama")
     other = shutil.copytree(folder, tmp_path / "other")

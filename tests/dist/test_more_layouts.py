@@ -10,6 +10,8 @@ from tests.support.equality import MOE, Outcome, assert_equal, run_layout, run_o
 from tests.support.spawn import WorkerPool
 from tests.support.steps import trainer_of
 
+pytestmark = pytest.mark.slow
+
 # Every option that changes which gradients tensor-parallel ranks or pipeline stages share.
 OPTIONS = ("--no-untie-embeddings-and-output-weights", "--qk-layernorm", "--add-qkv-bias", "--num-query-groups", "1",
            "--vision-patch-bias", "--vision-final-layernorm")

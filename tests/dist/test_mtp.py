@@ -13,6 +13,7 @@ import pytest
 from tests.support import mtp
 from tests.support.equality import TOLERANCE, find_differences
 from tests.support.global_state import assemble, worst_errors
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 # name -> further flags
@@ -60,7 +61,7 @@ def run(pool: WorkerPool, model: str, layout: str = "one-process", *more: str,
                     mtp.Rows(packed=model == "packed", **differently), world_size=world_size)
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), fast_only([("two-depths", "pp2"), ("packed", "tp2")], CASES))
 def test_training_equals_plain_pytorch(pool: WorkerPool, plain: Any, model: str, layout: str) -> None:
     outcomes, expected = run(pool, model, layout), plain(model)
     found = find_differences(expected, outcomes)
@@ -75,6 +76,7 @@ def test_label_of_a_placeholder_has_no_effect(pool: WorkerPool, plain: Any) -> N
     assert not find_differences(plain("two-depths"), run(pool, "two-depths", image_label=5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mistake"), [
     ("two-depths", "no loss mask"), ("two-depths", "no path"), ("two-depths", "own divisor left out"),
     ("two-depths", "placeholders train"), ("packed", "sequences joined")])
@@ -83,6 +85,7 @@ def test_a_mistake_is_felt(pool: WorkerPool, plain: Any, model: str, mistake: st
     assert any(difference.startswith("gradient mtp.") or "embedding" in difference for difference in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "other"), [
     ("two-depths", "pp2", "tp2"), ("two-depths", "dp2-ep2", "pp2"), ("tied", "pp2", "one-process")])
 def test_checkpoint_goes_on_on_another_layout(pool: WorkerPool, plain: Any, tmp_path: Path, model: str, layout: str,
@@ -96,6 +99,7 @@ def test_checkpoint_goes_on_on_another_layout(pool: WorkerPool, plain: Any, tmp_
     assert any("mtp.layers.1.eh_proj" in name for name in errors) == (model == "two-depths")
 
 
+@pytest.mark.slow
 def test_weights_load_without_multi_token_prediction(pool: WorkerPool, tmp_path: Path) -> None:
     run(pool, "two-depths", "one-process", "--save", str(tmp_path))
     flags = ("--hybrid-layer-pattern", "ME*-")

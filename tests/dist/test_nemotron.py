@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import equality, packing, resuming
 from tests.support.global_state import initial_value
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 # The oracle does not move the router's bias; test_mtp.py compares it on hybrid layers, test_deepseek.py watches it.
@@ -63,7 +64,7 @@ def oracle_of(pool: WorkerPool) -> Callable[[str], equality.Outcome]:
     return oracle
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", fast_only(("ep2-tp2", "pp2"), LAYOUTS))
 def test_equal_to_one_process(pool: WorkerPool, oracle_of: Any, layout: str) -> None:
     model, ranks, grids = LAYOUTS[layout]
     oracle = oracle_of(model)
@@ -72,6 +73,7 @@ def test_equal_to_one_process(pool: WorkerPool, oracle_of: Any, layout: str) -> 
     equality.assert_equal(oracle, pool.run(equality.run_layout, flags, ranks, world_size=ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", PACKED_LAYOUTS)
 def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, layout: str) -> None:
     ranks, grids = PACKED_LAYOUTS[layout]
@@ -85,6 +87,7 @@ def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, layout: str) -> 
 CONSTANT = ("--global-batch-size", "4", "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0")
 
 
+@pytest.mark.slow
 def test_stage_1_moves_the_projector_alone_and_stage_2_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
     frozen, flags = frozenset({"vision", "language"}), (*CONSTANT, *TINY.split())
     (oracle,) = pool.run(equality.run_oracle, flags, 4, frozen, resuming.SAVED_AT, world_size=1)

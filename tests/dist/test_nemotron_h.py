@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.support import hf_families
 from tests.support.hf_families import NEMOTRON_MODELS, VOCAB_SIZE
-from tests.support.marks import slow_unless
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
 
@@ -53,8 +53,9 @@ def test_what_is_compared_can_tell(saved: Saved) -> None:
     assert bias.dtype is torch.float32 and bias.unique().numel() == 4
 
 
-@pytest.mark.parametrize(("name", "layout"), slow_unless(
-    lambda name, layout: layout == "one-process" or layout == "tp2" and name != "nemotron-h-top1",
+@pytest.mark.parametrize(("name", "layout"), fast_only(
+    [("nemotron-h", "one-process"), ("nemotron-h", "tp2"), ("nemotron-h-latent", "one-process"),
+     ("nemotron-h-latent", "tp2"), ("nemotron-h-top1", "one-process")],
     itertools.product(NEMOTRON_MODELS, LAYOUTS)))
 def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str,
                                               layout: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 SUMS = 5
 
 

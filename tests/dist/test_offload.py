@@ -10,6 +10,7 @@ import torch
 
 from tests.support import offloading
 from tests.support.equality import DENSE, MOE
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000")
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", fast_only(["disjoint-overlap-bf16"], LAYOUTS))
 def test_no_memory_is_left_behind_and_training_goes_on_bit_by_bit(pool: WorkerPool, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     plain = pool.run(offloading.train, flags, world_size, False, world_size=world_size)
@@ -45,6 +46,7 @@ def test_no_memory_is_left_behind_and_training_goes_on_bit_by_bit(pool: WorkerPo
     assert len(set(plain[0].losses)) == len(plain[0].losses), "nothing was trained"
 
 
+@pytest.mark.slow
 def test_a_frozen_module_gives_its_weights_and_has_nothing_else(pool: WorkerPool) -> None:
     found = pool.run(offloading.train, ("--freeze", "vision,projector"), 2, True, world_size=2)
     assert found[0].freed["weights"] > 0 and found[0].freed["gradients"] == found[0].freed["optimizer"] == 0

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support import packing
-from tests.support.marks import slow_unless
 from tests.support.packing import Outcome
 from tests.support.spawn import WorkerPool
 
@@ -41,9 +40,6 @@ LAYOUTS = {
 }
 
 
-# The rest runs in the slow suite.
-QUICK = {("llama", "tp2"), ("qwen3", "pp2"), ("mixtral", "recomputed"), ("deepseek", "tp2"),
-         ("deepseek", "recomputed-attention")}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +55,8 @@ def oracle_of(pool: WorkerPool) -> Callable[[str], Outcome]:
     return oracle
 
 
-@pytest.mark.parametrize(("model", "layout"), slow_unless(
-    lambda *case: case[0] == "llava" or case in QUICK, itertools.product(MODELS, LAYOUTS)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), list(itertools.product(MODELS, LAYOUTS)))
 def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, oracle_of: Any, model: str, layout: str) -> None:
     text_ranks, ranks, flags = LAYOUTS[layout]
     if model != "llava":
@@ -138,6 +134,7 @@ def rows_together(rank: int, starts: list[int]) -> tuple[Any, Any, list[int]]:
     return together, torch.cat(alone), sizes[: -len(alone)]
 
 
+@pytest.mark.slow
 def test_sequences_of_one_length_are_rows_of_a_batch(pool: WorkerPool) -> None:
     import torch
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 EXPERTS, IN, OUT = 4, 16, 24
 # Tokens of each expert, in each microbatch of a rank.
 SIZES = [[[3, 0, 5, 2], [0, 0, 0, 10]], [[0, 0, 0, 0], [1, 2, 3, 4]]]

@@ -16,6 +16,8 @@ from providers import llava, mock
 from providers.common.vision_language import VISION
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 SEQ_LENGTH = 12
 SMALL = mock.Config(
     vision_image_size=16, vision_patch_size=8, vision_hidden_size=32, vision_num_attention_heads=4,

@@ -85,6 +85,7 @@ def gradients(rank: int, config: Config, sizes: tuple[radio.Size, ...], recomput
     return {"tokens": tokens.detach()} | {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_layers_give_the_same_gradients(pool: WorkerPool, recompute: str) -> None:
     (expected,) = pool.run(gradients, DYNAMIC, SIZES[:4], "none", world_size=1)
@@ -122,6 +123,7 @@ def compare_tensor_parallel(rank: int, config: Config, sizes: tuple[radio.Size, 
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fixed", "fixed-wide", "dynamic"])
 def test_two_tensor_parallel_ranks_equal_one(pool: WorkerPool, name: str) -> None:
     for errors in pool.run(compare_tensor_parallel, *MODELS[name], world_size=2):
@@ -139,6 +141,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_packed_images_equal_each_sample_alone(pool: WorkerPool, layout: str) -> None:
     ranks, grids = LAYOUTS[layout]
@@ -214,6 +217,7 @@ def repeat(rank: int, config: Config, frozen: bool) -> dict[str, Any]:
             "positions": 0.0 if gradient is None else float(gradient.abs().max())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [SMALL, WIDE, DYNAMIC], ids=["fixed", "fixed-wide", "dynamic"])
 @pytest.mark.parametrize(("augmentation", "frozen"), [(False, False), (True, True), (True, False)])
 def test_training_draws_crops_of_the_positions_on_request_only(
@@ -240,6 +244,7 @@ def fixed_and_packed(rank: int, config: Config) -> list[torch.Tensor]:
     return tokens
 
 
+@pytest.mark.slow
 def test_a_fixed_image_that_is_not_square_draws_its_crop_as_a_packed_one(pool: WorkerPool) -> None:
     ((fixed, packed),) = pool.run(fixed_and_packed, WIDE, world_size=1)
     torch.testing.assert_close(fixed, packed, rtol=0, atol=float(TOLERANCE * packed.abs().max()))
@@ -265,6 +270,7 @@ def call_wrongly(rank: int) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_images_of_another_size_are_refused(pool: WorkerPool) -> None:
     (said,) = pool.run(call_wrongly, world_size=1)
     assert "[2, 3, 96, 32]" in said["whole fixed"] and "3, 64, 64" in said["whole fixed"]

@@ -15,6 +15,7 @@ import torch
 from mimo.batch import EncoderBatch, Microbatch, PackedSequences, TextBatch
 from tests.support.equality import MOE, Outcome, assert_equal, run_layout, run_oracle
 from tests.support.global_state import assemble
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 SOME_LANES = ("--dataset-provider", "tests.support.shaped_data:some_lanes")
@@ -298,7 +299,7 @@ def moe_losses(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> li
     return recorded
 
 
-@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("layout", fast_only(["llm-tp2"], MOE_LAYOUTS))
 def test_bug_23_load_balancing_loss_is_recorded_and_equal_on_every_layout(
     pool: WorkerPool, moe_losses: list[dict[str, float]], layout: str, tmp_path: Path
 ) -> None:

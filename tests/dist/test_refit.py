@@ -13,7 +13,7 @@ from mimo.refit.engine import EngineOptions
 from mimo.refit.host import EngineProcess
 from mimo.refit.options import RefitOptions
 from tests.support import hf_families, refit
-from tests.support.marks import slow_unless
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 MAX_ERROR = 1e-5
@@ -26,7 +26,6 @@ MOE_LAYOUTS = {"one-process": (1, ""), "tp2": (2, "--llm-tp 2 --sequence-paralle
 LAYOUTS = {"refit-qwen3": DENSE_LAYOUTS, "refit-qwen3-tied": {"tp2": DENSE_LAYOUTS["tp2"]},
            "refit-qwen3-moe": MOE_LAYOUTS, "refit-nemotron-h": DENSE_LAYOUTS}
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
-QUICK = {"refit-qwen3-moe": ("tp2-ep2",)}
 OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000)
 
 Engine = Callable[[str], tuple[Path, EngineProcess, dict[str, torch.Tensor]]]
@@ -67,8 +66,7 @@ def logprobs(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "layout"), slow_unless(
-    lambda name, layout: layout in QUICK.get(name, ()), CASES, name=lambda *case: "-".join(case)))
+@pytest.mark.parametrize(("name", "layout"), fast_only([("refit-qwen3-moe", "tp2-ep2")], CASES))
 def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, engine: Engine, name: str,
                                                         layout: str) -> None:
     world_size, flags = LAYOUTS[name][layout]

@@ -12,6 +12,7 @@ from mimo.refit.manifest import is_complete, read_manifest, subfolders, wait_for
 from mimo.refit.meeting import RefitError
 from tests.dist.test_refit import MAX_ERROR, engine_options
 from tests.support import equality, refit, refit_disk, weights
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 TEXT = (*"""--model-provider causal_lm --vocab-size 90 --num-layers 2 --hidden-size 32 --num-attention-heads 4
@@ -21,7 +22,7 @@ CASES = {"text-tp2-ep2-bfloat16": (TEXT, 4, "--llm-tp 2 --sequence-parallel --ll
          "vlm-disjoint-float32": (weights.MODELS["vlm"], 3, "--llm-dp 2", "float32")}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast_only(["text-tp2-ep2-bfloat16"], CASES))
 def test_versions_are_what_an_export_writes(pool: WorkerPool, tmp_path: Path, case: str) -> None:
     flags, world_size, layout, dtype = CASES[case]
     source, root, out = tmp_path / "source", tmp_path / "weights", tmp_path / "out"
@@ -56,6 +57,7 @@ def test_a_write_that_fails_is_one_error_and_leaves_nothing(pool: WorkerPool, tm
     assert [read_manifest(folder).version for folder in subfolders(root) if is_complete(folder)] == ["good"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_engine_loads_what_a_trainer_has_written(pool: WorkerPool, tmp_path: Path) -> None:
     name, folder, root = "refit-qwen3-moe", tmp_path / "model", tmp_path / "weights"

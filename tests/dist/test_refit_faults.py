@@ -56,7 +56,7 @@ from tests.support.refit_faults import is_right, refuses
 from tests.support.refit_ranks import Fault, engine_in, forkserver, ranks_of
 from tests.support.spawn import WorkerPool
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LIMIT_S, MORE_S = 3.0, 6.0
 AMID = "blocks.3.weight"
 

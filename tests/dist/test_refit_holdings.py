@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import equality, holdings, weights
-from tests.support.marks import slow_unless
+from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
 # Model -> name of a layout -> processes, flags.
@@ -23,7 +23,7 @@ DENSE = {"tp2": TEXT["tp2"], "tp4": (4, "--llm-tp 4 --sequence-parallel"), "pp2"
 LAYOUTS = {"text": DENSE, "text-moe": TEXT, "deepseek": TEXT, "hybrid": TEXT, "dense-tied": DISJOINT, "moe": EXPERTS,
            "vlm": {name: DISJOINT[name] for name in ("encoder-dp1-llm-dp2", "tp2", "colocated")}}
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
-QUICK = (("text-moe", "tp2-ep2"), ("dense-tied", "encoder-pp2-llm-pp2"), ("vlm", "tp2"), ("hybrid", "tp2-ep2"))
+FAST = (("text-moe", "tp2-ep2"), ("dense-tied", "encoder-pp2-llm-pp2"), ("vlm", "tp2"), ("hybrid", "tp2-ep2"))
 QWEN3 = """--model-provider causal_lm --vocab-size 90 --num-layers 2 --hidden-size 32 --num-attention-heads 4
 --num-query-groups 2 --kv-channels 8 --ffn-hidden-size 48 --max-position-embeddings 64 --qk-layernorm""".split()
 
@@ -50,8 +50,7 @@ def sources(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Sourc
     return Sources(pool, tmp_path_factory.mktemp("sources"))
 
 
-@pytest.mark.parametrize(("model", "layout"), slow_unless(
-    lambda *case: case in QUICK, CASES, name=lambda *case: "-".join(case)))
+@pytest.mark.parametrize(("model", "layout"), fast_only(FAST, CASES))
 def test_boxes_of_all_ranks_are_what_an_export_writes(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
                                                       layout: str) -> None:
     world_size, flags = LAYOUTS[model][layout]
@@ -75,8 +74,8 @@ def test_boxes_of_all_ranks_are_what_an_export_writes(pool: WorkerPool, sources:
     assert all(torch.equal(3 * tensor, written["after"][name]) for name, tensor in written["before"].items())
 
 
-@pytest.mark.parametrize(("model", "layout", "everywhere"), slow_unless(
-    lambda model, *_: model == "deepseek", [("deepseek", "tp2-ep2", False), ("vlm", "tp2", True)]))
+@pytest.mark.parametrize(("model", "layout", "everywhere"), [
+    ("deepseek", "tp2-ep2", False), pytest.param("vlm", "tp2", True, marks=pytest.mark.slow)])
 def test_whole_tensors_are_gathered_as_they_are_now(pool: WorkerPool, sources: Sources, model: str, layout: str,
                                                     everywhere: bool) -> None:
     folder = sources.folder(model)

@@ -21,10 +21,11 @@ from mimo.refit.host import EngineProcess
 from mimo.refit.options import RefitOptions
 from mimo.refit.staging import HOST_NAME
 from tests.support import refit, refit_live, refit_ranks
-from tests.support.marks import slow_unless
 from tests.support.refit_faults import is_right, refuses
 from tests.support.refit_ranks import Fault, engine_in, forkserver, ranks_of
 from tests.support.spawn import WorkerPool
+
+pytestmark = pytest.mark.slow
 
 MODEL = "refit-qwen3-moe"
 LAYOUTS = {"one-process": "", "tp2": "--llm-tp 2 --sequence-parallel", "pp2": "--llm-pp 2"}
@@ -79,7 +80,7 @@ def largest(both: tuple[list[list[float]], list[list[float]]]) -> float:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", slow_unless(lambda layout: layout == "tp2", LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_are_the_trainers_after_every_sync(pool: WorkerPool, live_engine: tuple[str, EngineProcess],
                                                      layout: str) -> None:
     folder, process = live_engine

@@ -19,6 +19,8 @@ from mimo.refit.options import RefitOptions
 from tests.support import hf_families, refit_llava
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 MAX_ERROR = 1e-5
 MIN_CHANGE = 1e-2
 STEPS = 3

@@ -11,6 +11,7 @@ import pytest
 from mimo.config.rl import RlConfig
 from tests.support import vlm_updates
 from tests.support.global_state import assemble, worst_errors
+from tests.support.marks import fast_only
 from tests.support.same_updates import TOLERANCE, assert_same_updates
 from tests.support.spawn import WorkerPool
 from tests.support.vlm_updates import LENGTHS, PROMPTS, TOKENS_OF_IMAGE, Outcome
@@ -38,6 +39,7 @@ def expected(pool: WorkerPool) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_plain_formula(pool, expected):
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
     ((loss, gradients),) = pool.run(vlm_updates.plain, config, world_size=1)
@@ -52,7 +54,7 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(pool, expected):
                for name, value in assemble(gradients).items()), "the encoder learns from completions"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", fast_only(["fan-out"], LAYOUTS))
 def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
     world_size, flags, budget, num_microbatches = LAYOUTS[layout]
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
@@ -64,6 +66,7 @@ def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
         assert max(len(drawn) for drawn in encoders) == len(set(max(encoders, key=len))), "each picture once"
 
 
+@pytest.mark.slow
 def test_what_is_frozen_stays(pool, expected):
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=48)
     found = pool.run(vlm_updates.update, ("--freeze", "vision,projector"), 2, config, world_size=2)
@@ -75,6 +78,7 @@ def test_what_is_frozen_stays(pool, expected):
     assert 0 < first.grad_norm < expected.results[0].grad_norm and math.isfinite(first.grad_norm)
 
 
+@pytest.mark.slow
 def test_an_encoder_rank_whose_prompts_differ_says_so(pool):
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
     (outcome,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, 1, world_size=1)

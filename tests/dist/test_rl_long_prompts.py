@@ -11,6 +11,8 @@ import pytest
 from tests.support.small_tokenizer import write_tokenizer
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 RL = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 64
 --vocab-size 400 --no-bf16 --device cpu --transformer-impl local --seq-length 96 --max-completion-tokens 16
 --max-tokens-per-microbatch 128 --global-batch-size 16 --completions-per-prompt 4 --train-iters 3 --llm-dp 2

@@ -13,6 +13,8 @@ from tests.support import policy_moe
 from tests.support.same_updates import assert_same_updates
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 # Neither reward, entropy nor reference: what moves parameters is the load-balancing loss.
 CONFIG = RlConfig(completions_per_prompt=2, importance_correction="none", max_tokens_per_microbatch=24)
 AGGREGATIONS = {

@@ -14,6 +14,8 @@ from tests.support import rl_probe
 from tests.support.spawn import WorkerPool
 from tests.support.vlm_updates import IMAGE_TOKEN, TOKENS_OF_IMAGE
 
+pytestmark = pytest.mark.slow
+
 CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, max_tokens_per_microbatch=48)
 
 

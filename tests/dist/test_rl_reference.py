@@ -10,6 +10,7 @@ import torch
 
 from mimo.rl.advantages import advantages
 from tests.support import rl_reference
+from tests.support.marks import fast_only
 from tests.support.policy_updates import completions
 from tests.support.rl_reference import CONFIG
 from tests.support.spawn import WorkerPool
@@ -25,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", fast_only(["dp2-ep2-overlap-bf16"], LAYOUTS))
 def test_a_reference_that_is_the_policy_changes_no_bit(pool: WorkerPool, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     found = pool.run(rl_reference.updates, flags, world_size, world_size=world_size)
@@ -46,6 +47,7 @@ def test_a_reference_that_is_the_policy_changes_no_bit(pool: WorkerPool, layout:
 HF_LAYOUTS = {"dp2-ep2": ("--llm-dp", "2", "--llm-ep", "2"), "tp2": ("--llm-tp", "2", "--sequence-parallel")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", HF_LAYOUTS)
 def test_the_divergence_is_that_of_hugging_faces_models(pool: WorkerPool, tmp_path, layout: str) -> None:
     folders = str(tmp_path / "policy"), str(tmp_path / "reference")
@@ -77,6 +79,7 @@ def test_the_divergence_is_that_of_hugging_faces_models(pool: WorkerPool, tmp_pa
         assert mine.results[0].grad_norm == pytest.approx(expected.results[0].grad_norm, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_layout_is_the_reference_and_nothing_else_changes(pool: WorkerPool, tmp_path) -> None:
     folder = str(tmp_path / "saved")
     pool.run(rl_reference.save, ("--llm-tp", "2", "--sequence-parallel", "--bf16"), 2, folder, world_size=2)
@@ -93,6 +96,7 @@ def test_a_checkpoint_of_another_layout_is_the_reference_and_nothing_else_change
             assert all(np.array_equal(value, wanted.state[name]) for name, value in mine.state.items())
 
 
+@pytest.mark.slow
 def test_a_run_started_again_has_the_reference_of_its_first_start(pool: WorkerPool, tmp_path) -> None:
     """--load --finetune names the reference, also once the run goes on from --save."""
     began, own = str(tmp_path / "began"), str(tmp_path / "own")
@@ -110,6 +114,7 @@ def test_a_run_started_again_has_the_reference_of_its_first_start(pool: WorkerPo
     assert first.error.startswith(f"ValueError: --kl-coeff 0.3 with --load {began}: the run goes on from its")
 
 
+@pytest.mark.slow
 def test_a_reference_that_nobody_can_know_or_that_does_not_fit_is_refused(pool: WorkerPool, tmp_path) -> None:
     config = dataclasses.replace(CONFIG, kl_coeff=0.3)
 

@@ -82,6 +82,7 @@ def sources(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Sourc
     return Sources(pool, tmp_path_factory.mktemp("single"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_tensor_reaches_every_layout(pool: WorkerPool, sources: Sources, name: str) -> None:
     """To the bit, with the optimizer's copies, so that a step without a learning rate changes nothing."""
@@ -98,6 +99,7 @@ def test_every_tensor_reaches_every_layout(pool: WorkerPool, sources: Sources, n
     assert not (Path(root) / "ran").exists(), "common.pt was unpickled"
 
 
+@pytest.mark.slow
 def test_layers_that_differ_and_the_expert_bias(pool: WorkerPool, tmp_path: Path) -> None:
     """Dense and MoE layers under names of their own, the router's bias in float32; read by experts on two ranks."""
     (tmp_path / "config.json").write_text(json.dumps({**deepseek.SIZES, "model_type": "deepseek_v3"}))
@@ -114,6 +116,7 @@ def test_layers_that_differ_and_the_expert_bias(pool: WorkerPool, tmp_path: Path
 PASSED_OVER = ", layers of multi-token prediction, which --hybrid-layer-pattern does not have"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (4, "--llm-tp 2 --sequence-parallel --llm-dp 2 --llm-ep 2")])
 def test_a_text_model_is_the_language_model_of_a_checkpoint(pool: WorkerPool, sources: Sources, ranks: int,
                                                             layout: str) -> None:
@@ -129,6 +132,7 @@ def test_a_text_model_is_the_language_model_of_a_checkpoint(pool: WorkerPool, so
     assert any(note.endswith(", encoder and projector, which a text model does not have") for note in notes), notes
 
 
+@pytest.mark.slow
 def test_a_pattern_without_multi_token_prediction_says_what_it_passes_over(pool: WorkerPool, sources: Sources) -> None:
     root, flags = sources.folder("nemotron"), (*NEMOTRON, "--hybrid-layer-pattern", "ME*-", "--layout", "colocated")
     ((names, (first, *notes)),) = pool.run(load_and_step, flags, 1, root, world_size=1)
@@ -136,6 +140,7 @@ def test_a_pattern_without_multi_token_prediction_says_what_it_passes_over(pool:
     assert any(note.endswith(PASSED_OVER) for note in notes) and not any("text model" in note for note in notes), notes
 
 
+@pytest.mark.slow
 def test_names_and_shapes_are_those_of_the_megatron_model(pool: WorkerPool) -> None:
     """Of its RADIO, projector and hybrid decoder; the norm of the projector is part of a layer that only GPUs have."""
     ((theirs, ours),) = pool.run(names_of_both, world_size=1)
@@ -175,6 +180,7 @@ def test_what_does_not_fit_is_named_on_every_rank(pool: WorkerPool, sources: Sou
     assert not (tmp_path / "ran").exists(), "code was run"
 
 
+@pytest.mark.slow
 def test_a_damaged_file_stops_every_rank(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:
     root = sources.folder("dense")
     folder = Path(root) / "iter_0000007"
@@ -217,6 +223,7 @@ def test_another_variant_is_one_error(pool: WorkerPool, sources: Sources) -> Non
     assert len(lines) < 50
 
 
+@pytest.mark.slow
 def test_folders_that_hold_no_such_checkpoint(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:
     own, empty, old, other, torn = (tmp_path / name for name in ("own", "empty", "old", "other", "torn"))
     pool.run(start_lines, (*MOCK, "--layout", "colocated", "--save", str(own)), 1, None, world_size=1)
@@ -236,6 +243,7 @@ def test_folders_that_hold_no_such_checkpoint(pool: WorkerPool, sources: Sources
         assert part in message and kept, message
 
 
+@pytest.mark.slow
 def test_a_runs_own_checkpoint_wins(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:
     """The same command again, after a preemption; another path to the same weights is no difference to tell."""
     root = sources.folder("dense")
@@ -247,6 +255,7 @@ def test_a_runs_own_checkpoint_wins(pool: WorkerPool, sources: Sources, tmp_path
                       f"  {FLAG} {root}/iter_0000007 is not read: the checkpoint has the run's own weights"]
 
 
+@pytest.mark.slow
 def test_two_sources_of_the_same_weights_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--load-single-checkpoint a gives .*; --load-vision-from would"):
         validate(single_model.parse_config((*MOCK, FLAG, "a", "--load-vision-from", "b")), 2)

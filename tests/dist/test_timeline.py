@@ -108,6 +108,7 @@ def parts(figures: dict[str, float], module: str, key: str = "-s") -> dict[str, 
             if name.startswith(begin) and name.endswith(end) and not name.endswith("max-s")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_sum_to_the_step(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     ranks = RANKS[layout]
@@ -164,6 +165,7 @@ def test_a_slow_encoder_is_busy_and_keeps_the_language_model_waiting(pool: Worke
             assert name in {event.get("name") for event in json.load(file)["traceEvents"]}
 
 
+@pytest.mark.slow
 def test_slow_data_is_a_data_wait(pool: WorkerPool, tmp_path: Path) -> None:
     figures = timed(pool, tmp_path, "disjoint-pp2", delayed="data")[0][-1]
     vision, language = parts(figures, "vision"), parts(figures, "language")
@@ -172,17 +174,20 @@ def test_slow_data_is_a_data_wait(pool: WorkerPool, tmp_path: Path) -> None:
     assert figures["timeline/language/idle-max-s"] > DELAY_S / 2, "it meets the encoder's rank before the first pass"
 
 
+@pytest.mark.slow
 def test_a_signal_asks_for_the_step_under_way(pool: WorkerPool, tmp_path: Path) -> None:
     timed(pool, tmp_path, "disjoint-pp2", delayed="signal")
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == ["step-2.json", "step-3.json"]
     check_gantt(json.loads((tmp_path / "timeline" / "step-2.json").read_text()), "disjoint-pp2")
 
 
+@pytest.mark.slow
 def test_further_steps_by_interval(pool: WorkerPool, tmp_path: Path) -> None:
     timed(pool, tmp_path, "two-lanes", "--timeline-interval", "1")
     assert len(list((tmp_path / "timeline").iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_without(pool: WorkerPool, tmp_path: Path) -> None:
     flags = (*FLAGS, *LAYOUTS["colocated"])
     losses = {}

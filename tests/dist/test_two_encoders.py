@@ -14,6 +14,8 @@ from tests.support.equality import NUM_STEPS, Outcome, make_loader, make_trainer
 from tests.support.global_state import assemble, read_gradients, read_parameters, worst_errors
 from tests.support.spawn import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 FLAGS = ("--model-provider", "tests.support.two_encoders:model",
          "--dataset-provider", "tests.support.two_encoders:data")
 VISION, THERMAL = GridSpec("vision"), GridSpec("thermal", offset=1)

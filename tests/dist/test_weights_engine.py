@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.support import weights
-from tests.support.marks import slow_unless
 from tests.support.spawn import WorkerPool
+
+pytestmark = pytest.mark.slow
 
 # name -> (ranks, flags)
 LAYOUTS = {
@@ -74,8 +75,7 @@ def assert_same(found: Path, expected: Path) -> None:
     assert [name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)] == []
 
 
-@pytest.mark.parametrize(("model", "layout"), slow_unless(
-    lambda model, layout: layout in ("tp2", "pp2", "ep2", "colocated"), CASES))
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_loaded_and_exported_to_the_bit(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
                                         layout: str) -> None:
     world_size, flags = layout_of(model, layout)

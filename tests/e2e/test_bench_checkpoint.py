@@ -12,13 +12,15 @@ import pytest
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--hidden-size", "64", "--num-layers", "2", "--seq-length", "96", "--repeats", "2", "--steps", "2")
 SECONDS = {"sync_stall_s", "async_stall_s", "async_save_s", "async_publish_s", "until_published_s", "copy_s", "step_s",
            "load_s"}
 RATIOS = {"copy_bytes_per_s", "async_over_sync", "async_over_copy"}
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2)])
 def test_the_benchmark_prints_every_figure(tmp_path: Path, num_ranks: int) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "checkpoint.py"), "--device", "cpu", "--nproc",
                str(num_ranks), "--dir", str(tmp_path), *SMALL]

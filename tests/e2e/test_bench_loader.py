@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.slow
+
 # More shards than Energon keeps open by itself (16 a worker), each read a few samples at a time.
 SMALL = ("--samples", "160", "--shards", "50", "--image-size", "32", "--num-workers", "1", "--repeats", "1",
          "--warmup-steps", "1")
@@ -24,7 +26,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["two-lanes", pytest.param("packed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["two-lanes", pytest.param("packed")])
 def test_the_benchmark_prints_every_figure(case: str) -> None:
     given, readers, rows, workers = CASES[case]
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "loader.py"), "--device", "cpu", *SMALL, *given]

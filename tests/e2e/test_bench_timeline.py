@@ -41,6 +41,7 @@ def test_what_cannot_work_is_refused_before_any_run(capsys: pytest.CaptureFixtur
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_both_arms_run(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "timeline.py"), *FLAGS, "--tensorboard-dir",
                str(tmp_path)]

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.launch import ROOT
+
+pytestmark = pytest.mark.slow
 
 FLAGS = """--steps 3 --warmup-steps 1 --model-provider mock --dataset-provider mock --seq-length 128 --device cpu
 --no-bf16 --micro-batch-size 2 --global-batch-size 4 --mock-text-only-fraction 0""".split()

@@ -18,6 +18,8 @@ import pytest
 from mimo.checkpoint import paths
 from tests.support.launch import ROOT, find_worker, finish, losses, start_torchrun, torchrun
 
+pytestmark = pytest.mark.slow
+
 TINY = """--model-provider mock --device cpu --no-bf16 --seq-length 64 --global-batch-size 2 --watchdog-timeout-s 60
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --vocab-size 96
 --image-token-id 95 --vision-num-layers 1 --vision-hidden-size 32 --vision-num-attention-heads 4
@@ -87,7 +89,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 # Killed and started again with the same flags, as Slurm does with a requeued job
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), ("--async-save",)], ids=["sync", "async"])
 def test_a_killed_run_goes_on_when_it_is_started_again(
     tmp_path: Path, mode: tuple[str, ...], uninterrupted: list[float]
@@ -113,7 +114,6 @@ def test_a_killed_run_goes_on_when_it_is_started_again(
     assert found == uninterrupted[:ends[1] + 2]
 
 
-@pytest.mark.slow
 def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     flags = (*FOREVER, *ALONE, "--save", str(root), "--load", str(root), "--save-interval", "1", "--keep-last", "2")
@@ -133,9 +133,9 @@ def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 FULL = [
     pytest.param("__1_0.distcp", ("--async-save",), 1, id="shard-async"),
-    pytest.param("__1_0.distcp", (), 1, id="shard", marks=pytest.mark.slow),
-    pytest.param(".metadata", (), 0, id="index", marks=pytest.mark.slow),
-    pytest.param("common.pt", ("--async-save",), 0, id="common-async", marks=pytest.mark.slow),
+    pytest.param("__1_0.distcp", (), 1, id="shard"),
+    pytest.param(".metadata", (), 0, id="index"),
+    pytest.param("common.pt", ("--async-save",), 0, id="common-async"),
 ]
 
 
@@ -155,7 +155,6 @@ def test_a_full_disk(tmp_path: Path, file: str, mode: tuple[str, ...], rank: int
     assert len(train_on(tmp_path, root, 3)) == 1
 
 
-@pytest.mark.slow
 def test_a_full_file_system(tmp_path: Path) -> None:
     """A real one with room for one checkpoint. Who is not root mounts it in a namespace of its own."""
     root = tmp_path / "small"
@@ -209,7 +208,6 @@ def one_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path, one_checkpoint: Path, kind: str) -> None:
     root = tmp_path / "checkpoints"
@@ -254,7 +252,6 @@ def read(run_dir: Path) -> list[float]:
     return losses(run_dir) if (run_dir / "metrics.jsonl").exists() else []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("during", STOPS)
 def test_sigterm_saves_and_exits(tmp_path: Path, during: str, uninterrupted: list[float]) -> None:
     root, run_dir = tmp_path / "checkpoints", tmp_path / "run"
@@ -268,7 +265,6 @@ def test_sigterm_saves_and_exits(tmp_path: Path, during: str, uninterrupted: lis
     assert_goes_on(tmp_path, root, int(iteration), uninterrupted)
 
 
-@pytest.mark.slow
 def test_the_time_limit_saves_and_exits(tmp_path: Path, uninterrupted: list[float]) -> None:
     root, run_dir = tmp_path / "checkpoints", tmp_path / "run"
     done = run(run_dir, *FOREVER, "--exit-duration-in-mins", "0.02", "--save", str(root))

@@ -13,6 +13,8 @@ import pytest
 from mimo.checkpoint import paths
 from tests.support.killing import STARTS_WITHIN_S, Processes, forking
 
+pytestmark = pytest.mark.slow
+
 NUM_KILLS = 20
 
 
@@ -37,7 +39,6 @@ def kill_at_random(processes: Processes, generator: random.Random) -> bool:
     return bool(list(processes.folder.glob(".saving_*")))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_killed_at_random_moments(context: Any, tmp_path: Path, async_save: bool) -> None:
@@ -52,7 +53,6 @@ def kill_before(processes: Processes, change: int | str) -> None:
     processes.end(process, connection)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_before_any_change_of_a_file(context: Any, tmp_path: Path) -> None:
     """Every step of two saves, of which the first replaces a checkpoint and the second deletes one."""

@@ -60,6 +60,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "save"
 
 
+@pytest.mark.slow
 def test_the_run_tells_how_long_it_stood_still_for_checkpoints(save: Path) -> None:
     first, second = records(save.parent / "metrics")
     assert "checkpoint-s" not in first, "the first one was saved after it"
@@ -109,6 +110,7 @@ def test_a_folder_that_is_not_there_is_told_before_torch_is_imported(words: list
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -216,6 +218,7 @@ def test_what_a_run_refuses_is_neither_imported_nor_exported(tmp_path: Path) -> 
     assert not list((tmp_path / "out").glob("*"))
 
 
+@pytest.mark.slow
 def test_inspect_tells_what_a_checkpoint_holds(save: Path) -> None:
     before = sorted(path.stat().st_mtime_ns for path in save.rglob("*"))
     text = mimo("inspect", save, "--config", save / "iter_0000002" / "run_config.toml").stdout
@@ -243,6 +246,7 @@ def test_inspect_tells_what_a_checkpoint_holds(save: Path) -> None:
     assert sorted(path.stat().st_mtime_ns for path in save.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_inspect_names_what_differs_from_a_run(save: Path) -> None:
     flags = (*MOCK[:4], "--num-experts", "8", "--num-layers", "2", "--ffn-hidden-size", "64", "--vision-patch-bias",
              "--no-vision-pre-layernorm", "--no-bf16", "--vocab-size", "512")
@@ -263,6 +267,7 @@ def test_inspect_names_what_differs_from_a_run(save: Path) -> None:
     assert not [line for line in found if "linear_proj" in line]
 
 
+@pytest.mark.slow
 def test_verify_names_what_is_damaged(save: Path, tmp_path: Path) -> None:
     copy = tmp_path / "iter_0000002"
     shutil.copytree(save / "iter_0000002", copy)
@@ -318,6 +323,7 @@ def test_from_hugging_face_to_training_and_back(worker: WorkerPool, tmp_path: Pa
         assert (logits - before[key]).abs().max() > 1e-3, "training changed nothing"
 
 
+@pytest.mark.slow
 def test_export_of_a_model_that_moved_into_a_folder_with_weights(worker: WorkerPool, tmp_path: Path) -> None:
     source, save, out = tmp_path / "hf", tmp_path / "save", tmp_path / "out"
     worker.run(hf_families.save_hf, "clip-llama", str(source))

@@ -14,6 +14,8 @@ from tests.e2e.test_energon_kills import descendants
 from tests.support.digit_shards import LAYOUT, MODEL, data_flags, write_shards
 from tests.support.launch import find_worker, finish, start_torchrun, torchrun
 
+pytestmark = pytest.mark.slow
+
 FLAGS = (*MODEL, *LAYOUT, "--dataset-provider", "energon", "--train-iters", "100000")
 
 
@@ -43,7 +45,6 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
 def test_a_worker_that_hangs_is_named_with_its_shard(shards: Path, tmp_path: Path) -> None:
     process, workers = started_workers(shards, tmp_path, "--watchdog-timeout-s", "15")
     os.kill(workers[1], signal.SIGSTOP)
@@ -58,7 +59,6 @@ def test_a_worker_that_hangs_is_named_with_its_shard(shards: Path, tmp_path: Pat
     assert_gone(workers)
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_is_named_with_its_shard(shards: Path, tmp_path: Path) -> None:
     process, workers = started_workers(shards, tmp_path)
     os.kill(workers[2], signal.SIGKILL)
@@ -70,7 +70,6 @@ def test_a_worker_that_is_killed_is_named_with_its_shard(shards: Path, tmp_path:
     assert_gone(workers)
 
 
-@pytest.mark.slow
 def test_a_truncated_shard_ends_the_run_by_name(shards: Path, tmp_path: Path) -> None:
     shard = shards / "digits" / "train-001.tar"
     shard.write_bytes(shard.read_bytes()[:9000])

@@ -15,6 +15,8 @@ from tests.support.digit_shards import MODEL, NOTED, PACKED, data_flags, write_s
 from tests.support.launch import finish, losses, start_torchrun, torchrun
 from tests.support.noted_energon import FOLDER, noted_rows
 
+pytestmark = pytest.mark.slow
+
 NUM_KILLS, KILLED_ITERATIONS = 20, 60
 
 
@@ -23,7 +25,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards") / "digits")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_killed_at_random_and_resumed(shards: Path, tmp_path: Path) -> None:
     """Kill -9 of a rank, workers and all, at random moments: the samples and losses are those of a run left alone."""

@@ -93,6 +93,7 @@ def test_help_of_a_program_prints_and_does_nothing_else(name: str, results: Path
     assert not loaded, f"--help waits for the import of {loaded}"
 
 
+@pytest.mark.slow
 def test_help_of_a_program_of_ranks_prints_and_does_nothing_else(tmp_path: Path) -> None:
     assert set(PROGRAMS) >= TORCH_PROGRAMS
     ask_for_help(tmp_path, *TORCH_PROGRAMS)

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.launch import ROOT
+
+pytestmark = pytest.mark.slow
 
 FLAGS = """--steps 2 --tolerance 1e-5 --model-provider mock --dataset-provider mock --seq-length 128 --device cpu
 --no-bf16 --encoder-dp 1 --llm-dp 2 --micro-batch-size 2 --global-batch-size 8""".split()

@@ -88,6 +88,7 @@ def check_report(run: Path, steps: list[dict[str, Any]]) -> None:
     assert "http" not in html.replace("<html", "").replace("</html", "")
 
 
+@pytest.mark.slow
 def test_seeds_repeat_and_matter(tmp_path: Path) -> None:
     found = []
     for name, seed in (("first", "1"), ("again", "1"), ("other", "2")):

@@ -252,6 +252,7 @@ def test_outputs_are_what_is_printed(command: str, output: str) -> None:
     assert done.stdout + done.stderr == output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "flags"), example_commands(), ids=["own_data", "own_provider"])
 def test_the_examples_train(processes: int, flags: list[str], tmp_path: Path) -> None:
     for page, name in EXAMPLE_PAGES.items():

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.launch import ROOT, environment, records
+
+pytestmark = pytest.mark.slow
 
 FLAGS = ("--model-provider", "mock", "--dataset-provider", "mock", "--device", "cpu", "--no-bf16", "--layout",
          "disjoint", "--seq-length", "128", "--global-batch-size", "2", "--num-generations", "0", "--save", "saved")

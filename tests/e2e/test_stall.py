@@ -15,6 +15,8 @@ import pytest
 from tests.support.launch import ROOT, find_worker, finish, losses, start_torchrun, wait_for_steps
 from tests.support.stalled_run import STALLS_AT
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 8
 MODEL = ("--device", "cpu", "--model-provider", "mock", "--no-bf16", "--seq-length", "256", "--eval-iters", "0",
          "--watchdog-timeout-s", str(TIMEOUT_S))
@@ -87,7 +89,6 @@ def test_a_rank_with_too_few_microbatches(tmp_path: Path) -> None:
     assert "its step has 3 microbatches, that of the other ranks 4" in reason
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["save", "async-save"])
 def test_a_rank_whose_checkpoint_is_never_written(tmp_path: Path, flags: tuple[str, ...]) -> None:
     process = start(tmp_path, 2, *MOCK, "--save", str(tmp_path / "saved"), "--save-interval", "1",

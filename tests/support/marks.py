@@ -1,26 +1,21 @@
-"""Which cases of a parametrized test only the slow suite runs."""
+"""Marks for parametrized tests of which the fast suite runs a part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
 
 
-def slow_unless(
-    quick: Callable[..., bool], cases: Iterable[Any], *, name: Callable[..., str] | None = None
-) -> list[Any]:
-    """The cases as pytest parameters, those that are not quick marked slow.
+def fast_only(fast: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return the cases as pytest parameters, with all but the fast ones marked slow.
 
     Args:
-        quick: told a case's values.
-        cases: tuples of values, or single ones.
-        name: gives a case's id.
+        fast: The cases that the fast suite runs.
+        cases: Tuples of values, or single values.
     """
-    found = []
-    for case in cases:
-        values = case if isinstance(case, tuple) else (case,)
-        marks = () if quick(*values) else pytest.mark.slow
-        found.append(pytest.param(*values, marks=marks, id=None if name is None else name(*values)))
-    return found
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in fast else pytest.mark.slow)
+        for case in cases
+    ]

@@ -56,6 +56,7 @@ def opened(config, states=None, lanes=(0, 1)):
     return reader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "flags"),
     [

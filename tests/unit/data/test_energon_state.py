@@ -63,6 +63,7 @@ def test_a_lane_reads_on_after_any_row(shards, tmp_path, order):
         assert keys(open_reader(config, [1], 2, states=states), 1, 20) == whole[stop : stop + 20], stop
 
 
+@pytest.mark.slow
 def test_workers_of_several_lanes_read_on_after_any_row(shards, tmp_path):
     config = Config(data_path=shards, num_workers=2, **ORDERS["packing"])
     first = open_reader(config, [0, 1], 2)
@@ -82,7 +83,8 @@ def test_workers_of_several_lanes_read_on_after_any_row(shards, tmp_path):
     first.close()
 
 
-@pytest.mark.parametrize(("workers", "between"), [*((0, between) for between in range(6)), (1, 0), (1, 2)])
+@pytest.mark.parametrize(("workers", "between"), [
+    *((0, between) for between in range(6)), *(pytest.param(1, between, marks=pytest.mark.slow) for between in (0, 2))])
 def test_a_restored_reader_can_be_saved_again_at_once_and_after_a_few_rows(shards, tmp_path, workers, between):
     config = Config(data_path=shards, num_workers=workers, **ORDERS["packing"])
     stop = CHECKPOINT_EVERY + 3  # not where a worker sent its state
@@ -121,6 +123,7 @@ def rows_until(readers, num_lanes, rows):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "new_lanes", "new_workers"), [(3, 4, 1), (49, 4, 1), (49, 1, 4)])
 def test_other_lanes_of_as_many_workers_lose_and_repeat_nothing(shards, rows, new_lanes, new_workers):
     """Two lanes of two workers hand over: each worker's rows are, in all, those of an uninterrupted run."""

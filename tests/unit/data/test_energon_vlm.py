@@ -512,6 +512,7 @@ def test_two_runs_give_the_same_packs_and_another_seed_others(tmp_path, packed):
     assert [row[0] for row in first] != [row[0] for row in other]  # val order: only packing depends on the seed
 
 
+@pytest.mark.slow
 def test_packs_of_a_worker_do_not_depend_on_how_lanes_share_a_loader(tmp_path, packed):
     folder = shards(tmp_path, many(24), num_shards=4)
     asks = request(lanes=2)
@@ -522,6 +523,7 @@ def test_packs_of_a_worker_do_not_depend_on_how_lanes_share_a_loader(tmp_path, p
         assert [content(row) for row in read(alone, 6)] == mine and len(mine) == 6
 
 
+@pytest.mark.slow
 def test_a_run_restored_within_a_buffer_goes_on_as_if_nothing_had_happened(tmp_path, packed):
     config = replace(packed, shuffle_buffer_size=4)
     folder = shards(tmp_path, many(24), num_shards=4)
@@ -538,6 +540,7 @@ def test_a_run_restored_within_a_buffer_goes_on_as_if_nothing_had_happened(tmp_p
         assert [content(row) for row in read(resumed, 14 - stop)] == expected[stop:]
 
 
+@pytest.mark.slow
 def test_every_image_is_decoded_once(tmp_path, packed, monkeypatch):
     decoded = []
     tile_image = data.energon_vlm.tile_image
@@ -548,6 +551,7 @@ def test_every_image_is_decoded_once(tmp_path, packed, monkeypatch):
     assert len(decoded) == sum(len(row.images) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_pack_without_a_decodable_image_is_passed_over(tmp_path, packed, capfd):
     broken = {"png": broken_png(SIDE, SIDE), "json": talk("<image>" + "cat " * 50)}
     folder = shards(tmp_path, {f"bad{number}": broken for number in range(8)} | {"good": asked(1)})

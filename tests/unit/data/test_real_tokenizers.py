@@ -12,6 +12,8 @@ from mimo.protocols import TokenSpec
 from tests.support import chat_templates as templates
 from tests.support.real_tokenizers import write
 
+pytestmark = pytest.mark.slow
+
 # Answers with what tokenizers treat in ways of their own: spaces, line breaks, digits, other scripts, bytes.
 ANSWERS = ("Two cats, 31415 whiskers", "  na\u00efve \u65e5\u672c\u8a9e \U0001f642\n\n- a list\n- 3.14")
 # Tokenizer, template, image token, further special tokens.

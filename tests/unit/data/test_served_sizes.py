@@ -1,10 +1,13 @@
 """Dynamic tiles have the sizes that vLLM serves Nemotron models with, by its own code, which takes long to import."""
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from data.image_tiling import Tiling, tile_sizes
+
+pytestmark = pytest.mark.slow
 
 LIMITS = [(4, 64), (4, 1024), (256, 1024), (1024, 13312), (100, 100), (5, 7)]
 

@@ -32,6 +32,7 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_a_stall_leaves_the_last_collectives(start, tmp_path):
     process = start(STALL, tmp_path)
     process.communicate()

@@ -98,6 +98,7 @@ def losses_of(rank, tp, ep, half=False, **changes):
         return train(ddp, optimizer, collection, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_moe_trains_under_tensor_expert_and_sequence_parallelism(pool, half):
     ours, again = pool.run(losses_of, 2, 2, half)

@@ -41,6 +41,7 @@ def test_installed_twice_is_one_object_and_one_log_line():
     assert "--device cuda: this process already runs on platform 'cpu'" in out
 
 
+@pytest.mark.slow
 def test_emulation_after_megatron_is_an_error():
     out = run_python(
         "import megatron.core\n"
@@ -117,6 +118,7 @@ def peaks(rank):
     return platform.peak_memory_bytes() - before
 
 
+@pytest.mark.slow
 def test_peak_memory_sees_a_freed_tensor():
     large = bytearray(b"x" * 1_500_000_000)  # of the process that starts it, whose size is not its own
     with contextlib.closing(WorkerPool(1)) as pool:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.slow
+
 # Shows its own deprecations, as Transformer Engine does.
 ENGINE = """
 import warnings
@@ -37,7 +39,6 @@ def said(folder: Path, *options: str) -> str:
                           check=True).stderr
 
 
-@pytest.mark.slow
 def test_how_the_wheel_calls_transformer_engine_is_not_shown(tmp_path: Path) -> None:
     shown = said(tmp_path)
     assert "something else" in shown and "pointer-based" not in shown

@@ -43,6 +43,7 @@ def tensor_after_megatron(rank):
     return torch.arange(3.0)
 
 
+@pytest.mark.slow
 def test_results_do_not_bring_megatron_along():
     code = "import sys, pickle, tests.support.spawn as s; s._load(sys.stdin.buffer.read()); print(*sys.modules)"
     assert "megatron.core" not in run_with_input(code, run_distributed(dumped_after_megatron, 1)[0])

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 from mimo.platform import get_platform
@@ -24,7 +26,6 @@ assert not MultiStorageClientFeature.is_enabled()
 """
 
 
-@pytest.mark.slow
 def test_the_wheel_comes_without_object_storage():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True,
                           check=False)

@@ -20,6 +20,7 @@ from mimo.refit.record import Recording, record
 from mimo.refit.routes import plain_buffers, routes
 from mimo.refit.slots import Entry, Slot
 from mimo.refit.styles import choose_style, probe_styles
+from tests.support.marks import fast_only
 from tests.support.vllm_models import Rank, as_rank, build, checkpoint, entries_of, live_recording
 
 Tensors = dict[str, torch.Tensor]
@@ -33,7 +34,7 @@ CASES = [
     *(("llava", rank) for rank in RANKS[:3]),
     *(("qwen3", Rank(pp=(stage, 2))) for stage in range(2)), ("nemotron-h", Rank(tp=(1, 2), pp=(1, 3))),
 ]
-QUICK = {("qwen3", Rank(tp=(5, 8))), ("qwen3-tied", Rank(tp=(1, 2))), ("deepseek-v3", Rank(tp=(1, 2))),
+FAST = {("qwen3", Rank(tp=(5, 8))), ("qwen3-tied", Rank(tp=(1, 2))), ("deepseek-v3", Rank(tp=(1, 2))),
          ("qwen3-moe", Rank(tp=(2, 4), experts_over_tp=True)), ("nemotron-h", Rank(tp=(3, 4))),
          ("nemotron-h-latent", Rank(tp=(1, 2), experts_over_tp=True))}
 
@@ -62,8 +63,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(("name", "rank"), [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(("name", "rank"), fast_only(FAST, CASES))
 def test_recorded_boxes_fill_buffers_as_loading_fills_the_model(
         saved: dict[str, tuple[Path, Tensors]], name: str, rank: Rank) -> None:
     folder, tensors = saved[name]

@@ -79,6 +79,7 @@ def test_gsm8k_scores_odd_answers_as_an_examiner_would(right):
     assert wrongly_scored == []
 
 
+@pytest.mark.slow
 def test_an_expression_that_takes_too_long_is_wrong_and_the_next_is_compared():
     """On a thread, where signals do not come."""
     comparer = Comparer()
