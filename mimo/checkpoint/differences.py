@@ -12,8 +12,8 @@ from mimo import registry
 from mimo.config.cli import to_toml
 from mimo.config.rl_run import RlRunConfig
 from mimo.config.run import RunConfig
-from mimo.config.toml_file import flag_name
-from mimo.protocols import ComparableProvider, ModelProvider, RecordedData, RoutedDataProvider
+from mimo.config.toml_file import field_name, flag_name
+from mimo.protocols import ComparableProvider, MegatronSourceProvider, ModelProvider, RecordedData, RoutedDataProvider
 
 # The key of `data_fields` that is no flag.
 PROGRAM = "program"
@@ -84,9 +84,10 @@ def _plain_fields(config: Any) -> dict[str, Any]:
 
 def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_config: Any,
                       modules: Iterable[str]) -> Differences:
-    """Fields that decide what the modules compute and that the checkpoint's model had otherwise.
+    """Fields that decide what the modules compute and whose value was another in the checkpoint's model.
 
-    Of a provider that does not say which fields decide, all of them count.
+    All fields count if the provider does not say which of them decide, except for the one that names the checkpoint to
+    start from.
 
     Args:
         saved: `model_fields` of the checkpoint.
@@ -95,19 +96,31 @@ def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_
         modules: the modules that are loaded.
     """
     if not isinstance(provider, ComparableProvider):
-        own = _plain_fields(family_config)
-        return {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
+        known = {field.name for field in dataclasses.fields(family_config)}
+        theirs = dataclasses.replace(family_config, **{name: saved[name] for name in saved if name in known})
+        own, starts = _plain_fields(family_config), _names_of_starts(provider, family_config, theirs)
+        return {name: (own[name], saved[name]) for name in own
+                if name in saved and name not in starts and own[name] != saved[name]}
     resolved = provider.resolved(family_config)
     # A field that the checkpoint's version of the program did not know had its default's effect.
     values = {field.name: saved.get(field.name, field.default) for field in dataclasses.fields(resolved)
               if field.name in saved or field.default is not dataclasses.MISSING}
     theirs = dataclasses.replace(resolved, **values)
+    starts = _names_of_starts(provider, resolved, theirs)
     found: Differences = {}
     for module in modules:
         ours_of, theirs_of = (provider.computed_fields(one, module) for one in (resolved, theirs))
         found |= {name: (ours_of.get(name, UNUSED), theirs_of.get(name, UNUSED)) for name in {**ours_of, **theirs_of}
-                  if ours_of.get(name, UNUSED) != theirs_of.get(name, UNUSED)}
+                  if name not in starts and ours_of.get(name, UNUSED) != theirs_of.get(name, UNUSED)}
     return found
+
+
+def _names_of_starts(provider: ModelProvider, *family_configs: Any) -> set[str]:
+    """Names of the fields that say where a provider's weights come from (`mimo.protocols.MegatronSource`)."""
+    if not isinstance(provider, MegatronSourceProvider):
+        return set()
+    sources = [provider.megatron_source(config) for config in family_configs]
+    return {field_name(source.flag) for source in sources if source is not None}
 
 
 def data_fields(config: RunConfig) -> dict[str, Any]:
@@ -147,5 +160,6 @@ def refused(differences: Differences, allowed: Collection[str]) -> tuple[list[st
     """A line for each difference that is refused, and one for each that --allow-difference names."""
     lines: tuple[list[str], list[str]] = ([], [])
     for name, (ours, theirs) in sorted(differences.items()):
-        lines[name in allowed].append(f"{flag_name(name)} {ours} (checkpoint: {theirs})")
+        own, saved = ("not set" if value is None else value for value in (ours, theirs))
+        lines[name in allowed].append(f"{flag_name(name)} {own} (checkpoint: {saved})")
     return lines[0], [f"{line}, which --allow-difference allows" for line in lines[1]]

@@ -249,8 +249,8 @@ def _compare_model(state: RunState, common: dict[str, Any], source: str) -> tupl
     if not lines:
         return None, notes
     return "\n  ".join([
-        f"{source}: its weights belong to a model that computes something else; give the checkpoint's values, or "
-        "--allow-difference with the name of the flag", *lines]), notes
+        f"{source}: its weights belong to a model that computes something else. Give the checkpoint's values or, if "
+        "the weights fit this model all the same, --allow-difference with the name of the flag:", *lines]), notes
 
 
 def _check_data(state: RunState, common: dict[str, Any], source: str) -> list[str]:

@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(pool: WorkerPool, shards
     assert start(1) == "nothing was raised"
     said = start(2, "--max-patches", 512, "--image-tag-type", "internvl")
     assert "the data cannot go on where it was" in said and "--no-load-data" in said
-    assert "--max-patches 512 (checkpoint: 1024)" in said and "--image-tag-type internvl (checkpoint: none)" in said
+    assert "--max-patches 512 (checkpoint: not set)" in said and "--image-tag-type internvl (checkpoint: none)" in said
     template = data / "tokenizer" / "chat_template.jinja"
     before = template.read_text() if template.exists() else None
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")

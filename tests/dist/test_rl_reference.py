@@ -131,8 +131,13 @@ def test_a_reference_that_nobody_can_know_or_that_does_not_fit_is_refused(pool: 
     assert error_of(nothing, "--llm-dp", "2") == f"ValueError: --ref-load {tmp_path / 'nothing'} does not exist"
     pool.run(rl_reference.save, ("--llm-pp", "2", "--num-layers", "4"), 2, str(tmp_path / "deeper"), world_size=2)
     deeper = dataclasses.replace(config, ref_load=str(tmp_path / "deeper"))
-    assert f"--ref-load {tmp_path / 'deeper' / 'iter_0000003'} does not fit this run; nothing was loaded" in error_of(
-        deeper, "--llm-dp", "2")
+    said = error_of(deeper, "--llm-dp", "2")
+    folder = tmp_path / "deeper" / "iter_0000003"
+    assert said.startswith(
+        f"ValueError: --ref-load {folder}: its weights belong to a model that computes something else")
+    assert said.splitlines()[1:] == ["  --num-layers 2 (checkpoint: 4)"]
+    assert f"--ref-load {folder} does not fit this run; nothing was loaded" in error_of(
+        deeper, "--llm-dp", "2", "--allow-difference", "num-layers")
     # What the flags of a resumed run name is read for the reference.
     assert "--load-hf nowhere" in error_of(config, *flags, "--load-hf", "nowhere", resumed=True)
     assert "--ref-load-hf nowhere" in error_of(dataclasses.replace(config, ref_load_hf="nowhere"), "--llm-dp", "2")
