@@ -236,17 +236,20 @@ def test_a_base_gives_names_files_and_unused_tensors(pool: WorkerPool, sources: 
     (base / "sub").mkdir()
     for name in ("tokenizer.json", "tokenizer.model", "sub/chat.jinja"):
         (base / name).write_text(name)
-    (base / "config.json").write_text(json.dumps({"a": 1, "torch_dtype": "float16", "text_config": {"dtype": "x"}}))
+    flags, release = sources.flags["dense-tied"], str(sources.release("dense-tied"))
+    provider, family = weights.family(flags)
+    values = provider.hf_config(family) | {"a": 1, "torch_dtype": "float16"}
+    values["text_config"]["dtype"] = "x"
+    (base / "config.json").write_text(json.dumps(values))
     for left_out in ("pytorch_model.bin", ".hidden", "tf_model.h5"):
         (base / left_out).write_text("")
-    flags, release = sources.flags["dense-tied"], str(sources.release("dense-tied"))
     pool.run(weights.export_release, flags, release, str(tmp_path / "out"), str(base), world_size=1)
     assert_same(tmp_path / "out", base)
     others = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert {name for name in others if "safetensors" not in name} == {
         "config.json", "tokenizer.json", "tokenizer.model", "sub/chat.jinja"}
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
-        "a": 1, "torch_dtype": "float32", "text_config": {"dtype": "float32"}}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == values | {
+        "torch_dtype": "float32", "text_config": values["text_config"] | {"dtype": "float32"}}
     name = next(name for name in tensors if "q_proj.weight" in name)
     tensors[f"{name}2"] = tensors.pop(name)
     shutil.rmtree(base)
