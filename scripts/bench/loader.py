@@ -50,6 +50,8 @@ OPENS_PER_SHARD, RATE = 1.1, 1.0
 # Patches a side of an image, of which each becomes a token.
 PATCHES = 8
 VOCABULARY = 512
+# The id of `<image>` in the tokenizer that comes with drawn images.
+IMAGE_TOKEN = 3
 
 
 def flags() -> tuple[argparse.Namespace, list[str]]:
@@ -122,7 +124,7 @@ def configuration(chosen: argparse.Namespace, further: list[str]) -> tuple[RunCo
         "num_workers": chosen.num_workers, "micro_batch_size": chosen.micro_batch_size,
         "global_batch_size": chosen.micro_batch_size * chosen.lanes, "seq_length": chosen.seq_length,
         "packing_buffer_size": chosen.packing_buffer_size, "vision_image_size": chosen.image_size,
-        "vision_patch_size": chosen.image_size // PATCHES, "vocab_size": VOCABULARY, "image_token_id": VOCABULARY - 1,
+        "vision_patch_size": chosen.image_size // PATCHES, "vocab_size": VOCABULARY, "image_token_id": IMAGE_TOKEN,
         "train_iters": 1000}
     if chosen.data_path:
         options["data_path"] = chosen.data_path

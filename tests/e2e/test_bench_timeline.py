@@ -54,6 +54,6 @@ def test_both_arms_run(tmp_path: Path) -> None:
     assert min(found["on_ms"], found["off_ms"], found["ratio_low"]) > 0
     board = EventAccumulator(str(tmp_path)).Reload()
     # One step more than those of warm-up and figures; the third is the first that counts.
-    assert [event.step for event in board.Scalars("lm loss")] == list(range(1, 12))
-    assert [event.step for event in board.Scalars("timeline/vision/forward-s")] == [
+    assert [event.step for event in board.Scalars("train/lm loss")] == list(range(1, 12))
+    assert [event.step for event in board.Scalars("perf/timeline/vision/forward-s")] == [
         step for step in range(1, 12) if PATTERN[(step - 3) % len(PATTERN)]]
