@@ -14,7 +14,7 @@ import sys
 
 from mimo import registry
 from mimo.config.cli import parse_as
-from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
+from mimo.config.rl_run import DESCRIPTION, FIRST_FLAGS, RlRunConfig, validate_rl
 from mimo.config.validate import run_world_size
 from mimo.config.validate_paths import check_paths
 from mimo.observe.errors import command_line, refuse, report_uncaught
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         with command_line():
-            config = parse_as(RlRunConfig, argv, DESCRIPTION)
+            config = parse_as(RlRunConfig, argv, DESCRIPTION, FIRST_FLAGS)
         layout = validate_rl(config, run_world_size(config, os.environ), rank)
         if rank == 0:
             check_paths(config)

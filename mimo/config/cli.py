@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_args
 
 import tyro
@@ -25,7 +28,20 @@ from mimo.protocols import ImageDataProvider, ImageProcessing, ImageProcessingPr
 
 DESCRIPTION = """Train a multimodal model whose encoder and language model live on separate process grids.
 
-Flags win over --config files, later files over earlier ones. Keys of a file are flag names."""
+Flags win over --config files, and later files win over earlier ones. The keys of a file are flag names."""
+# The flags that `train_hetero.py --help` opens with.
+FIRST_FLAGS = {
+    "--config FILE": "Read flags from a TOML file. The flags that you type win.",
+    "--model-provider NAME": "Model family, such as llava, causal_lm, nemotron_h or mock (docs/providers.md).",
+    "--dataset-provider NAME": "Data set: energon reads image-text shards; digits and mock need no files.",
+    "--encoder-dp N": "Number of encoder replicas. --encoder-tp splits each of them over several ranks.",
+    "--llm-tp N": "Split the language model over N ranks. --llm-dp sets the number of its replicas.",
+    "--global-batch-size N": "Samples in one iteration.",
+    "--train-iters N": "Number of iterations.",
+    "--lr X": "Peak learning rate. --encoder-lr and --projector-lr set it for the other parts.",
+    "--save FOLDER": "Write checkpoints there. --load with the same folder resumes the run.",
+    "--dry-run": "Check all flags and print the plan, without a GPU and without starting anything.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +56,31 @@ class FileConfig:
 
 def parse(argv: list[str] | None = None) -> RunConfig:
     """Read the command line of a training run; see `parse_as`."""
-    return parse_as(RunConfig, argv, DESCRIPTION)
+    return parse_as(RunConfig, argv, DESCRIPTION, FIRST_FLAGS)
 
 
-def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, description: str) -> C:
-    """Read the command line of a run of any kind (`sys.argv` when None).
+def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, description: str,
+                           first_flags: Mapping[str, str] = MappingProxyType({})) -> C:
+    """Read the command line of a run of any kind.
 
     Exits, as a command line does, after `--help` and `--print-config`, and with code 2 on a flag that tyro refuses.
+
+    Args:
+        run_type: the kind of run.
+        argv: the command line; None reads `sys.argv`.
+        description: first lines of the help.
+        first_flags: flags that `--help` shows, with their help; `--help all` shows every flag. Without them `--help`
+            shows every flag.
 
     Raises:
         ValueError: a file, key, value or provider that cannot be used; the message names it.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if first_flags and _asks_for_first_flags(argv):
+        # Nothing is read before this, so help also comes where a file or a provider cannot be used.
+        if _prints():
+            print(_first_help(run_type, description, first_flags))
+        raise SystemExit(0)
     known, _ = _prescan().parse_known_args(argv)
     names = [field.name for field in dataclasses.fields(run_type)]
     files = [(path, toml_file.read(path, names)) for path in known.config]
@@ -136,8 +165,35 @@ def to_toml(config: RunConfig) -> str:
                            if getattr(config, field.name) is not None})
 
 
+def _asks_for_first_flags(argv: Sequence[str]) -> bool:
+    """Return whether help is wanted, and not by `--help all`."""
+    return any(word in ("-h", "--help") and argv[place + 1 : place + 2] != ["all"] for place, word in enumerate(argv))
+
+
+def _first_help(run_type: type[RunConfig], description: str, first_flags: Mapping[str, str]) -> str:
+    """Return the short help: the flags to start with, and how to see the others."""
+    prog, run, width = Path(sys.argv[0]).name, run_type(), min(shutil.get_terminal_size().columns, 120)
+    indent = max(map(len, first_flags)) + 4
+    flags = [textwrap.fill(f"  {flag:{indent - 2}}{text}{_default(run, flag.split()[0])}", width,
+                           subsequent_indent=" " * indent, break_on_hyphens=False)
+             for flag, text in first_flags.items()]
+    groups = ", ".join(field.name for field in dataclasses.fields(run_type) if getattr(run, field.name) is not None)
+    return "\n".join([
+        f"usage: {prog} [flags]", f"       torchrun --nproc-per-node N {prog} [flags]", "",
+        description.partition("\n")[0], "", "Start with these flags:", *flags, "",
+        *textwrap.wrap(f"--help all prints every flag by group: {groups}, and the flags of the model and the data set "
+                       f"that you name ({prog} --model-provider mock --help all).", width, break_on_hyphens=False)])
+
+
+def _default(run: RunConfig, flag: str) -> str:
+    """Return a flag's default for its help; empty where it has none worth showing."""
+    name = flag.removeprefix("--").replace("-", "_")
+    values = [vars(section)[name] for section in vars(run).values() if section is not None and name in vars(section)]
+    return f" (default: {values[0]})" if values and values[0] not in (None, "", False) else ""
+
+
 def _prints() -> bool:
-    """Under torchrun every rank parses; one speaks."""
+    """Return whether this rank prints. Under torchrun every rank parses, and the first one prints."""
     return os.environ.get("RANK", "0") == "0"
 
 

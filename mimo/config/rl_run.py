@@ -24,9 +24,22 @@ from mimo.protocols import ImageProcessorProvider
 MAX_GEN_KL_BF16 = 0.05
 MAX_GEN_KL_FP32 = 1e-4
 
-DESCRIPTION = """Train a model on rewards for its own completions (GRPO and its kin), which a vLLM engine draws.
+DESCRIPTION = """Train a model with rewards for its own completions (GRPO and related methods), which vLLM generates.
 
-Flags win over --config files, later files over earlier ones. Keys of a file are flag names."""
+Flags win over --config files, and later files win over earlier ones. The keys of a file are flag names."""
+# The flags that `train_rl.py --help` opens with.
+FIRST_FLAGS = {
+    "--config FILE": "Read flags from a TOML file. The flags that you type win.",
+    "--model-provider NAME": "Model family, such as causal_lm, nemotron_h or llava (docs/providers.md).",
+    "--load-hf FOLDER": "Start from Hugging Face weights. --load with --finetune starts from a checkpoint.",
+    "--dataset-provider NAME": "Prompts: arithmetic, digits, gsm8k or pkg.module:attr (docs/rl_engine.md).",
+    "--reward NAME": "Reward: gsm8k, math-verify, exact-match, multiple-choice or pkg.module:fn.",
+    "--completions-per-prompt N": "Completions of each prompt. --global-batch-size counts all completions.",
+    "--llm-dp N": "Number of trainer replicas. --llm-tp splits each of them over several ranks.",
+    "--engine-placement WHERE": "Where vLLM runs: separate (own GPUs), colocated (the trainer's GPUs) or ray.",
+    "--train-iters N": "Number of iterations.",
+    "--dry-run": "Check all flags and print the plan, without a GPU and without starting anything.",
+}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from mimo import registry
 from mimo.config import toml_file
-from mimo.config.cli import parse, to_toml
+from mimo.config.cli import FIRST_FLAGS, parse, parse_as, to_toml
 from mimo.config.flag_hints import FOREIGN_FLAGS
 from mimo.config.optim import OptimConfig
+from mimo.config.rl_run import FIRST_FLAGS as RL_FIRST_FLAGS
 from mimo.config.rl_run import RlRunConfig
 from mimo.config.run import RunConfig
 from mimo.config.train import TrainConfig
@@ -204,7 +205,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(capsys):
 
 def test_ranks_other_than_0_say_nothing(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    for flags in (["--no-such-flag"], ["--help"], ["--print-config"]):
+    for flags in (["--no-such-flag"], ["--help"], ["--help", "all"], ["--print-config"]):
         with pytest.raises(SystemExit):
             parsed(*flags)
     assert capsys.readouterr() == ("", "")
@@ -234,9 +235,22 @@ def test_any_config_survives_a_file(tmp_path_factory, answer, lr, rope, iters, p
     assert parse(["--config", path]) == config
 
 
-def test_help_has_every_flag_under_the_title_of_its_section(capsys):
+def test_help_opens_with_ten_flags_that_exist_and_reads_nothing(capsys):
+    for run_type, first_flags in ((RunConfig, FIRST_FLAGS), (RlRunConfig, RL_FIRST_FLAGS)):
+        with pytest.raises(SystemExit) as caught:
+            parse_as(run_type, ["--config", "no such file", "--help"], "Train.", first_flags)
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert len(first_flags) == 10 and all(flag in text for flag in first_flags) and "--help all" in text
+        assert len(text.splitlines()) < 40
+        names = {toml_file.flag_name(name) for section in vars(run_type()).values() if section is not None
+                 for name in toml_file.typed_fields(type(section))}
+        assert {flag.split()[0] for flag in first_flags} - {"--config"} <= names
+
+
+def test_help_all_has_every_flag_under_the_title_of_its_section(capsys):
     with pytest.raises(SystemExit) as caught:
-        parsed("--help")
+        parsed("--help", "all")
     assert caught.value.code == 0
     text = capsys.readouterr().out
     # A box starts at the line with its title.
