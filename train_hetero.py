@@ -16,6 +16,7 @@ from mimo.config.validate import run_world_size, validate
 from mimo.config.validate_paths import check_paths
 from mimo.grid.report import dry_run_report
 from mimo.observe.errors import command_line, refuse, report_uncaught
+from mimo.observe.startup import announce_imports
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(report)
             return 0
         # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
+        announce_imports()
         from mimo.training.run import run
 
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.

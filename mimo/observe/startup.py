@@ -49,6 +49,20 @@ class Phase(StrEnum):
     UPDATE = "update"
 
 
+# What the log says when a phase begins, by how often it has begun before. Imports are announced before the first of
+# them, by `announce_imports`; an update takes no time.
+ACTIVITIES = {
+    Phase.GROUPS: ("connecting the ranks and creating process groups", "connecting the grids"),
+    Phase.MODEL: ("building the model",),
+    Phase.OPTIMIZERS: ("building the optimizers",),
+    Phase.DATA: ("opening the data", "waiting for the first batch"),
+    Phase.LOAD: ("looking for a checkpoint or pretrained weights, and loading them",),
+    Phase.RECORDS: ("opening metrics and trackers",),
+    Phase.PASSES: ("first forward and backward pass; it takes longer than later ones, which find kernels and "
+                   "connections ready",),
+}
+
+
 @dataclass(frozen=True)
 class RankStart:
     """The start of one rank.
@@ -117,9 +131,18 @@ class Startup:
 
     def enter(self, phase: Phase) -> None:
         """End the phase under way and begin another. The same one again goes on."""
-        if self._phases and self._phases[-1] != phase.value:
-            self._ends_s.append(time.monotonic() - self._began_s)
-            self._phases.append(phase.value)
+        if not self._phases or self._phases[-1] == phase.value:
+            return
+        earlier, activities = self._phases.count(phase.value), ACTIVITIES.get(phase, ())
+        self._ends_s.append(time.monotonic() - self._began_s)
+        self._phases.append(phase.value)
+        if earlier < len(activities):
+            self.say(activities[earlier])
+
+    def say(self, activity: str) -> None:
+        """Say in the log what the start does now, after how many seconds. The first rank's log is shown."""
+        if self._phases:
+            logger.info(_line(time.monotonic() - self._began_s, activity))
 
     def close(self, groups: Sequence[str]) -> RankStart | None:
         """End the last phase; None where nothing was recorded.
@@ -137,6 +160,16 @@ class Startup:
 
 # A process starts once.
 STARTUP = Startup()
+
+
+def announce_imports() -> None:
+    """Say on the first rank that the large imports begin: they take seconds, and the log is not set up before them."""
+    if os.environ.get("RANK", "0") == "0":
+        print(_line(process_age_s(), "importing torch and Megatron Core"), flush=True)
+
+
+def _line(seconds: float, activity: str) -> str:
+    return f"[{seconds:5.1f} s] {activity}"
 
 
 def process_age_s() -> float:

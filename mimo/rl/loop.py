@@ -19,6 +19,7 @@ from mimo.observe.metrics import RunLogger
 from mimo.observe.remote_trackers import CLOSE_LIMIT_S
 from mimo.observe.signals import StopSignal
 from mimo.observe.stall import open_watchdog
+from mimo.observe.startup import STARTUP, Phase
 from mimo.observe.trackers import Generation
 from mimo.optim.schedule import current_learning_rates
 from mimo.platform.base import Platform
@@ -121,11 +122,13 @@ class RlLoop:
         self._images = None
         if self.grids.layout.encoders:
             self._images = ImageTokens.of(self.provider, self.config.model_family, self.grids.layout)
+        STARTUP.enter(Phase.DATA)
         self._open_prompts()
         # The schedule's sequence is a packed microbatch.
         train = replace(self.config.train, seq_length=self.config.rl.max_tokens_per_microbatch)
         self.parts = parts = setup_trainer(replace(self.config, train=train), self.provider, self.grids, self.platform,
                                            self.watchdog)
+        STARTUP.enter(Phase.LOAD)
         self.state = RunState(self.config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler,
                               self.place.streams(is_first_rank=self.grids.rank == 0))
         if self.config.checkpoint.save is not None:
@@ -158,6 +161,7 @@ class RlLoop:
         self.devices.for_engine_start()
         if self.grids.rank != 0:
             return None
+        STARTUP.say("starting vLLM, which loads its model and prepares its kernels")
         limit_s = self.config.rollout.engine_start_timeout_s
         with self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S), self.watchdog.waiting("start of the rollout engine"):
             engine = start_engine(self.config, self.provider)
@@ -178,6 +182,7 @@ class RlLoop:
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
             num_workers = from_first_rank(self.grids, engine.client.num_workers if engine is not None else None)
             self.devices.for_training()
+        STARTUP.say("agreeing with vLLM on where each weight goes")
         # An engine's first answer may take as long as its calls may.
         with (self.watchdog.limit(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the rollout engine's agreement on weights")):
@@ -235,6 +240,7 @@ class RlLoop:
         limit_s = (flags.exit_duration_in_mins or float("inf")) * 60
         if not progress.iteration and not self._is_done:
             self._evaluate(logger)
+        STARTUP.say("first weights to vLLM, first completions and first update")
         self.watchdog.forget_longest()  # the start says nothing of an iteration
         while not self._is_done:
             self._iterate(logger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import psutil
@@ -46,6 +47,20 @@ def test_a_report_can_be_read_back(tmp_path):
 def test_ranks_without_a_start_have_no_report():
     first, second = ranks()
     assert report_of([first, None], 0.0) is None and report_of([None, second], 0.0) is None
+
+
+def test_a_start_says_what_it_does(caplog):
+    startup = Startup()
+    startup.say("closed, so not said")
+    startup.open()
+    with caplog.at_level("INFO", "mimo"):
+        for phase in (Phase.GROUPS, Phase.DATA, Phase.MODEL, Phase.IMPORTS, Phase.DATA, Phase.MODEL):
+            startup.enter(phase)
+        startup.say("starting vLLM")
+    said = [re.fullmatch(r"\[ *\d+\.\d s\] (.+)", message) for message in caplog.messages]
+    assert [match and match[1] for match in said] == [
+        "connecting the ranks and creating process groups", "opening the data", "building the model",
+        "waiting for the first batch", "starting vLLM"]
 
 
 def test_moments_are_kept_between_open_and_close():
