@@ -160,6 +160,6 @@ def refused(differences: Differences, allowed: Collection[str]) -> tuple[list[st
     """A line for each difference that is refused, and one for each that --allow-difference names."""
     lines: tuple[list[str], list[str]] = ([], [])
     for name, (ours, theirs) in sorted(differences.items()):
-        own, saved = ("not set" if value is None else value for value in (ours, theirs))
+        own, saved = ("not set" if value in (None, "") else value for value in (ours, theirs))
         lines[name in allowed].append(f"{flag_name(name)} {own} (checkpoint: {saved})")
     return lines[0], [f"{line}, which --allow-difference allows" for line in lines[1]]

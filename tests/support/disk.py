@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,10 @@ begin, fsync = paths.begin, os.fsync
 
 class DataOnABadDisk(type(mock_data)):
     Config: ClassVar[type] = Config
+
+    def stream_fields(self, config: Any) -> dict[str, Any]:
+        """The fields of the mock data: the disk decides no sample, and may be another one after a restart."""
+        return {field.name: getattr(config, field.name) for field in fields(mock_data.Config)}
 
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> Any:
         def begin_on_full_disk(root: Path, iteration: int) -> Path:
