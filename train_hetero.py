@@ -14,9 +14,9 @@ from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.validate import run_world_size, validate
 from mimo.config.validate_paths import check_paths
-from mimo.grid.report import dry_run_report
-from mimo.observe.errors import command_line, refuse, report_uncaught
-from mimo.observe.startup import announce_imports
+from mimo.grid.dry_run import dry_run_report
+from mimo.observability.startup import announce_imports
+from mimo.watchdog.process_exit import command_line, refuse, report_uncaught
 
 
 def main(argv: list[str] | None = None) -> int:

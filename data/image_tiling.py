@@ -30,7 +30,7 @@ import numpy as np
 from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from data.energon import Config
+from data.energon.provider import Config
 from mimo.protocols import TokenSpec
 
 Size = tuple[int, int]

@@ -22,7 +22,7 @@ MODEL_PROVIDERS = {
 DATASET_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",
     "digits": "data.digits:provider",
-    "energon": "data.energon:provider",
+    "energon": "data.energon.provider:provider",
     "mock": "data.mock:provider",
 }
 PROMPT_PROVIDERS = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.observe.flops import FlopComponent
+from mimo.observability.flops import FlopComponent
 from mimo.protocols import BuildContext
 from providers.common import hf, hf_config
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes

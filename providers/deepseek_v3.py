@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.observe.flops import FlopComponent
+from mimo.observability.flops import FlopComponent
 from mimo.protocols import BuildContext
 from providers.common import hf
 from providers.common.flops import latent_components

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.grid.spec import GridSpec
-from mimo.observe.flops import FlopComponent
+from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape
 from providers.common import hf, hf_config, hf_processor
 from providers.common.checks import Problems

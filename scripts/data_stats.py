@@ -23,13 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tyro
 from tqdm import tqdm
 
-from data.energon import check_path
+from data.energon.provider import check_path
 from mimo import registry
 from mimo.config import toml_file
 from mimo.config.cli import parse_as
-from mimo.config.data import DataConfig
-from mimo.config.run import RunConfig
-from mimo.data_request import data_request, describe_images
+from mimo.config.trainer import DataConfig, RunConfig
+from mimo.grid.lanes import data_request, describe_images
 from mimo.grid.layout import build_layout, required_world_size
 from mimo.protocols import ComparableProvider, DataRequest
 
@@ -158,7 +157,7 @@ def read(run: StatsRunConfig) -> Report:
     stats, config = run.stats, run.dataset
     check_path(config, "train")
     # torch, transformers and Energon take seconds to import, and --help needs none of them.
-    from data.energon_open import check_prepared
+    from data.energon.open import check_prepared
     from data.image_tiling import tiling_of
     from data.stats.collect import collect
     from data.stats.figures import figures, pack_all

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from mimo.refit.slots import Entry
+from mimo.refit.tensor_slices import Entry
 
 
 @dataclass(frozen=True)

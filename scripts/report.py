@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mimo.observe.report.page import page
-from mimo.observe.report.run import read_run
+from mimo.report.page import page
+from mimo.report.run_folder import read_run
 
 
 def main(arguments: list[str]) -> int:

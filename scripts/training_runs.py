@@ -11,7 +11,7 @@ from typing import Any
 
 from mimo import registry
 from mimo.config.cli import to_toml
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.grid.layout import required_world_size
 
 ROOT = Path(__file__).resolve().parents[1]

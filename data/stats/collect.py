@@ -12,10 +12,10 @@ from typing import Any
 from megatron.energon import stateless
 from megatron.energon.errors import FatalSampleError
 
-from data.energon import Config, check
-from data.energon_open import split_sizes
-from data.energon_reader import Encoding, EnergonReader
-from data.energon_vlm import EncodedSample, ErrorLog, Row, VlmTaskEncoder, open_image, reason_of, sample_name
+from data.energon.open import split_sizes
+from data.energon.provider import Config, check
+from data.energon.reader import Encoding, EnergonReader
+from data.energon.task_encoder import EncodedSample, ErrorLog, Row, VlmTaskEncoder, open_image, reason_of, sample_name
 from data.image_tiling import Size, oriented_size, tile_sizes, tiling_of
 from data.prompts import IMAGE_TOKENS, load_tokenizer
 from mimo.protocols import DataRequest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from data.energon import Config
+from data.energon.provider import Config
 from data.image_tiling import Tiling
 from data.prompts import load_tokenizer
 from data.stats.charts import Bars, Group, aspect_bars, histogram, integer_bars, lying_bars, number, share_bars

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.energon_vlm import Row
+from data.energon.task_encoder import Row
 from data.image_tiling import Tiling, fixed_grid
 from data.stats.charts import number
 from data.stats.collect import Collected, ImageRecord, Record

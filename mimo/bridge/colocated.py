@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirection, ColocatedBridgeCommunicator
 
-from mimo.bridge.plan import Rows
+from mimo.bridge.handshake import Rows
 from mimo.grid.groups import Grids
-from mimo.observe.device_timing import DeviceTimer
-from mimo.observe.spans import Kind, Spans
-from mimo.observe.watchdog import Watchdog
+from mimo.observability.spans import DeviceTimer, Kind, Spans
 from mimo.protocols import LANGUAGE
+from mimo.watchdog.watchdog import Watchdog
 
 
 class ColocatedBridge(ColocatedBridgeCommunicator):

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
-from mimo.bridge.plan import Rows, lanes_of, sources_of
+from mimo.bridge.handshake import Rows, lanes_of, sources_of
 from mimo.grid.groups import Grids
-from mimo.observe.device_timing import DeviceTimer
-from mimo.observe.spans import Kind, Spans
-from mimo.observe.watchdog import Watchdog
+from mimo.observability.spans import DeviceTimer, Kind, Spans
 from mimo.protocols import LANGUAGE
+from mimo.watchdog.watchdog import Watchdog
 
 
 class Bridge(BridgeCommunicator):

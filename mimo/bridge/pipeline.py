@@ -10,11 +10,11 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from mimo.batch import Microbatch
 from mimo.bridge.disjoint import Bridge
-from mimo.bridge.plan import destination_rows, source_rows
+from mimo.bridge.handshake import destination_rows, source_rows
+from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
-from mimo.observe.schedule_spans import ScheduleSpans
+from mimo.observability.spans import ScheduleSpans
 from mimo.protocols import LANGUAGE
 
 

@@ -16,14 +16,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mimo import registry
 from mimo.checkpoint import paths
-from mimo.checkpoint.agree import from_first_rank, gather, raise_any, raise_together
-from mimo.checkpoint.differences import (
-    config_differences,
-    data_differences,
-    flat_config,
-    model_differences,
-    refused,
-)
 from mimo.checkpoint.entries import PROJECTOR, Saved, broadcast_from_writers
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
 from mimo.checkpoint.reader import (
@@ -34,12 +26,26 @@ from mimo.checkpoint.reader import (
     read_index,
     require_checksums,
 )
-from mimo.checkpoint.rng import restore_rng, rng_objects
-from mimo.checkpoint.state import Progress, RunState, Source, model_entries, optimizer_entries, stream_object
-from mimo.config.checkpoint import CheckpointConfig
-from mimo.observe.watchdog import Watchdog
+from mimo.checkpoint.state import (
+    Progress,
+    RunState,
+    Source,
+    config_differences,
+    data_differences,
+    flat_config,
+    model_differences,
+    model_entries,
+    optimizer_entries,
+    refused,
+    restore_rng,
+    rng_objects,
+    stream_object,
+)
+from mimo.comm.host import from_first_rank, gather, raise_any, raise_together
+from mimo.config.trainer import CheckpointConfig
 from mimo.protocols import LANGUAGE
-from mimo.weights.keys import global_name
+from mimo.watchdog.watchdog import Watchdog
+from mimo.weights.rules import global_name
 
 logger = logging.getLogger(__name__)
 

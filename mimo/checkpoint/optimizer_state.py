@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from mimo.checkpoint.entries import Saved, flat_range
-from mimo.optim.optimizer import HeteroOptimizer
+from mimo.training.optimizer import HeteroOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"

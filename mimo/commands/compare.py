@@ -2,19 +2,214 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from tqdm import tqdm
 
 from mimo import registry
-from mimo.checkpoint.differences import config_differences, model_differences, refused
-from mimo.commands.contents import Contents
-from mimo.commands.rows import WEIGHTS, Row, rows_of
-from mimo.config.run import RunConfig
+from mimo.checkpoint.paths import METADATA
+from mimo.checkpoint.reader import CHECKSUMS, is_covered, read_common, read_index
+from mimo.checkpoint.state import config_differences, model_differences, refused
+from mimo.checkpoint.writer import crc32_of
+from mimo.config.trainer import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.weights.rules import global_name, num_stacked_axes, split_layer
+
+# Stored tensors, and equal ones of many layers and experts as one row of a table. Importing this needs no torch.
+
+
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class StoredInfo:
+    """One global tensor of a checkpoint.
+
+    Attributes:
+        key: its key in the checkpoint.
+        module: the module it belongs to.
+        kind: `weights` (parameters and buffers), or a kind of optimizer state (`exp_avg`, `exp_avg_sq`, `fp32_param`).
+        name: name inside the module, the same for weights and optimizer state.
+        shape: global shape, stacked layers and experts in front.
+        dtype: torch's name of it, `bfloat16`.
+        num_pieces: pieces it is stored in.
+        num_bytes: bytes of its elements.
+    """
+
+    key: str
+    module: str
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_pieces: int
+    num_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class Row:
+    """Equal tensors of a module.
+
+    Attributes:
+        name: their name, layers and experts as ranges: `decoder.layers.{0-3}.mlp.experts.{0-7}.linear_fc1.weight`.
+        count: how many they are.
+        shape: of one of them.
+        dtype: of each.
+        num_bytes: of all.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all."""
+        return self.count * math.prod(self.shape)
+
+
+@dataclass
+class _Group:
+    prefix: str
+    rest: str
+    rows: list[Row] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+
+    def row(self) -> Row:
+        first = self.rows[0]
+        name = f"{self.prefix}{_ranges(self.layers)}.{self.rest}" if self.layers else first.name
+        return Row(name, sum(row.count for row in self.rows), first.shape, first.dtype,
+                   sum(row.num_bytes for row in self.rows))
+
+
+def rows_of(tensors: Iterable[StoredInfo]) -> list[Row]:
+    """One row for tensors that differ in the number of their layer or expert only, in the order of the first."""
+    groups: dict[tuple[object, ...], _Group] = {}
+    for tensor in tensors:
+        row = _row(tensor)
+        layer = split_layer(row.name)
+        if layer is None:
+            groups[row.name, row.shape, row.dtype] = _Group("", "", [row])
+            continue
+        prefix, number, rest = layer
+        group = groups.setdefault((prefix, rest, row.shape, row.dtype), _Group(prefix, rest))
+        group.rows.append(row)
+        group.layers.append(number)
+    return [group.row() for group in groups.values()]
+
+
+def _row(tensor: StoredInfo) -> Row:
+    """A stored tensor without its stacked axes."""
+    stacked = num_stacked_axes(tensor.name)
+    axes, shape = tensor.shape[:stacked], tensor.shape[stacked:]
+    name = global_name(tensor.name, [_ranges(list(range(size))) for size in axes])
+    return Row(name, math.prod(axes), shape, tensor.dtype, tensor.num_bytes)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`{0-3,7}`; a number alone without braces."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return text if text.isdecimal() else f"{{{text}}}"
+
+
+# What a checkpoint holds, read from its index and `common.pt` alone: no tensor data, no process group.
+
+
+_OPTIMIZER_STATE = ".optimizer.state."
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint.
+
+    Attributes:
+        folder: its own folder.
+        index: what `.metadata` says.
+        common: what `common.pt` holds.
+        tensors: every tensor, weights in the index's order.
+        rng: module -> (pp, dp, tp) sizes of the grid that its generator states are for.
+        streams: data streams, `module/lane`.
+        files: bytes of every file by name.
+    """
+
+    folder: Path
+    index: Metadata
+    common: Mapping[str, Any]
+    tensors: tuple[StoredInfo, ...]
+    rng: Mapping[str, tuple[int, ...]]
+    streams: tuple[str, ...]
+    files: Mapping[str, int]
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules, in the order of the grids it was saved on."""
+        known = [name for name in self.common["grids"] if any(tensor.module == name for tensor in self.tensors)]
+        return list(dict.fromkeys([*known, *(tensor.module for tensor in self.tensors)]))
+
+    def of(self, module: str) -> list[StoredInfo]:
+        """The tensors of a module."""
+        return [tensor for tensor in self.tensors if tensor.module == module]
+
+
+def read_contents(folder: Path) -> Contents:
+    """Read index and `common.pt`.
+
+    Raises:
+        ValueError: one of them is missing, damaged, holds more than data, or is not of this trainer.
+    """
+    common, index = read_common(folder), read_index(folder)
+    lacking = sorted({"iteration", "consumed_samples", "config", "frozen", "grids", "optimizer_steps"} - common.keys())
+    if lacking:
+        raise ValueError(f"{folder}: common.pt is not that of a checkpoint of this trainer, it lacks "
+                         f"{', '.join(lacking)}")
+    tensors, rng, streams = [], {}, []
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors.append(_tensor(key, entry))
+        elif isinstance(entry, BytesStorageMetadata) and key.startswith("mimo."):
+            stored = ShardedObject.empty_from_unique_key(key)
+            parts = stored.key.split(".")
+            if parts[1] == "loader":
+                streams.append("/".join(parts[2:]))
+            elif parts[2:] == ["rng_state"]:
+                rng[parts[1]] = tuple(stored.global_shape)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    return Contents(folder, index, common, tuple(tensors), rng, tuple(sorted(streams)), files)
+
+
+def _tensor(key: str, entry: TensorStorageMetadata) -> StoredInfo:
+    dtype, kind = entry.properties.dtype, WEIGHTS
+    if key.startswith("mimo.") and _OPTIMIZER_STATE in key:
+        module, _, rest = key.removeprefix("mimo.").partition(_OPTIMIZER_STATE)
+        kind, _, name = rest.partition(".")
+    else:
+        module, _, name = key.partition(".")
+    return StoredInfo(key, module, kind, name, tuple(entry.size), str(dtype).removeprefix("torch."), len(entry.chunks),
+                      math.prod(entry.size) * dtype.itemsize)
+
 
 _NUMBERS = re.compile(r"\.(\d+|\{[\d,-]+\})(?=\.)")
 
@@ -108,3 +303,92 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = vars(torch)[name]
     assert isinstance(dtype, torch.dtype), name
     return dtype
+
+
+# Every byte of a checkpoint against its checksums, and its index against itself.
+
+
+def damage(contents: Contents) -> tuple[list[str], list[str]]:
+    """Read a whole checkpoint.
+
+    Returns:
+        A line for everything that is damaged, missing or left over, with the names of the tensors; and notes on what
+        could not be checked.
+    """
+    problems, notes = [*_incomplete(contents.index), *_uneven_optimizer(contents)], []
+    read: dict[str, Any] = {}
+    for name in (METADATA, CHECKSUMS):
+        try:
+            read[name] = json.loads((contents.folder / name).read_bytes())
+        except FileNotFoundError:
+            # A checkpoint of this trainer has both.
+            problems.append(f"{name} is missing")
+        except ValueError as error:
+            problems.append(f"{name} is damaged: {error}")
+    checksums = read.get(CHECKSUMS)
+    if checksums is None:
+        notes.append("without checksums only the lengths of the files were compared")
+    return problems + list(_damaged_items(contents.folder, contents.index, checksums)), notes
+
+
+def _incomplete(index: Metadata) -> Iterator[str]:
+    """Objects and tensors of which something is in no file."""
+    stored = {(place.fqn, place.offset) for place in index.storage_data}
+    for key, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            if (key, None) not in stored:
+                yield f"{key} is in the index and in no file"
+            continue
+        lacking = [chunk for chunk in entry.chunks if (key, chunk.offsets) not in stored]
+        for chunk in lacking:
+            yield f"{key}: the piece at {list(chunk.offsets)} of {list(chunk.sizes)} is in no file"
+        if not is_covered(entry):
+            yield f"{key}: its pieces leave something out or overlap"
+
+
+def _uneven_optimizer(contents: Contents) -> Iterator[str]:
+    """Optimizer state of tensors that lack another kind of it, or of tensors that are not there."""
+    for module in contents.modules:
+        names: dict[str, set[str]] = defaultdict(set)
+        for tensor in contents.of(module):
+            names[tensor.kind].add(tensor.name)
+        weights = names.pop(WEIGHTS, set())
+        moments = {kind: held for kind, held in names.items() if kind.startswith("exp_avg")}
+        for name in sorted(set().union(*names.values())):
+            if name not in weights:
+                yield f"{module}.{name} has optimizer state and no weights"
+            for kind in (kind for kind, held in moments.items() if name not in held):
+                yield f"{module}.{name} has optimizer state, but no {kind}"
+
+
+def _damaged_items(folder: Path, index: Metadata, checksums: dict[str, dict[str, int]] | None) -> Iterator[str]:
+    by_file: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+    for place, stored in index.storage_data.items():
+        by_file[stored.relative_path].append((place.fqn, stored))
+    total = sum(stored.length for items in by_file.values() for _, stored in items)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", leave=False, disable=None) as bar:
+        for name, items in sorted(by_file.items()):
+            path = folder / name
+            if not path.is_file():
+                yield f"{name} is missing; it holds {', '.join(sorted({key for key, _ in items}))}"
+                continue
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                for key, stored in sorted(items, key=lambda item: item[1].offset):
+                    bar.update(stored.length)
+                    wrong = _wrong(file, size, stored, None if checksums is None else checksums.get(name, {}))
+                    if wrong:
+                        yield f"{key} in {name}: {wrong}"
+
+
+def _wrong(file: Any, size: int, stored: Any, checksums: dict[str, int] | None) -> str | None:
+    """What is wrong with one stored item, or None."""
+    if size < stored.offset + stored.length:
+        return f"the file ends {stored.offset + stored.length - size} bytes early"
+    if checksums is None:
+        return None
+    if str(stored.offset) not in checksums:
+        return "it has no checksum"
+    if crc32_of(file, stored.offset, stored.length) != checksums[str(stored.offset)]:
+        return "the bytes are not those that were saved (checksum)"
+    return None

@@ -4,17 +4,151 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mimo.commands.compare import flag_differences, tensor_differences
-from mimo.commands.contents import Contents, read_contents
-from mimo.commands.flags import InspectFlags
-from mimo.commands.folders import checkpoint_folder
-from mimo.commands.model import named_providers, refuse_named_code
-from mimo.commands.report import json_report, text_report
-from mimo.commands.verify import damage
+from mimo.checkpoint.state import flat_config
+from mimo.commands.compare import (
+    WEIGHTS,
+    Contents,
+    StoredInfo,
+    damage,
+    flag_differences,
+    read_contents,
+    rows_of,
+    tensor_differences,
+)
+from mimo.commands.convert import named_providers, refuse_named_code
+from mimo.commands.flags import InspectFlags, checkpoint_folder
 from mimo.config.cli import parse
+from mimo.grid.dry_run import counted, format_bytes, span, table
+
+# The contents of a checkpoint as text and as JSON.
+
+
+_TITLES = {WEIGHTS: "weights", "exp_avg": "optimizer, first moment (exp_avg)",
+           "exp_avg_sq": "optimizer, second moment (exp_avg_sq)",
+           "fp32_param": "optimizer, fp32 weights (fp32_param)"}
+_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
+
+
+def text_report(contents: Contents, *, every_tensor: bool = False) -> str:
+    """A few dozen lines for any model; `every_tensor` lists optimizer state and single layers too."""
+    parts = [[str(contents.folder), *(f"  {line}" for line in _progress(contents))], _grids(contents)]
+    for module in contents.modules:
+        tensors = contents.of(module)
+        parts.append([f"module {module}", *(_all_tensors(tensors) if every_tensor else _weights(tensors))])
+        parts.append(_totals(module, tensors))
+    parts.append(_whole(contents))
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def json_report(contents: Contents) -> dict[str, Any]:
+    """Everything of `text_report` and every tensor, of plain data."""
+    common = contents.common
+    return {
+        "checkpoint": str(contents.folder),
+        "iteration": common["iteration"],
+        "consumed_samples": common["consumed_samples"],
+        "skipped_iterations": common.get("skipped_iterations", 0),
+        "model_provider": _provider(contents),
+        "frozen": list(common["frozen"]),
+        "optimizer_steps": common["optimizer_steps"],
+        "grids": common["grids"],
+        "lanes": common.get("lanes", 0),
+        "rng": {name: list(shape) for name, shape in contents.rng.items()},
+        "streams": list(contents.streams),
+        "files": dict(contents.files),
+        "modules": {module: {"totals": _sums(contents.of(module)),
+                             "tensors": [_plain(tensor) for tensor in contents.of(module)]}
+                    for module in contents.modules},
+    }
+
+
+def _plain(tensor: StoredInfo) -> dict[str, Any]:
+    return {"key": tensor.key, "kind": tensor.kind, "name": tensor.name, "shape": list(tensor.shape),
+            "dtype": tensor.dtype, "parameters": tensor.numel, "bytes": tensor.num_bytes, "pieces": tensor.num_pieces}
+
+
+def _provider(contents: Contents) -> str | None:
+    name = flat_config(contents.common["config"]).get("model_provider")
+    return None if name is None else str(name)
+
+
+def _progress(contents: Contents) -> list[str]:
+    common = contents.common
+    lines = [f"iteration {common['iteration']}, {common['consumed_samples']} consumed samples, "
+             f"{counted(common.get('skipped_iterations', 0), 'skipped iteration')}",
+             f"model provider {_provider(contents) or 'unknown'}, frozen: {', '.join(common['frozen']) or 'nothing'}"]
+    steps = common["optimizer_steps"]
+    if steps is None:
+        lines.append("no optimizer state")
+    else:
+        counts = [f"{part} {count}" for parts in steps.values() for part, count in parts.items()]
+        lines.append(f"optimizer updates: {', '.join(counts) or 'nothing trains'}")
+    rng = [f"{name} (pp {pp}, dp {dp}, tp {tp})" for name, (pp, dp, tp) in contents.rng.items()]
+    lines.append(f"random generators: {', '.join(rng) or 'none'}")
+    lines.append(f"data streams: {', '.join(contents.streams) or 'none'}")
+    return lines
+
+
+def _grids(contents: Contents) -> list[str]:
+    grids = {name: sizes for name, sizes in contents.common["grids"].items() if sizes}
+    if not grids:
+        return ["not saved by a run: weights alone"]
+    rows = [["saved on", "ranks", *_AXES]]
+    for name, sizes in grids.items():
+        count = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
+        rows.append([name, span(range(sizes["offset"], sizes["offset"] + count)),
+                     *(str(sizes[axis]) for axis in _AXES)])
+    return table(rows)
+
+
+def _weights(tensors: Sequence[StoredInfo]) -> list[str]:
+    """The module's weights, equal layers and experts in one row."""
+    rows = [["tensor", "count", "shape of one", "dtype", "parameters", "bytes"]]
+    for row in rows_of(tensor for tensor in tensors if tensor.kind == WEIGHTS):
+        rows.append([row.name, str(row.count), _shape(row.shape), row.dtype, f"{row.numel:,}", f"{row.num_bytes:,}"])
+    return table(rows) if len(rows) > 1 else []
+
+
+def _all_tensors(tensors: Sequence[StoredInfo]) -> list[str]:
+    """Every stored tensor under its key, with its whole shape."""
+    rows = [["key", "pieces", "shape", "dtype", "parameters", "bytes"]]
+    for tensor in tensors:
+        rows.append([tensor.key, str(tensor.num_pieces), _shape(tensor.shape), tensor.dtype, f"{tensor.numel:,}",
+                     f"{tensor.num_bytes:,}"])
+    return table(rows)
+
+
+def _sums(tensors: Iterable[StoredInfo]) -> dict[str, dict[str, int]]:
+    """Number of tensors, elements and bytes of each kind."""
+    sums: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        of_kind = sums.setdefault(tensor.kind, {"tensors": 0, "parameters": 0, "bytes": 0})
+        of_kind["tensors"] += 1
+        of_kind["parameters"] += tensor.numel
+        of_kind["bytes"] += tensor.num_bytes
+    return sums
+
+
+def _totals(module: str, tensors: Sequence[StoredInfo]) -> list[str]:
+    rows = [[f"{module}, totals", "stored tensors", "parameters", "bytes"]]
+    for kind, sums in _sums(tensors).items():
+        rows.append([_TITLES.get(kind, kind), str(sums["tensors"]), f"{sums['parameters']:,}",
+                     f"{sums['bytes']:,}"])
+    return table(rows)
+
+
+def _whole(contents: Contents) -> list[str]:
+    weights = [tensor for tensor in contents.tensors if tensor.kind == WEIGHTS]
+    return [f"{sum(tensor.numel for tensor in weights):,} parameters; "
+            f"{counted(len(contents.files), 'file')}, {format_bytes(sum(contents.files.values()))} on disk"]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(str(size) for size in shape) or "scalar"
 
 
 def inspect(flags: InspectFlags, run_flags: list[str]) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, parse_command
-from mimo.commands.folders import check_folders
+from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, check_folders, parse_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +35,7 @@ def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) 
     check_folders(flags)
     # Imported late: torch and Megatron take seconds, and neither --help nor a mistyped path needs them.
     from mimo.platform import get_platform
-    from mimo.platform.quiet import quieten_wheel
+    from mimo.platform.megatron_import import quieten_wheel
 
     quieten_wheel()
     # No command needs a GPU; and without one to compile for, importing Megatron takes half the time.
@@ -46,9 +45,9 @@ def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) 
 
         return inspect(flags, run_flags)
     if isinstance(flags, ExportFlags):
-        from mimo.commands.export import export
+        from mimo.commands.convert import export
 
         return export(flags, run_flags)
-    from mimo.commands.import_ import import_
+    from mimo.commands.convert import import_
 
     return import_(flags, run_flags)

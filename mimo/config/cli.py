@@ -23,7 +23,7 @@ import tyro
 from mimo import registry
 from mimo.config import toml_file
 from mimo.config.flag_hints import hint_for, refuse_foreign_flags
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.protocols import ImageDataProvider, ImageProcessing, ImageProcessingProvider, StagedProvider
 
 DESCRIPTION = """Train a multimodal model whose encoder and language model live on separate process grids.

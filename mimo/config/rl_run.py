@@ -9,12 +9,9 @@ from typing import Any, ClassVar, override
 
 from mimo import registry
 from mimo.config import rl
-from mimo.config.data import DataConfig
-from mimo.config.rl import RlConfig
+from mimo.config.rl import RlConfig, RolloutConfig, check_rollout
 from mimo.config.rl_sections import PromptDataConfig, RlLayoutConfig, RlObserveConfig, RlOptimConfig, RlTrainConfig
-from mimo.config.rollout import RolloutConfig, check_rollout
-from mimo.config.run import RunConfig
-from mimo.config.train import TrainConfig
+from mimo.config.trainer import DataConfig, RunConfig, TrainConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import Layout
 from mimo.protocols import ImageProcessorProvider

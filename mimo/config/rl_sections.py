@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mimo.config.data import DataConfig
-from mimo.config.layout import LayoutConfig
-from mimo.config.observe import ObserveConfig
-from mimo.config.optim import OptimConfig
-from mimo.config.train import TrainConfig
+from mimo.config.trainer import DataConfig, LayoutConfig, ObserveConfig, OptimConfig, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import itertools
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from mimo import registry
-from mimo.config.optim import OptimConfig, ScheduleConfig
-from mimo.config.run import RunConfig
 from mimo.config.toml_file import field_name, flag_name
-from mimo.config.train import MAX_TIMEOUT_S
-from mimo.config.validate_observe import check_device, check_observe
-from mimo.config.validate_prefetch import check_prefetch
-from mimo.data_request import data_request
+from mimo.config.trainer import MAX_TIMEOUT_S, ObserveConfig, OptimConfig, RunConfig, ScheduleConfig
+from mimo.grid.lanes import data_request, lanes_read_by
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
-from mimo.grid.reading import lanes_read_by
 from mimo.grid.spec import Layout
 from mimo.protocols import (
     LANGUAGE,
@@ -28,6 +24,129 @@ from mimo.protocols import (
     RoutedDataProvider,
     TokenSpec,
 )
+
+# Checks of what a run leaves behind and shows.
+
+
+def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, dry_run: bool) -> None:
+    """Check the flags of logging and measurement.
+
+    Args:
+        flags: of the run.
+        world_size: number of ranks.
+        length: of the run in iterations; None for a dry run without one.
+        dry_run: nothing is trained, so packages may be missing here; see `check_packages`.
+
+    Raises:
+        ValueError: the first thing found wrong.
+    """
+    _check_timeline(flags)
+    _check_profile(flags, world_size, length)
+    _check_trackers(flags)
+    if not dry_run:
+        check_packages(flags)
+
+
+def check_device(flags: ObserveConfig, device: str) -> None:
+    """Refuse what only a GPU can do on a run without. Raises ValueError.
+
+    Args:
+        flags: of the run.
+        device: `cuda` or `cpu`.
+    """
+    if device == "cuda":
+        return
+    for flag, given in (("--memory-snapshot", flags.memory_snapshot), ("--nvtx", flags.nvtx)):
+        if given:
+            raise ValueError(f"{flag} needs CUDA, and this run is on {device}: leave it out")
+
+
+def _check_timeline(flags: ObserveConfig) -> None:
+    if flags.log_interval < 1:
+        raise ValueError(f"--log-interval {flags.log_interval} is below 1")
+    if flags.timeline_interval < 0:
+        raise ValueError(f"--timeline-interval {flags.timeline_interval} is below 0")
+    if flags.timeline_interval and not flags.timeline:
+        raise ValueError(f"--timeline-interval {flags.timeline_interval} needs --timeline, it is --no-timeline")
+
+
+def _check_profile(flags: ObserveConfig, world_size: int, length: int | None) -> None:
+    steps, ranks = flags.profiled_steps, flags.profiled_ranks
+    if length is not None and steps and steps.start > length:
+        raise ValueError(f"--profile-steps {flags.profile_steps} begins after the run's last iteration, {length}")
+    if ranks and max(ranks) >= world_size:
+        raise ValueError(f"--profile-ranks {flags.profile_ranks}: this run has ranks 0 to {world_size - 1}")
+    if ranks and not steps and not flags.memory_snapshot:
+        raise ValueError(f"--profile-ranks {flags.profile_ranks} needs --profile-steps or --memory-snapshot")
+
+
+def check_packages(flags: ObserveConfig) -> None:
+    """Raise ValueError if the package of a tracker that the flags ask for is not installed."""
+    for flag, value, package in (("--wandb-project", flags.wandb_project, "wandb"),
+                                 ("--mlflow-uri", flags.mlflow_uri, "mlflow"),
+                                 ("--tensorboard-dir", flags.tensorboard_dir, "tensorboard")):
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave "
+                             "the flag out")
+
+
+def _check_trackers(flags: ObserveConfig) -> None:
+    if flags.tensorboard_by_samples and flags.tensorboard_dir is None:
+        raise ValueError("--tensorboard-by-samples needs --tensorboard-dir")
+    if flags.wandb_name is not None and flags.wandb_project is None:
+        raise ValueError(f"--wandb-name {flags.wandb_name} needs --wandb-project")
+    if flags.mlflow_experiment is not None and flags.mlflow_uri is None:
+        raise ValueError(f"--mlflow-experiment {flags.mlflow_experiment} needs --mlflow-uri")
+
+
+# Checks of encoder prefetch: what has to be frozen and where, for features to be good in any step.
+
+
+MAX_STEPS_AHEAD = 4
+"""Iterations ahead whose data may be asked for. A reader of lanes keeps its place for a few more, no others."""
+
+
+def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> None:
+    """Check --encoder-prefetch-depth.
+
+    Args:
+        config: the run.
+        layout: its layout.
+        num_microbatches: microbatches of an iteration.
+
+    Raises:
+        ValueError: what does not fit, with its flag and value.
+    """
+    depth, frozen = config.train.encoder_prefetch_depth, config.model.frozen
+    flag = f"--encoder-prefetch-depth {depth}"
+    if depth < 0:
+        raise ValueError(f"{flag} is below 0; 0 is off")
+    if not depth:
+        return
+    if not layout.encoders:
+        raise ValueError(f"{flag}: a run without encoder has nothing to prefetch; leave it out")
+    if layout.kind != "disjoint":
+        raise ValueError(f"{flag} with --layout {layout.kind}: ranks that hold both modules have no time to spare; use "
+                         "--layout disjoint, or leave it out")
+    trains = [encoder.name for encoder in layout.encoders if encoder.name not in frozen]
+    if trains:
+        raise ValueError(f"{flag} with --freeze {config.model.freeze!r}: {', '.join(trains)} trains, and its features "
+                         f"would be those of weights from before the step; add {','.join(trains)} to --freeze, or "
+                         "leave it out")
+    stages = max(encoder.pp for encoder in layout.encoders)
+    if stages > 1:
+        raise ValueError(f"{flag} with --encoder-pp {stages}: only an encoder of one stage is prefetched; use "
+                         "--encoder-pp 1 (--encoder-tp may be above 1)")
+    if steps_ahead(depth, num_microbatches) > MAX_STEPS_AHEAD:
+        raise ValueError(f"{flag}: an iteration has {num_microbatches} microbatches (--global-batch-size "
+                         f"{config.train.global_batch_size}), and data is read at most {MAX_STEPS_AHEAD} iterations "
+                         f"ahead; at most {MAX_STEPS_AHEAD * num_microbatches}")
+
+
+def steps_ahead(depth: int, num_microbatches: int) -> int:
+    """Iterations after the present one whose data a queue of `depth` microbatches may need."""
+    return -(-depth // num_microbatches)
+
 
 PROJECTOR = "projector"
 # Samples that are searched for images before a run without an encoder.

@@ -8,13 +8,11 @@ from urllib.parse import urlsplit
 
 from mimo import registry
 from mimo.checkpoint import paths
-from mimo.config.checkpoint import CheckpointConfig
-from mimo.config.observe import is_folder
 from mimo.config.rl_run import RlRunConfig
-from mimo.config.run import RunConfig
 from mimo.config.toml_file import flag_name
-from mimo.config.validate_observe import check_packages
-from mimo.observe.run_folder import RUNS
+from mimo.config.trainer import CheckpointConfig, RunConfig, is_folder
+from mimo.config.validate import check_packages
+from mimo.observability.run_folder import RUNS
 from mimo.protocols import MegatronSourceProvider
 
 

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
 
-from mimo.grid.node_groups import NodeGroups
+from mimo.comm.node_groups import NodeGroups
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 

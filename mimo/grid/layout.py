@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 
-from mimo.config.layout import LayoutConfig
+from mimo.config.trainer import LayoutConfig
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 

@@ -14,20 +14,46 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
-from mimo.model.fused_gradients import accumulate_into_main_grad
+from mimo.model.layer_ops import accumulate_into_main_grad, install_packed_rotary, install_split
 from mimo.model.mimo_model import HeteroModel
+from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm
-from mimo.model.padded_routing import install_padded_routing
-from mimo.model.residency import Residency
-from mimo.model.rotary import install_packed_rotary
-from mimo.model.split_qkv import install_split
-from mimo.observe.spans import Spans
-from mimo.observe.watchdog import Watchdog
+from mimo.observability.spans import Spans
 from mimo.platform.base import Platform
-from mimo.platform.quiet import quieten_transformer_engine
+from mimo.platform.megatron_import import quieten_transformer_engine
 from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
+from mimo.watchdog.watchdog import Watchdog
+
+# What of a rank's training state has its memory, and what is offloaded and must not be touched.
+
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER)
+
+
+class OffloadedError(RuntimeError):
+    """Something is asked of a trainer whose memory lies on the host."""
+
+
+class Residency:
+    """Says what of one rank is offloaded.
+
+    Attributes:
+        offloaded: those of `KINDS` that have no memory on the device.
+    """
+
+    def __init__(self) -> None:
+        self.offloaded: set[str] = set()
+
+    def require(self, what: str, *kinds: str) -> None:
+        """Raise OffloadedError where some of `kinds` are offloaded; `what` needs them."""
+        missing = [kind for kind in KINDS if kind in kinds and kind in self.offloaded]
+        if missing:
+            raise OffloadedError(f"{what}: {', '.join(missing)} of this trainer are offloaded to the host; bring them "
+                                 "back first (mimo.rl.offload.Offload.bring_back)")
+
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from mimo.model.latent_attention import LatentAttention, LatentDotProductAttention, with_epsilon
 from mimo.model.packed_attention import PackedDotProductAttention
-from mimo.platform.norms import Norm
+from mimo.model.torch_layers.norms import Norm
 
 IMPLS = ("local", "transformer_engine")
 
@@ -107,7 +107,7 @@ def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubm
         return _block(config, _with_own_parts(get_vit_layer_with_local_spec(), moe=False), impl)
     from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
-    from mimo.model.te_linears import LayerNormColumnParallelWithBias
+    from mimo.model.layer_ops import LayerNormColumnParallelWithBias
 
     spec = get_vit_layer_with_transformer_engine_spec()
     mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(
@@ -126,7 +126,7 @@ def mlp_linears(impl: str) -> MLPSubmodules:
         return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
-    from mimo.model.te_linears import ColumnParallelWithBias
+    from mimo.model.layer_ops import ColumnParallelWithBias
 
     return MLPSubmodules(linear_fc1=ColumnParallelWithBias, linear_fc2=TERowParallelLinear)
 

@@ -16,16 +16,16 @@ from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
-from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.bridge.colocated import ColocatedBridge
+from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.grid.groups import Grids
 from mimo.model.language import HybridLanguageModel
 from mimo.model.mtp import MtpBlock, MtpInputs
 from mimo.model.packed_attention import packed_seq_params
 from mimo.model.submodule import FeatureQueue
-from mimo.observe.spans import Kind, Spans
-from mimo.observe.watchdog import Watchdog
+from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
+from mimo.watchdog.watchdog import Watchdog
 
 
 class HeteroModel(MimoModel):

@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from mimo.batch import PackedSequences
+from mimo.data.batch import PackedSequences
 
 # Of one head: sequences that run together hold their scores at the same time.
 MAX_SCORES = 1 << 20

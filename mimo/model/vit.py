@@ -12,9 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo.batch import PackedSequences
+from mimo.data.batch import PackedSequences
 from mimo.model.packed_attention import packed_seq_params as attention_params
-from mimo.model.patches import Grid, packed_pixel_shuffle, packed_positions, patch_grids, pixel_shuffle
+from mimo.model.radio import Grid, packed_pixel_shuffle, packed_positions, patch_grids, pixel_shuffle
 
 
 class ViT(MegatronModule):

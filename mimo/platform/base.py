@@ -53,7 +53,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def has_mamba_kernels(self) -> bool:
-        """Whether the fused kernels of Mamba-2 layers can run here; `mimo.platform.mamba` stands in for them."""
+        """Tell whether Mamba-2's fused kernels can run here; `mimo.model.torch_layers.mamba` stands in for them."""
 
     @property
     def device_name(self) -> str:

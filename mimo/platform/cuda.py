@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from mimo.observe import flight_recorder
 from mimo.platform.base import Platform, mamba_kernels_installed, transformer_engine_installed
+from mimo.watchdog import flight_recorder
 
 
 class CudaPlatform(Platform):

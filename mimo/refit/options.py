@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mimo.refit.slots import DTYPE_BYTES
+from mimo.refit.tensor_slices import DTYPE_BYTES
 
 # Routes that may be asked for: each tensor as fast as it can go, or all through the engine's own loading.
 ROUTES = ("auto", "loader")
@@ -23,7 +23,7 @@ class RefitOptions:
         chunk_bytes: of whole tensors in one chunk, at most; two chunks are under way at a time.
         timeout_s: seconds that one wait may take.
         verify: compare checksums of every box on both sides, at every sync (`WeightSender.verify` can switch it): as
-            sent, as it came, and as read back from where it was written to (see `mimo.refit.checksums`).
+            sent, as it came, and as read back from where it was written to (see `mimo.refit.messages`).
     """
 
     backend: str
@@ -65,3 +65,17 @@ class RefitReport:
     wire_bytes: int = 0
     direct_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+# What vLLM loads in each of its processes, by the entry point `vllm.general_plugins` in pyproject.toml.
+
+
+BACKEND = "mimo"
+
+
+def register() -> None:
+    """Make `WeightTransferConfig(backend="mimo")` known; more than once is as good as once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "mimo.refit.receiver", "MimoWeightTransferEngine")

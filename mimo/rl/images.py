@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mimo.batch import EncoderBatch
-from mimo.grid.reading import Need, needs_of
+from mimo.data.batch import EncoderBatch
+from mimo.data.collate import TokenCounter, collate_encoder, expand_images
+from mimo.grid.lanes import Need, needs_of
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, ModelProvider, Sample
 from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet
-from mimo.training.collate import TokenCounter, collate_encoder, expand_images
 
 if TYPE_CHECKING:
     from mimo.rl.rollouts import Completion

@@ -6,21 +6,219 @@ The schedule divides gradients by the count of all microbatches and ranks togeth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
-
-from mimo.rl.kl import kl_estimates
-from mimo.rl.sampled import SampledTokens
-from mimo.rl.totals import Totals
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from mimo.config.rl import RlConfig
 
-# exp(20) is 5e8: large enough never to be met where learning goes on, and far from the overflow of float32 at exp(88).
+# Advantages of completions: how much better each is than the others of its prompt.
+
+
+STD_EPSILON = 1e-6
+
+Advantage = Literal["grpo", "dr-grpo", "rloo"]
+
+
+def advantages(rewards: Sequence[float], prompts: Sequence[int], kind: Advantage) -> torch.Tensor:
+    """One advantage for each completion, from the rewards of all completions of its prompt.
+
+    - grpo: (r - mean) / (std + 1e-6), std with n - 1 in the denominator (arXiv:2402.03300, equation 4).
+    - dr-grpo: r - mean (arXiv:2503.20783).
+    - rloo: r - mean of the others = (r - mean) n / (n - 1) (arXiv:2402.14740).
+
+    A prompt with one completion has mean 0 and std 1, so that its reward itself remains.
+
+    Args:
+        rewards: of each completion.
+        prompts: index of the prompt of each completion, from 0; in any order.
+        kind: which.
+
+    Returns:
+        float32 `[completions]`.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    assert len(rewards) == len(prompts), f"{len(rewards)} rewards for {len(prompts)} completions"
+    # float64: the mean of equal rewards must be the reward, or dividing by 1e-6 would make much of the difference.
+    reward = torch.tensor(rewards, dtype=torch.float64)
+    for index in torch.nonzero(~reward.isfinite()).flatten().tolist():
+        raise ValueError(f"completion {index} of prompt {prompts[index]}: reward {rewards[index]} is not finite")
+    group = torch.tensor(prompts, dtype=torch.int64)
+    num_groups = int(group.max()) + 1 if len(prompts) else 0
+    count = torch.bincount(group, minlength=num_groups).double()
+    mean = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, reward) / count.clamp(min=1)
+    mean[count == 1] = 0.0
+    centred = reward - mean[group]
+    if kind == "dr-grpo":
+        return centred.float()
+    others = (count - 1).clamp(min=1)
+    if kind == "rloo":
+        return (centred * torch.where(count == 1, 1.0, count / others)[group]).float()
+    assert kind == "grpo", kind
+    squares = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, centred.square())
+    std = torch.where(count == 1, 1.0, (squares / others).sqrt())
+    return (centred / (std[group] + STD_EPSILON)).float()
+
+
+# Which positions of a microbatch predict sampled tokens, and sums over sequences.
+
+
+@dataclass
+class SampledTokens:
+    """The `t` positions of whole sequences, one behind the other or row by row, padding among them.
+
+    Attributes:
+        mask: bool `[t]`, True where the position predicts a token that the policy sampled.
+        sequence_ids: int64 `[t]`, number of the sequence of each position, below `num_sequences`.
+        num_sequences: of the microbatch; one without a sampled token, such as padding, counts nowhere.
+    """
+
+    mask: torch.Tensor
+    sequence_ids: torch.Tensor
+    num_sequences: int
+
+    def masked(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` `[t]`, 0 where no token was sampled: whatever stands there, NaN too, has no effect or gradient."""
+        return torch.where(self.mask, values, torch.zeros_like(values))
+
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`."""
+        sums = values.new_zeros(self.num_sequences)
+        return sums.index_add(0, self.sequence_ids, self.masked(values))
+
+    def lengths(self) -> torch.Tensor:
+        """Sampled tokens of each sequence, float32 `[num_sequences]`."""
+        return self.sequence_sums(torch.ones_like(self.mask, dtype=torch.float32))
+
+    def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean of `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`; 0 where there is none."""
+        return self.sequence_sums(values) / self.lengths().clamp(min=1)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """One value a sequence, `[num_sequences]`, at each of its positions, `[t]`."""
+        return values[self.sequence_ids]
+
+
+# Estimates of KL(policy || reference) from sampled tokens.
+
+
+KlType = Literal["k1", "k2", "k3"]
+
+# Beyond these a token says no more than that the policies differ; without them one token can outweigh a batch. exp(20)
+# is 5e8: large enough never to be met where learning goes on, and far from the overflow of float32 at exp(88).
 MAX_LOG_RATIO = 20.0
+MAX_KL = 10.0
+
+
+def kl_estimates(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: KlType) -> torch.Tensor:
+    """An estimate at each token that the policy sampled, in nats (J. Schulman, "Approximating KL divergence", 2020).
+
+    With d = log p_policy - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. d is clamped to +-20 and the
+    estimate to +-10, where it has no gradient any more. As a term of the loss only k2 has the gradient of the KL
+    divergence in expectation; that of k1 is 0, that of k3 belongs to KL(reference || policy).
+
+    Args:
+        log_probs: of the policy, any shape; the gradient flows into them.
+        reference_log_probs: of the reference at the same tokens.
+        kind: which.
+    """
+    difference = (log_probs - reference_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kind == "k1":
+        estimates = difference
+    elif kind == "k2":
+        estimates = difference.square() / 2
+    else:
+        assert kind == "k3", kind
+        # expm1: the difference of 1 and the exponential of a small number has few digits left.
+        estimates = torch.expm1(-difference) + difference
+    return estimates.clamp(-MAX_KL, MAX_KL)
+
+
+def kl_of_sequences(
+    sampled: SampledTokens, log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: KlType
+) -> torch.Tensor:
+    """Sum of the estimates over each sequence, without gradient: what `--kl-in reward` takes, times --kl-coeff, off it.
+
+    Args:
+        sampled: the positions.
+        log_probs: `[t]`, of the policy that sampled, by the trainer.
+        reference_log_probs: `[t]`.
+        kind: which.
+
+    Returns:
+        `[num_sequences]`.
+    """
+    log_probs, reference = sampled.masked(log_probs.detach()), sampled.masked(reference_log_probs.detach())
+    return sampled.sequence_sums(kl_estimates(log_probs, reference, kind))
+
+
+# Figures of a batch as sums and maxima, which add up over microbatches and ranks before anything is divided.
+
+
+@dataclass
+class Totals:
+    """Named float64 scalars of one microbatch, of several, or of the global batch.
+
+    Attributes:
+        sums: what adds up, counts among them.
+        maxima: what the largest counts of; not below 0.
+    """
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def zeros(cls, sums: Iterable[str], maxima: Iterable[str], device: torch.device) -> Totals:
+        """Those of no tokens, for a rank that computes no losses."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(dict.fromkeys(sums, zero), dict.fromkeys(maxima, zero))
+
+    def __or__(self, other: Totals) -> Totals:
+        """Both; the names differ."""
+        assert not self.sums.keys() & other.sums.keys() and not self.maxima.keys() & other.maxima.keys()
+        return Totals(self.sums | other.sums, self.maxima | other.maxima)
+
+    def over_group(self, group: dist.ProcessGroup | None = None) -> Totals:
+        """Those of all ranks together: two collectives over the group, the whole world by default.
+
+        Every rank must have the same names; ranks that hold copies of the same tokens must not all bring them.
+        """
+        return Totals(_reduced(self.sums, dist.ReduceOp.SUM, group), _reduced(self.maxima, dist.ReduceOp.MAX, group))
+
+    def mean(self, name: str, count: str = "tokens") -> float:
+        """A sum over a count; 0 where nothing was counted."""
+        divisor = self.sums[count].item()
+        return self.sums[name].item() / divisor if divisor else 0.0
+
+
+def add_totals(parts: Sequence[Totals]) -> Totals:
+    """Those of several microbatches together; all have the same names."""
+    assert parts, "no microbatch"
+    for part in parts:
+        assert part.sums.keys() == parts[0].sums.keys() and part.maxima.keys() == parts[0].maxima.keys()
+    return Totals(
+        {name: torch.stack([part.sums[name] for part in parts]).sum() for name in parts[0].sums},
+        {name: torch.stack([part.maxima[name] for part in parts]).amax() for name in parts[0].maxima},
+    )
+
+
+def _reduced(
+    values: dict[str, torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    if not values:
+        return {}
+    names = sorted(values)
+    stacked = torch.stack([values[name] for name in names])
+    dist.all_reduce(stacked, op=op, group=group)
+    return dict(zip(names, stacked, strict=True))
+
+
 
 # Names of the totals of `policy_loss`, for ranks that compute none.
 LOSS_SUMS = ("loss", "loss_count", "tokens", "ratio", "clipped_low", "clipped_high", "clipped_dual", "reference_kl",
@@ -36,7 +234,7 @@ class PolicyBatch:
         advantages: float32 `[t]`, the same over a sequence.
         old_log_probs: float32 `[t]`, by the trainer before the first update on these samples.
         reference_log_probs: float32 `[t]`, of the reference policy; None without one.
-        importance_weights: float32 `[t]`, of `mimo.rl.importance`; None: 1.
+        importance_weights: float32 `[t]`, of `mimo.rl.losses`; None: 1.
     """
 
     sampled: SampledTokens
@@ -160,3 +358,99 @@ def _policy_terms(
         sums["tokens"] = sampled.mask.sum(dtype=torch.float64)
         sums["ratio"] = sampled.masked(ratio).sum(dtype=torch.float64)
     return losses, sums
+
+
+# The rollout engine and the trainer give the same tokens slightly other log-probs: how much, and a correction.
+#
+# The engine samples from its own distribution; the loss takes the tokens for samples of the trainer's. Importance
+# weights p_trainer / p_rollout correct for it, truncated because a product of many would have no finite variance.
+
+# Names of the totals below, for ranks that compute none.
+IMPORTANCE_SUMS = ("importance_clipped", "importance_weight")
+MISMATCH_SUMS = ("gen_kl", "abs_dlogp", "exp_abs_dlogp", "importance_ratio", "rollout_tokens")
+MISMATCH_MAXIMA = ("max_abs_dlogp",)
+
+
+@torch.no_grad()
+def importance_weights(
+    config: RlConfig, sampled: SampledTokens, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor
+) -> tuple[torch.Tensor, Totals]:
+    """Factors for the policy loss of each token, detached, and how many tokens they cut.
+
+    With w = p_trainer / p_rollout of a token, by `config.importance_correction`:
+
+    - none: 1.
+    - token: min(w, cap) (truncated importance sampling).
+    - icepop: w where low <= w <= high, else 0.
+    - sequence: w where the geometric mean of the sequence's w is in [low, high], else 0 for all its tokens.
+
+    Tokens that get 0 still count in the mean of the loss, which so does not depend on who holds them.
+
+    Args:
+        config: the kind of correction and its bounds.
+        sampled: the positions, whole sequences.
+        old_log_probs: float32 `[t]`, by the trainer with the weights that the rollout engine had.
+        rollout_log_probs: float32 `[t]`, of the distribution that the engine sampled from.
+
+    Returns:
+        float32 `[t]`, 0 where no token was sampled; and `importance_clipped`, `importance_weight`.
+    """
+    difference = sampled.masked(old_log_probs - rollout_log_probs).float()
+    ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = config.importance_band
+    kind = config.importance_correction
+    if kind == "none":
+        weights, clipped = torch.ones_like(ratio), torch.zeros_like(sampled.mask)
+    elif kind == "token":
+        weights, clipped = ratio.clamp(max=config.importance_cap), ratio > config.importance_cap
+    else:
+        if kind == "icepop":
+            judged = ratio
+        else:
+            assert kind == "sequence", kind
+            judged = sampled.spread(sampled.sequence_means(difference)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        clipped = (judged < low) | (judged > high)
+        weights = ratio.masked_fill(clipped, 0.0)
+    weights = sampled.masked(weights)
+    return weights, Totals({
+        "importance_clipped": (clipped & sampled.mask).sum(dtype=torch.float64),
+        "importance_weight": weights.sum(dtype=torch.float64),
+    })
+
+
+@torch.no_grad()
+def mismatch_totals(
+    sampled: SampledTokens, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor
+) -> Totals:
+    """How far trainer and rollout engine are apart on the sampled tokens.
+
+    With d = log p_trainer - log p_rollout: `gen_kl`, the sum of the k3 estimates exp(d) - 1 - d of
+    KL(rollout || trainer); `abs_dlogp`, the sum of |d|; `exp_abs_dlogp`, of exp(|d|); `importance_ratio`, of exp(d);
+    `rollout_tokens`, their number; and the maximum `max_abs_dlogp`. Exponents are clamped to +-20.
+
+    Args:
+        sampled: the positions.
+        old_log_probs: `[t]`, by the trainer with the weights that the rollout engine had.
+        rollout_log_probs: `[t]`, by the engine.
+    """
+    # float64: a gen-KL of 1e-12 is what equal weights give in float32, far below the rounding of exp(d) - 1.
+    difference = sampled.masked(old_log_probs.double() - rollout_log_probs.double())
+    exponent = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    largest = difference.abs().amax() if len(difference) else difference.new_zeros(())
+    return Totals({
+        "gen_kl": (torch.expm1(exponent) - exponent).sum(),
+        "abs_dlogp": difference.abs().sum(),
+        "exp_abs_dlogp": sampled.masked(exponent.abs().exp()).sum(),
+        "importance_ratio": sampled.masked(exponent.exp()).sum(),
+        "rollout_tokens": sampled.mask.sum(dtype=torch.float64),
+    }, {"max_abs_dlogp": largest})
+
+
+def mismatch_metrics(totals: Totals) -> dict[str, float]:
+    """Totals of both functions above, of the global batch, as figures for the report: means over tokens, and a maximum.
+
+    `gen_kl` below 1e-3 is what bf16 engines reach; `exp_abs_dlogp` above 1.05 calls for a look.
+    """
+    means = {name: totals.mean(name, "rollout_tokens") for name in (*MISMATCH_SUMS[:-1], *IMPORTANCE_SUMS)}
+    means["importance_clipped_fraction"] = means.pop("importance_clipped")
+    return means | {name: totals.maxima[name].item() for name in MISMATCH_MAXIMA}

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,38 +15,103 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from mimo.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.config.rl import RlConfig
-from mimo.model.build import params_dtype, set_training
-from mimo.model.residency import KINDS
-from mimo.observe.errors import ReportedElsewhereError
+from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.model.build import KINDS, params_dtype, set_training
 from mimo.protocols import LANGUAGE
-from mimo.rl.advantages import advantages
 from mimo.rl.batching import plan_microbatches
-from mimo.rl.entropy import entropy
 from mimo.rl.images import EncoderSide, ImageTokens
-from mimo.rl.importance import (
+from mimo.rl.logprobs import VocabShard, entropy, log_normaliser, log_probs
+from mimo.rl.losses import (
     IMPORTANCE_SUMS,
+    LOSS_SUMS,
     MISMATCH_MAXIMA,
     MISMATCH_SUMS,
+    PolicyBatch,
+    SampledTokens,
+    Totals,
+    add_totals,
+    advantages,
     importance_weights,
+    kl_of_sequences,
+    loss_count,
+    loss_metrics,
     mismatch_metrics,
     mismatch_totals,
+    policy_loss,
 )
-from mimo.rl.kl import kl_of_sequences
-from mimo.rl.logprobs import log_probs
-from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_count, loss_metrics, policy_loss
-from mimo.rl.policy_results import FixedLogProbs, PolicyResult, UpdateResult
+from mimo.rl.packing import PackedRows, pack_rows
 from mimo.rl.prompts import PromptSet
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
-from mimo.rl.rows import PackedRows, pack_rows
-from mimo.rl.sampled import SampledTokens
-from mimo.rl.totals import Totals, add_totals
-from mimo.rl.vocab import VocabShard, log_normaliser
-from mimo.training.memory import peak_memory_bytes
-from mimo.training.moe_metrics import MoeLosses
 from mimo.training.step import TrainerParts, run_schedule
+from mimo.training.step_metrics import MoeLosses, peak_memory_bytes
+from mimo.watchdog.process_exit import ReportedElsewhereError
+
+# What policy updates give back, and what they hold fixed.
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """What the updates on a global batch did, equal on all ranks.
+
+    Attributes:
+        metrics: figures of the global batch by name.
+        success: whether parameters were updated, every time.
+        num_trained: completions whose update was made.
+        grad_norm: global norm before clipping, the mean over updates; None when all were skipped.
+        num_zeros: zero gradients of the last update, where logged.
+        num_microbatches: of each data-parallel rank.
+        num_tokens: of all sequences, prompts included.
+        log_probs_s: seconds of the forward pass before the first update.
+        reference_s: seconds of that of the reference policy, the exchange of weights included; 0 without one.
+        moe_losses: load-balancing losses, as `mimo.training.step_metrics` gives them; on language ranks alone.
+        peak_memory_bytes: by module, the highest of any of its ranks so far.
+    """
+
+    metrics: dict[str, float]
+    success: bool
+    num_trained: int
+    grad_norm: float | None
+    num_zeros: int | None
+    num_microbatches: int
+    num_tokens: int
+    log_probs_s: float = 0.0
+    reference_s: float = 0.0
+    moe_losses: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class FixedLogProbs:
+    """Of each microbatch float32 `[t]`, without gradient; empty but on the last stage.
+
+    Attributes:
+        old: by the policy before the first update.
+        reference: by the reference policy; None without one.
+        old_s, reference_s: seconds that they took.
+    """
+
+    old: list[torch.Tensor]
+    reference: list[torch.Tensor] | None
+    old_s: float
+    reference_s: float
+
+    def part(self, first: int, last: int) -> FixedLogProbs:
+        """Those of microbatches from `first` to before `last`."""
+        reference = None if self.reference is None else self.reference[first:last]
+        return replace(self, old=self.old[first:last], reference=reference)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step: figures of its part of the global batch, and what the optimizer says of it."""
+
+    totals: Totals
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
 
 Consume = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
 

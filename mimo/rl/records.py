@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from mimo.observe.trackers import Value
+from mimo.observability.trackers import Value
 
 
 @dataclass(frozen=True, kw_only=True)

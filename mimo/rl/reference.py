@@ -1,7 +1,7 @@
 """The reference policy: weights that stay as they are, on the host, and take the policy's place for a forward pass.
 
 The run's own model is used for both, so the reference has its layout, and one rank keeps its own shards alone. What is
-exchanged are bytes of storages, as in `mimo.training.offload`: parameters, buffers and the wheel's contiguous buffers
+exchanged are bytes of storages, as in `mimo.rl.offload`: parameters, buffers and the wheel's contiguous buffers
 behind them stay the objects that optimizers and hooks refer to, and the policy comes back bit by bit.
 """
 
@@ -15,16 +15,15 @@ from pathlib import Path
 import torch
 
 from mimo.checkpoint import paths
-from mimo.checkpoint.agree import from_first_rank, raise_together
 from mimo.checkpoint.load import load_weights
-from mimo.checkpoint.single_model import load_single_weights
 from mimo.checkpoint.state import RunState
+from mimo.comm.host import from_first_rank, raise_together
 from mimo.config.rl import RlConfig
-from mimo.model.build import BuiltModel
-from mimo.model.residency import WEIGHTS
-from mimo.observe.watchdog import Watchdog
+from mimo.model.build import WEIGHTS, BuiltModel
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
-from mimo.training.offload import Held, HostMemory, synchronize, weight_storages
+from mimo.rl.offload import Held, HostMemory, synchronize, weight_storages
+from mimo.watchdog.watchdog import Watchdog
+from mimo.weights.import_megatron import load_single_weights
 from mimo.weights.load import HfPaths, load_hf
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class ReferencePolicy:
     """A copy of all weights and buffers of this rank, as they are when it is made. Collective over each module's ranks.
 
     It takes as much host memory as they take on the device, pinned on CUDA; while they are exchanged, a block of
-    `mimo.training.offload` more on the device. Nothing else is kept: during a forward pass the policy's weights are
+    `mimo.rl.offload` more on the device. Nothing else is kept: during a forward pass the policy's weights are
     what lies on the host.
 
     Args:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mimo.batch import EncoderBatch, Microbatch
-from mimo.observe.device_timing import DeviceTimer
-from mimo.observe.spans import Kind, Spans
-from mimo.observe.watchdog import Watchdog
+from mimo.data.batch import EncoderBatch, Microbatch
+from mimo.observability.spans import DeviceTimer, Kind, Spans
+from mimo.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mimo.model.submodule import VisionSubmodule

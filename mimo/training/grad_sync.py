@@ -13,8 +13,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
-from mimo.observe.spans import Kind, Spans
-from mimo.observe.watchdog import Watchdog
+from mimo.observability.spans import Kind, Spans
+from mimo.watchdog.watchdog import Watchdog
 
 
 class GradSync:

@@ -11,17 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mimo.config.run import RunConfig
-from mimo.config.validate_observe import check_device
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import check_device
 from mimo.grid.spec import Layout
-from mimo.observe.errors import STDERR_FD, exit_now, fail_fast
-from mimo.observe.remote_trackers import are_left
-from mimo.observe.startup import STARTUP, Phase
+from mimo.observability.remote_trackers import are_left
+from mimo.observability.startup import STARTUP, Phase
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
-from mimo.platform.quiet import quieten_wheel
-from mimo.platform.wheel import import_wheel
+from mimo.platform.megatron_import import import_wheel, quieten_wheel
 from mimo.registry import model_provider
+from mimo.watchdog.process_exit import STDERR_FD, exit_now, fail_fast
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
@@ -100,7 +99,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     import torch.distributed as dist
 
     from mimo.grid.groups import Grids
-    from mimo.observe.profiler import MemorySnapshot
+    from mimo.observability.profiler import MemorySnapshot
     from mimo.training.run_folder import with_run_folder
 
     STARTUP.enter(Phase.GROUPS)

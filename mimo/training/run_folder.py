@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from mimo.checkpoint import paths
-from mimo.checkpoint.agree import from_first_rank, raise_together
-from mimo.checkpoint.differences import flat_config
 from mimo.checkpoint.load import find_source
 from mimo.checkpoint.reader import read_common
-from mimo.config.checkpoint import CheckpointConfig
-from mimo.config.run import RunConfig
+from mimo.checkpoint.state import flat_config
+from mimo.comm.host import from_first_rank, raise_together
+from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.grid.groups import Grids
-from mimo.observe.run_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest
+from mimo.observability.run_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest
 
 logger = logging.getLogger(__name__)
 

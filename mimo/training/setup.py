@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mimo.bridge.disjoint import Bridge
 from mimo.bridge.handshake import Handshake
 from mimo.bridge.pipeline import PipelineCommunicator
-from mimo.config.run import RunConfig
+from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
+from mimo.checkpoint.state import Progress, RunState, Source, data_fields
+from mimo.comm.host import raise_together
+from mimo.config.trainer import RunConfig
+from mimo.data.loader import StepLoader
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, build_model, layer_impl, params_dtype
 from mimo.model.submodule import VisionSubmodule
-from mimo.observe import flight_recorder
-from mimo.observe.clock import DeviceClock, HostClock
-from mimo.observe.profiler import nvtx_range
-from mimo.observe.schedule_spans import ScheduleSpans
-from mimo.observe.spans import Spans
-from mimo.observe.startup import STARTUP, Phase
-from mimo.observe.watchdog import Watchdog
-from mimo.optim.build import build_optimizer
-from mimo.optim.schedule import build_scheduler
+from mimo.observability.profiler import nvtx_range
+from mimo.observability.spans import DeviceClock, HostClock, ScheduleSpans, Spans
+from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
-from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
 from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.training.grad_sync import GradSync
+from mimo.training.optimizer import build_optimizer, build_scheduler
 from mimo.training.step import TrainerParts
+from mimo.watchdog import flight_recorder
+from mimo.watchdog.watchdog import Watchdog
+from mimo.weights.import_megatron import load_single_model
 
 
 def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform,
@@ -124,3 +130,117 @@ def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync, sc
         model_config.grad_sync_func = built.model.start_grad_sync
     # A transfer's stream order is kept by waiting on it; the extra device synchronisation works around old NCCL bugs.
     model_config.batch_p2p_sync = False
+
+
+# Python's garbage collector while a run trains.
+
+
+@contextmanager
+def kept_objects() -> Iterator[None]:
+    """Context in which collections pass over what exists at its begin.
+
+    Modules, models and plans are about half a million objects. A full collection walks them all, for some tenths of a
+    second; each rank has it at another time, and all others wait for that rank.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# Where a run starts: at a checkpoint, at pretrained weights, or at random ones.
+
+
+class Resumable(Protocol):
+    """What reads the data of a run, and can go to where it was."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place; `state` as in `mimo.checkpoint.state.RunState.streams`. Raises ValueError if it cannot."""
+        ...
+
+
+def run_state(parts: TrainerParts, loader: StepLoader) -> RunState:
+    """What the checkpoints of this run hold."""
+    return RunState(parts.config, parts.grids, parts.platform, parts.built, parts.optimizer, parts.scheduler,
+                    loader.state_dict())
+
+
+def start(
+    state: RunState, provider: ModelProvider, loader: Resumable | None, watchdog: Watchdog
+) -> tuple[Progress, list[str]]:
+    """Bring model, optimizers, schedule, generators and data to where the run begins. Collective over the world.
+
+    A checkpoint found under --load wins over pretrained weights, and one of the run itself under --save over --load: a
+    job that was started from them and is started again goes on from its own checkpoint.
+
+    Args:
+        state: what the checkpoints of the run hold; its `source` is set.
+        provider: the model family.
+        loader: the data; None for a run that takes only weights from a checkpoint.
+        watchdog: told about every wait.
+
+    Returns:
+        How far the run is, and lines that tell a person what was loaded.
+
+    Raises:
+        ValueError: what is asked for cannot be loaded; see `mimo.checkpoint.load`, `mimo.weights.import_megatron` and
+            `mimo.weights.load`.
+    """
+    flags, family = state.config.checkpoint, state.config.model_family
+    if loader is not None:
+        _read_data_fields(state)
+    source = provider.megatron_source(family) if isinstance(provider, MegatronSourceProvider) else None
+    state.source = found = find_checkpoint(state)
+    if found is not None:
+        loaded = load_checkpoint(state, found.folder, watchdog, found.flag)
+        _continue_data(state, loader, loaded, found)
+        lines = [f"loaded {found.folder}" + ("" if loaded.streams else " (weights only)")]
+        if found.flag == "--save":
+            lines.append(f"  --load {flags.load}{' --finetune' if flags.finetune else ''} is not read: --save has the "
+                         "run's own checkpoint")
+        if flags.has_pretrained:
+            lines.append("  pretrained Hugging Face weights are not read: the checkpoint has the run's own")
+        if source is not None:
+            lines.append(f"  {source.flag} {source.path} is not read: the checkpoint has the run's own weights")
+        return loaded.progress, lines + [f"  {note}" for note in loaded.notes]
+    if flags.has_pretrained:
+        from mimo.weights.load import HfPaths, load_hf
+
+        with watchdog.on_files("pretrained weights"):
+            report = load_hf(state.built, state.grids, provider, family,
+                             HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from),
+                             flags.allowed_differences)
+            state.optimizer.reload_model_params()
+        given = (flags.load_hf, flags.load_vision_from, flags.load_language_from)
+        return Progress(), [f"weights from {', '.join(path for path in given if path)}",
+                            *(f"  {note}" for note in report.notes)]
+    if source is not None:
+        return Progress(), load_single_model(state, source, provider.token_spec(family).vocab_size, watchdog)
+    lines = [] if flags.load is None else [f"--load {flags.load} holds no checkpoint yet: the run starts fresh"]
+    return Progress(), lines
+
+
+def _read_data_fields(state: RunState) -> None:
+    """Set what the run's checkpoints say about its data, before the first sample: files that flags name may change
+    while the run goes on. The first rank reads them, which writes the checkpoints' common state."""
+    error = None
+    if state.grids.rank == 0:
+        try:
+            state.data = data_fields(state.config)
+        except (ValueError, OSError) as problem:
+            error = f"--dataset-provider {state.config.data.dataset_provider}: {problem}"
+    raise_together(state.grids, error)
+
+
+def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, source: Source) -> None:
+    """Bring the data to where the checkpoint was made, or stop every rank for the reason that one of them has."""
+    error = None
+    if loaded.streams is not None:
+        assert loader is not None, "a run without a loader takes only weights (--finetune)"
+        try:
+            loader.load_state_dict(loaded.streams)
+        except ValueError as problem:
+            error = f"{source.flag} {source.folder}: {problem}"
+    raise_together(state.grids, error)

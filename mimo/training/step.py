@@ -13,28 +13,23 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-from mimo.batch import Microbatch
-from mimo.bridge.handshake import Handshake
+from mimo.bridge.handshake import Handshake, destination_rows, source_rows
 from mimo.bridge.pipeline import PipelineCommunicator
-from mimo.bridge.plan import destination_rows, source_rows
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
+from mimo.data.batch import Microbatch, on_device
 from mimo.grid.groups import Grids
-from mimo.model.build import BuiltModel
-from mimo.model.residency import GRADIENTS, KINDS, WEIGHTS
-from mimo.observe.device_timing import DeviceTimer
-from mimo.observe.errors import ReportedElsewhereError
-from mimo.observe.schedule_spans import ScheduleSpans
-from mimo.observe.spans import Kind, Spans
-from mimo.observe.startup import STARTUP, Phase
-from mimo.observe.watchdog import Watchdog
-from mimo.optim.optimizer import HeteroOptimizer
+from mimo.model.build import GRADIENTS, KINDS, WEIGHTS, BuiltModel
+from mimo.model.mtp import begin_mtp_step
+from mimo.observability.spans import DeviceTimer, Kind, ScheduleSpans, Spans
+from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
 from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.training.grad_sync import GradSync
-from mimo.training.mtp import begin_mtp_step
-from mimo.training.prefetch import on_device
-from mimo.training.workload import Workload, num_values, workload
+from mimo.training.optimizer import HeteroOptimizer
+from mimo.training.step_metrics import Workload, num_values, workload
+from mimo.watchdog.process_exit import ReportedElsewhereError
+from mimo.watchdog.watchdog import Watchdog
 
 # Entries of the totals of a step before those of each encoder.
 FIXED_TOTALS = 7

@@ -16,16 +16,16 @@ import torch
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import exported_configuration
 from mimo.weights.dcp import CheckpointTensors
-from mimo.weights.keys import StoredTensor
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, check_values, fitted, report
-from mimo.weights.rules import Rule, Style, WeightMap
-from mimo.weights.source import HfSource, is_weights
-from mimo.weights.writer import (
+from mimo.weights.rules import Rule, StoredTensor, Style, WeightMap
+from mimo.weights.safetensors_io import (
     MAX_SHARD_BYTES,
+    HfSource,
     Progress,
     ShardWriter,
     TensorInfo,
     check_empty,
+    is_weights,
     plan_shards,
     write_index,
 )

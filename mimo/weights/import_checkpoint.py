@@ -27,19 +27,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mimo.checkpoint.differences import model_fields
 from mimo.checkpoint.paths import RELEASE, write_tracker
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
-from mimo.checkpoint.state import weights_only_state
+from mimo.checkpoint.state import model_fields, weights_only_state
 from mimo.checkpoint.writer import SummedStream, save_item
-from mimo.grid.text import format_bytes
+from mimo.grid.dry_run import format_bytes
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import compare_folder
-from mimo.weights.keys import StoredTensor
 from mimo.weights.match import ModuleMatch, check_repeated, check_tensor, check_values, match_source, report
-from mimo.weights.rules import Rule
-from mimo.weights.source import HfSource
-from mimo.weights.writer import MAX_SHARD_BYTES, Progress
+from mimo.weights.rules import Rule, StoredTensor
+from mimo.weights.safetensors_io import MAX_SHARD_BYTES, HfSource, Progress
 
 logger = logging.getLogger(__name__)
 _UNFINISHED = ".saving_release"

@@ -9,24 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.checkpoint.agree import from_first_rank, gather, raise_together
+from mimo.comm.host import from_first_rank, gather, raise_together
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
-from mimo.observe.errors import ReportedElsewhereError
 from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.watchdog.process_exit import ReportedElsewhereError
 from mimo.weights.configuration import compare_folder
 from mimo.weights.match import (
+    ModelPiece,
     ModuleMatch,
     check_repeated,
     check_tensor,
     check_values,
     fitted,
     match_source,
+    module_pieces,
+    replica_group,
     report,
 )
-from mimo.weights.pieces import ModelPiece, module_pieces, replica_group
 from mimo.weights.rules import Rule, WeightMap
-from mimo.weights.source import Catalog, HfSource
+from mimo.weights.safetensors_io import Catalog, HfSource
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.grid.spec import GridSpec
-from mimo.model.activations import activation
 from mimo.model.language import LanguageModel
+from mimo.model.layer_ops import activation
 from mimo.model.layer_specs import decoder_layer_spec, mlp_linears, norm_builder, vit_layer_spec
-from mimo.model.projector import Projector
-from mimo.model.submodule import VisionSubmodule
+from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.model.vit import ViT
 from mimo.protocols import LANGUAGE, BuildContext
 from providers.common.decoder import DecoderConfig
@@ -43,7 +42,7 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         # Variable lengths refuse every other dispatcher, even in a dense model.
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
         # The output layer's weight gradient goes straight into main_grad where apex's kernel is installed; those of
-        # other layers always do (mimo.model.fused_gradients).
+        # other layers always do (mimo.model.layer_ops).
         gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         bias_dropout_fusion=fused, masked_softmax_fusion=False,
         # Latent attention has positions on a part of its channels, in another order.

@@ -1,11 +1,11 @@
-"""What the model families compute, as `mimo.observe.flops` counts it."""
+"""What the model families compute, as `mimo.observability.flops` counts it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mimo.observe.flops import FlopComponent
+from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE
 from providers.common.decoder import DecoderConfig
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig

@@ -6,11 +6,10 @@ from megatron.core.activations import squared_relu as compiled_squared_relu
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo.model.hybrid import hybrid_stack_spec
-from mimo.model.language import HybridLanguageModel
-from mimo.model.projector import squared_relu
+from mimo.model.language import HybridLanguageModel, hybrid_stack_spec
+from mimo.model.submodule import squared_relu
+from mimo.model.torch_layers.mamba import log_mamba_kernels, use_torch_mamba
 from mimo.platform import current_platform
-from mimo.platform.mamba import log_mamba_kernels, use_torch_mamba
 from mimo.protocols import BuildContext
 from providers.common.build import RECOMPUTE, expert_fields, transformer_config
 from providers.common.hybrid import MAMBA, MOE, HybridConfig

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from mimo.model.activations import activation
+from mimo.model.layer_ops import activation
 from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
-from mimo.model.projector import Projector, squared_relu
 from mimo.model.radio import RadioEncoder
-from mimo.model.submodule import VisionSubmodule
+from mimo.model.submodule import Projector, VisionSubmodule, squared_relu
 from mimo.protocols import BuildContext
 from providers.common.build import RECOMPUTE, transformer_config
 from providers.radio import RadioConfig

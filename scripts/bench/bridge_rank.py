@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo.grid.spec import GridSpec, Layout
-from mimo.observe.errors import fail_fast
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
-from mimo.platform.quiet import quieten_wheel
+from mimo.platform.megatron_import import quieten_wheel
 from mimo.protocols import LANGUAGE
+from mimo.watchdog.process_exit import fail_fast
 
 if TYPE_CHECKING:
     import torch
 
     from mimo.bridge.disjoint import Bridge
     from mimo.grid.groups import Grids
-    from mimo.observe.spans import Spans
-    from mimo.observe.watchdog import Watchdog
+    from mimo.observability.spans import Spans
+    from mimo.watchdog.watchdog import Watchdog
     from scripts.bench.bridge_arms import Operations, Payload
 
 Step = Callable[..., None]
@@ -87,8 +87,7 @@ class Bench:
     def _own_bridge(self, payload: Payload) -> tuple[Bridge, Spans]:
         """Our bridge as the trainer makes it, timeline included."""
         from mimo.bridge.disjoint import Bridge
-        from mimo.observe.clock import DeviceClock, HostClock
-        from mimo.observe.spans import Spans
+        from mimo.observability.spans import DeviceClock, HostClock, Spans
 
         spans = Spans(DeviceClock() if self.platform.name == "cuda" else HostClock(),
                       dict.fromkeys(self.grids.modules, 0))
@@ -198,7 +197,7 @@ def main(settings: dict[str, Any]) -> int:
         import torch.distributed as dist
 
         from mimo.grid.groups import Grids
-        from mimo.observe.watchdog import Watchdog
+        from mimo.watchdog.watchdog import Watchdog
 
         platform.set_device(int(os.environ["LOCAL_RANK"]))
         platform.init_process_group(rank, world_size, settings["timeout_s"])

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from mimo.refit.engine import RolloutEngine
-from mimo.refit.host import EngineHandle
+from mimo.rollout.engine import RolloutEngine
+from mimo.rollout.process import EngineHandle
 
 
 def free_port() -> int:
@@ -31,10 +31,9 @@ def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, han
     """vLLM's own packed broadcast from the trainer's first rank, as vLLM 0.26 and 0.32 have it."""
     import torch
 
-    from mimo.checkpoint.agree import from_first_rank
-    from mimo.refit.holdings import holdings
-    from mimo.refit.source import MegatronSource
-    from mimo.refit.whole import WholeTensors
+    from mimo.comm.host import from_first_rank
+    from mimo.refit.gather_full import MegatronSource, WholeTensors
+    from mimo.refit.trainer_shards import holdings
 
     held = holdings(built, grids, provider, family_config, dtype)
     source = MegatronSource(WholeTensors(built, held, torch.device("cuda", torch.cuda.current_device())))

@@ -35,7 +35,7 @@ from scripts.bench.tables import device_name
 if TYPE_CHECKING:
     from mimo.checkpoint.save import Saver
     from mimo.checkpoint.state import Progress, RunState
-    from mimo.training.loader import StepLoader
+    from mimo.data.loader import StepLoader
     from mimo.training.step import TrainerParts
 
 # About 140 million parameters (14 bytes each: bf16 weights, fp32 copy and two moments), and 480 million: enough for the
@@ -119,12 +119,11 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
     device.init_process_group(rank, world_size, 600.0)
     # Imported here: megatron must come after the platform is installed.
     from mimo.checkpoint.state import Progress
+    from mimo.data.loader import open_loader
     from mimo.grid.groups import Grids
-    from mimo.observe.watchdog import Watchdog
     from mimo.registry import dataset_provider, model_provider
-    from mimo.training.data import open_loader
-    from mimo.training.resume import run_state
-    from mimo.training.setup import setup_trainer
+    from mimo.training.setup import run_state, setup_trainer
+    from mimo.watchdog.watchdog import Watchdog
 
     grids = Grids(layout, device.backend)
     provider = model_provider("mock")

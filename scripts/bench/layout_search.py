@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from mimo.config.cli import parse
-from mimo.config.layout import LayoutConfig
-from mimo.config.run import RunConfig
+from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
 from scripts.bench.bounds import split_efficiency
 from scripts.training_runs import num_ranks

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo import registry
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
-from mimo.observe.errors import fail_fast
 from mimo.platform.base import Platform
 from mimo.training.run import launch
+from mimo.watchdog.process_exit import fail_fast
 from scripts.bench.rl_sweep_rank import is_out_of_memory, limit_memory
 
 DONE, OUT_OF_MEMORY = "done", "out-of-memory-rank"

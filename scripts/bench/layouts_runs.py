@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.config.cli import to_toml
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from scripts.training_runs import ROOT, SHOWN
 
 OUT_OF_MEMORY = "out of memory"

@@ -40,10 +40,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from mimo.batch import Microbatch
-    from mimo.config.run import RunConfig
+    from mimo.config.trainer import RunConfig
+    from mimo.data.batch import Microbatch
+    from mimo.data.loader import StepLoader
     from mimo.grid.spec import Layout
-    from mimo.training.loader import StepLoader
 
 ARMS = ("routed", "per-lane")
 OPENS_PER_SHARD, RATE = 1.1, 1.0
@@ -180,7 +180,7 @@ class Bench:
     def open(self, arm: str) -> StepLoader:
         """The loader of an arm, from the first sample."""
         from mimo import registry
-        from mimo.training.data import open_loader
+        from mimo.data.loader import open_loader
 
         config = self.config
         self.opened += 1
@@ -237,7 +237,7 @@ def digest(batch: Microbatch) -> str:
     """Everything that a microbatch holds, as a hash."""
     import torch
 
-    from mimo.batch import map_tensors
+    from mimo.data.batch import map_tensors
 
     found = hashlib.sha1()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.energon.epathlib import EPath
 
-from data.energon_vlm import EncodedSample, Row, VlmTaskEncoder
+from data.energon.task_encoder import EncodedSample, Row, VlmTaskEncoder
 
 
 class Events:

@@ -30,9 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mimo.refit.engine import EngineOptions
-from mimo.refit.host import EngineHandle, EngineProcess
 from mimo.refit.options import RefitOptions, RefitReport
+from mimo.rollout.engine import EngineOptions
+from mimo.rollout.process import EngineHandle, EngineProcess
 from scripts.bench.broadcast_arm import add_broadcast, broadcast_arm, free_port, use
 from scripts.bench.models import MODELS
 
@@ -144,8 +144,8 @@ def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace,
     from mimo.config.validate import validate
     from mimo.grid.groups import Grids
     from mimo.model.build import build_model
-    from mimo.observe.watchdog import Watchdog
     from mimo.registry import model_provider
+    from mimo.watchdog.watchdog import Watchdog
 
     flags = ["--model-provider", "causal_lm", "--hf-config", folder, "--dataset-provider", "mock", "--device",
              chosen.device, "--transformer-impl", "local", "--seq-length", "64", "--micro-batch-size", "1",
@@ -240,7 +240,7 @@ def agreement(chosen: argparse.Namespace, built: Any, grids: Any, handle: Engine
 def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
                handle: EngineHandle, backend: str) -> Callable[[str], RefitReport]:
     """This project's path; each arm has workers' engines of its own."""
-    from mimo.refit.trainer import connect
+    from mimo.refit.sender import connect
 
     use(grids, handle, name)
     options = RefitOptions(backend, chosen.dtype, route="loader" if name == "loader" else "auto",

@@ -31,10 +31,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mimo.refit.plan import receive_plan, send_plan
-from mimo.refit.plan_checks import bytes_moved, bytes_needed, check_holders, check_plan, check_wants
-from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, Wants, contiguous_strides
-from mimo.refit.tables import holders_table, wants_from_table, wants_table
+from mimo.refit.plan import bytes_moved, bytes_needed, check_holders, check_plan, check_wants, receive_plan, send_plan
+from mimo.refit.tensor_slices import (
+    Address,
+    Box,
+    Entry,
+    Holder,
+    Holders,
+    Slot,
+    Wants,
+    contiguous_strides,
+    holders_table,
+    wants_from_table,
+    wants_table,
+)
 from scripts.refit_models import MODELS, Model, Tensor, by_stage
 
 COLUMNS = ("model", "trainer", "engine", "tensors", "kinds of workers", "MB of tables", "ops of a worker",

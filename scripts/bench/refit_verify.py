@@ -107,7 +107,7 @@ def measure(result: dict[str, Any], config: RlRunConfig, grids: Grids, platform:
 
 def train_well(loop: Any, logger: Any, result: dict[str, Any]) -> bool:
     """Run the iterations, every refit being verified; whether all of them passed."""
-    from mimo.refit.meeting import RefitError
+    from mimo.refit.rendezvous import RefitError
 
     shares: list[dict[str, list[float]]] = []
     alarms: list[str] = []
@@ -143,7 +143,7 @@ def shares_of_limits(loop: Any) -> dict[str, list[float]]:
 
 def caught(loop: Any, fault: Fault) -> dict[str, Any]:
     """Whether a refit with a fault is refused, and by what."""
-    from mimo.refit.meeting import RefitError
+    from mimo.refit.rendezvous import RefitError
 
     weights = loop.collector.sender.weights
     prepare = weights.prepare
@@ -167,8 +167,8 @@ def caught(loop: Any, fault: Fault) -> dict[str, Any]:
 
 def recover(loop: Any) -> None:
     """Take the devices back from the engine, and connect with it again where a refit was broken off."""
-    from mimo.refit.trainer import connect
-    from mimo.rl.engine import refit_options
+    from mimo.refit.sender import connect
+    from mimo.rl.launch_engine import refit_options
 
     loop.collector._finish_rollouts()
     if loop.collector.sender._wire is None:

@@ -158,11 +158,10 @@ class Rank:
     def _set_up(self) -> PolicyTrainer:
         """As `mimo.rl.loop.RlLoop`, without an engine."""
         from mimo.checkpoint.state import RunState
-        from mimo.observe.watchdog import Watchdog
         from mimo.rl.policy import PolicyTrainer
         from mimo.rl.reference import reference_policy
-        from mimo.training.resume import start
-        from mimo.training.setup import setup_trainer
+        from mimo.training.setup import setup_trainer, start
+        from mimo.watchdog.watchdog import Watchdog
 
         config = self.config
         limit_memory(self.settings["memory_limit_gib"], self.platform)

@@ -50,9 +50,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo import registry
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
-from mimo.config.validate import num_microbatches, validate
-from mimo.config.validate_prefetch import MAX_STEPS_AHEAD
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import MAX_STEPS_AHEAD, num_microbatches, validate
 from scripts.bench import presets
 from scripts.training_runs import num_ranks, quiet
 

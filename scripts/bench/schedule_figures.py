@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mimo.grid.spec import Layout
-from mimo.observe.spans import Kind
+from mimo.observability.spans import Kind
 from mimo.protocols import LANGUAGE
 from scripts.bench import bounds
 from scripts.bench.schedule_loss import (

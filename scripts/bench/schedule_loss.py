@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mimo.observe.spans import Interval, Kind
+from mimo.observability.spans import Interval, Kind
 from mimo.protocols import LANGUAGE
 
 IDEAL, SLOWER, IMBALANCE, BUBBLE, FILL = "ideal", "slower passes", "imbalance", "bubble", "fill and drain"

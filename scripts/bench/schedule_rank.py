@@ -17,15 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.batch import Microbatch
 from mimo.bridge.disjoint import Bridge
-from mimo.config.validate import num_microbatches
-from mimo.config.validate_prefetch import steps_ahead
-from mimo.observe.clock import clock_offsets, host_of_clock
-from mimo.observe.spans import Interval, Kind
+from mimo.config.validate import num_microbatches, steps_ahead
+from mimo.data.batch import Microbatch
+from mimo.model.mtp import begin_mtp_step
+from mimo.observability.spans import Interval, Kind, clock_offsets, host_of_clock
 from mimo.protocols import LANGUAGE
 from mimo.training.loop import TrainingLoop
-from mimo.training.mtp import begin_mtp_step
 from mimo.training.step import TrainerParts, forward_step, run_schedule, train_step
 from scripts.bench.schedule_figures import OFF, ON, Arm, Block, merge
 from scripts.bench.schedule_loss import RankStep

@@ -33,9 +33,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
-from mimo.observe.startup import Phase
+from mimo.observability.startup import Phase
 from scripts.bench.tables import device_name
 from scripts.training_runs import ROOT, num_ranks, quiet, train
 
@@ -50,7 +50,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from mimo.observe.startup import process_age_s
+from mimo.observability.startup import process_age_s
 print(process_age_s())"""
 DEFINITIONS = {
     "whole_s": "typing the command to the end of the first optimizer step, slowest rank: parts_s summed",

@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.bench import presets
 from scripts.bench.tables import device_name
@@ -97,8 +97,7 @@ def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
 
     def body(config: RunConfig, grids: Any, platform: Any) -> None:
         from mimo.registry import model_provider
-        from mimo.training.loop import TrainingLoop
-        from mimo.training.observer import StepObserver
+        from mimo.training.loop import StepObserver, TrainingLoop
 
         class Interleaved(StepObserver):
             def begin_step(self) -> None:

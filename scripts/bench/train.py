@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from mimo.protocols import LANGUAGE
 from scripts.bench import tables

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from preflight_checks.board import Board
 from preflight_checks.host import Findings, check_gpus, check_read, check_space, check_written
 from preflight_checks.packages import check_mamba_kernels, check_transformer_engine

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import energon
+from data.energon import provider as energon
 from mimo import registry
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import train_iterations, validate
-from mimo.data_request import data_request
-from mimo.grid.plan import total_parameters
-from mimo.grid.report import dry_run_report
-from mimo.observe.run_folder import RUNS
+from mimo.grid.dry_run import dry_run_report, total_parameters
+from mimo.grid.lanes import data_request
+from mimo.observability.run_folder import RUNS
 from mimo.protocols import StagedProvider
 from providers.common.hybrid import MAMBA
 

@@ -69,8 +69,7 @@ def describe(rank: int, flags: tuple[str, ...], world_size: int) -> Described:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    from mimo.checkpoint.rng import rng_objects
-    from mimo.checkpoint.state import model_entries, optimizer_entries
+    from mimo.checkpoint.state import model_entries, optimizer_entries, rng_objects
 
     with started(rank, flags, world_size) as (parts, _, state, _, _):
         saved = state.saved()
@@ -170,9 +169,9 @@ def plan_with_a_gap(rank: int, flags: tuple[str, ...], world_size: int) -> tuple
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    from mimo.checkpoint.plan import make_plan
     from mimo.checkpoint.state import model_entries
-    from mimo.observe.errors import ReportedElsewhereError
+    from mimo.checkpoint.writer import make_plan
+    from mimo.watchdog.process_exit import ReportedElsewhereError
 
     with started(rank, flags, world_size) as (parts, _, state, _, _), pytest.MonkeyPatch.context() as patch:
         entries = model_entries(state, state.saved())

@@ -388,7 +388,7 @@ def test_other_data_is_refused(pool: WorkerPool, alone: tuple[str, Run]) -> None
 def save_streams(rank: int, flags: tuple[str, ...], world_size: int) -> list[str | None]:
     """Save with data streams whose state is what a data set should not give; what is said, on this rank."""
     from mimo.checkpoint.save import Saver
-    from mimo.observe.errors import ReportedElsewhereError
+    from mimo.watchdog.process_exit import ReportedElsewhereError
 
     found: list[str | None] = []
     with started(rank, flags, world_size) as (parts, _, state, progress, _):

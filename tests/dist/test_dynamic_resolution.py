@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mimo.grid.plan import total_parameters
+from mimo.grid.dry_run import total_parameters
 from mimo.grid.spec import GridSpec
-from mimo.model.patches import interpolate_positions, pixel_shuffle
+from mimo.model.radio import interpolate_positions, pixel_shuffle
 from mimo.protocols import LANGUAGE
 from providers import mock
 from tests.support import equality, hf_families, packing
@@ -108,7 +108,7 @@ CONFIG = mock.Config(
 
 def run_encoder(rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
     """Tokens of images of these sizes packed and each alone, with the module's parameters and inputs checked."""
-    from mimo.training.encoder_inputs import packed_patches
+    from mimo.data.collate import packed_patches
     from tests.support import provider_cases as cases
 
     with cases.grids_of(GridSpec("vision"), GridSpec(LANGUAGE)) as grids:

@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(pool: WorkerPool, shards
 
 
 def error_of_training(rank: int, flags: tuple[str, ...], world_size: int) -> str:
-    from mimo.observe.errors import ReportedElsewhereError
+    from mimo.watchdog.process_exit import ReportedElsewhereError
 
     try:
         run_training(rank, flags, world_size)

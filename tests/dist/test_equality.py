@@ -84,7 +84,7 @@ BALANCING_LAYOUTS = {
 def balanced_run(rank: int, kind: str, world_size: int, flags: tuple[str, ...], run_dir: str
                  ) -> tuple[list[float], list[str]]:
     """Train a mixture of experts in a colocated layout; return its gradient norms and the lines of its log."""
-    from mimo.observe.metrics import RunLogger
+    from mimo.observability.metrics import RunLogger
 
     lines: list[str] = []
     given = ("--layout", "colocated", *MOE, "--moe-aux-loss-coeff", "1", "--moe-router-load-balancing-type", kind)

@@ -43,7 +43,7 @@ def oracles(pool: WorkerPool) -> dict[str, Outcome]:
 
 
 def run_frozen(rank: int, flags: tuple[str, ...], world_size: int) -> FrozenOutcome:
-    from mimo.optim.schedule import current_learning_rates
+    from mimo.training.optimizer import current_learning_rates
     from tests.support.steps import trainer_changed_by
 
     with trainer_changed_by(lambda patch, parts: None) as trainers:

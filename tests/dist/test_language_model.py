@@ -29,7 +29,7 @@ def outcome_of(rank: int, vocab_size: int, unit: int, tied: bool, language: Grid
 
     from mimo.grid.groups import Grids
     from mimo.platform import current_platform
-    from mimo.weights.pieces import module_pieces
+    from mimo.weights.match import module_pieces
     from tests.support.global_state import initial_value
     from tests.support.provider_cases import context_of
 

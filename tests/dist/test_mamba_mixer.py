@@ -57,9 +57,9 @@ def build_layer(collection: Any, tp: int, dtype: torch.dtype = torch.float32, **
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from mimo.model.torch_layers.mamba import use_torch_mamba
+    from mimo.model.torch_layers.norms import Norm
     from mimo.platform import current_platform
-    from mimo.platform.mamba import use_torch_mamba
-    from mimo.platform.norms import Norm
 
     use_torch_mamba()
     tp_rank = collection.tp.rank()
@@ -139,7 +139,7 @@ def forward_backward(rank: int, tp: int, packed: bool) -> tuple[torch.Tensor, di
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-    from mimo.batch import PackedSequences
+    from mimo.data.batch import PackedSequences
     from mimo.model.packed_attention import packed_seq_params
 
     generator = torch.Generator().manual_seed(2)

@@ -148,7 +148,7 @@ def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
     """A packed row, its gradient beside it, rotated in one go and by the wheel."""
     import torch
 
-    from mimo.model import rotary
+    from mimo.model import layer_ops as rotary
 
     found = []
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

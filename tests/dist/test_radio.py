@@ -159,7 +159,7 @@ def inspect_module(rank: int, config: Config) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from mimo.model.radio import cropped_positions
-    from mimo.weights.pieces import module_pieces
+    from mimo.weights.match import module_pieces
     from tests.support import provider_cases as cases
 
     with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:

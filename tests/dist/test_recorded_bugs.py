@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.batch import EncoderBatch, Microbatch, PackedSequences, TextBatch
+from mimo.data.batch import EncoderBatch, Microbatch, PackedSequences, TextBatch
 from tests.support.equality import MOE, Outcome, assert_equal, run_layout, run_oracle
 from tests.support.global_state import assemble
 from tests.support.marks import fast_only

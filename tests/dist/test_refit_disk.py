@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mimo.refit.host import EngineProcess
-from mimo.refit.manifest import is_complete, read_manifest, subfolders, wait_for_weights
-from mimo.refit.meeting import RefitError
+from mimo.refit.rendezvous import RefitError
+from mimo.refit.transport.disk import is_complete, read_manifest, subfolders, wait_for_weights
+from mimo.rollout.process import EngineProcess
 from tests.dist.test_refit import MAX_ERROR, engine_options
 from tests.support import equality, refit, refit_disk, weights
 from tests.support.marks import fast_only

@@ -48,9 +48,9 @@ from typing import Any
 
 import pytest
 
-from mimo.refit.engine import EngineOptions
-from mimo.refit.host import EngineProcess
 from mimo.refit.options import RefitOptions
+from mimo.rollout.engine import EngineOptions
+from mimo.rollout.process import EngineProcess
 from tests.support import refit, refit_live
 from tests.support.refit_faults import is_right, refuses
 from tests.support.refit_ranks import Fault, engine_in, forkserver, ranks_of
@@ -160,7 +160,7 @@ def test_a_trainer_rank_that_raises(context: Any, engine: EngineProcess, tmp_pat
 
 OWNER = """
 import sys
-from mimo.refit.host import EngineProcess
+from mimo.rollout.process import EngineProcess
 from tests.support.refit_faults import engine_options, use_echo_engine
 if __name__ == "__main__":
     process = EngineProcess(engine_options(), setup=use_echo_engine)

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from mimo.refit.engine import EngineOptions
-from mimo.refit.host import EngineProcess
 from mimo.refit.options import RefitOptions
-from mimo.refit.staging import HOST_NAME
+from mimo.refit.transport.shared_memory import HOST_NAME
+from mimo.rollout.engine import EngineOptions
+from mimo.rollout.process import EngineProcess
 from tests.support import refit, refit_live, refit_ranks
 from tests.support.refit_faults import is_right, refuses
 from tests.support.refit_ranks import Fault, engine_in, forkserver, ranks_of

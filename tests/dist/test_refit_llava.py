@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from mimo.refit.engine import EngineOptions
-from mimo.refit.host import EngineProcess
 from mimo.refit.options import RefitOptions
+from mimo.rollout.engine import EngineOptions
+from mimo.rollout.process import EngineProcess
 from tests.support import hf_families, refit_llava
 from tests.support.spawn import WorkerPool
 

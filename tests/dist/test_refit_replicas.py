@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mimo.refit.engine import Rollout
-from mimo.refit.host import EngineProcess, start_processes
-from mimo.refit.meeting import RefitError
-from mimo.refit.replicas import Replicas
+from mimo.refit.rendezvous import RefitError
+from mimo.rollout.engine import Rollout
+from mimo.rollout.process import EngineProcess, start_processes
+from mimo.rollout.replicas import Replicas
 from tests.dist.test_refit import MAX_ERROR, OPTIONS, engine_options
 from tests.support import refit
 from tests.support.refit_replicas import draw, sync_under_ray

@@ -32,8 +32,7 @@ def full_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 def losses_of(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, shard: Any) -> dict[str, torch.Tensor]:
     """Log-probs and entropy of the same logits, and the gradient of a loss of both, found twice."""
-    from mimo.rl.entropy import entropy
-    from mimo.rl.logprobs import log_probs
+    from mimo.rl.logprobs import entropy, log_probs
 
     leaf = logits.clone().requires_grad_()
     hidden = leaf * 1.0
@@ -48,7 +47,7 @@ def sharded(rank: int, world_size: int, dtype: torch.dtype, temperature: float) 
     """`losses_of` on this rank's columns."""
     import torch.distributed as dist
 
-    from mimo.rl.vocab import VocabShard
+    from mimo.rl.logprobs import VocabShard
 
     logits, labels, weights = full_inputs(dtype)
     own = logits.chunk(world_size, dim=-1)[rank].contiguous()

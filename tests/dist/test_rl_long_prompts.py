@@ -25,10 +25,10 @@ def set_up(rank: int, flags: tuple[str, ...]) -> tuple[str, list[str]]:
     from mimo.config.cli import parse_as
     from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
     from mimo.grid.groups import Grids
-    from mimo.observe.errors import ReportedElsewhereError
     from mimo.platform import current_platform
     from mimo.registry import model_provider, prompt_provider
     from mimo.rl import loop
+    from mimo.watchdog.process_exit import ReportedElsewhereError
 
     config = parse_as(RlRunConfig, list(flags), DESCRIPTION)
     layout = validate_rl(config, 2, rank)

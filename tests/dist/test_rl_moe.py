@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mimo.config.rl import RlConfig
-from mimo.training.moe_metrics import TRACKED
+from mimo.training.step_metrics import TRACKED
 from tests.support import policy_moe
 from tests.support.same_updates import assert_same_updates
 from tests.support.spawn import WorkerPool

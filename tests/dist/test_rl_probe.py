@@ -8,8 +8,7 @@ from statistics import fmean
 import pytest
 
 from mimo.config.rl import RlConfig
-from mimo.refit.probe import LogProbs
-from mimo.rl.probe import NUM_TOKENS
+from mimo.rl.probe import NUM_TOKENS, LogProbs
 from tests.support import rl_probe
 from tests.support.spawn import WorkerPool
 from tests.support.vlm_updates import IMAGE_TOKEN, TOKENS_OF_IMAGE

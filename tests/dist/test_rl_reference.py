@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.rl.advantages import advantages
+from mimo.rl.losses import advantages
 from tests.support import rl_reference
 from tests.support.marks import fast_only
 from tests.support.policy_updates import completions

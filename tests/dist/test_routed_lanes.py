@@ -27,9 +27,9 @@ def batches_of(rank: int, flags: tuple[str, ...], world_size: int, dataset: str,
     """A digest of every microbatch of some steps on this rank, and the keys that it read itself."""
     from mimo import registry
     from mimo.config.validate import num_microbatches, validate
+    from mimo.data.loader import open_loader
     from mimo.grid.groups import Grids
     from mimo.platform import current_platform
-    from mimo.training.data import open_loader
     from tests.support.equality import parse_config
 
     config = parse_config("--dataset-provider", dataset, "--lane-loader", lane_loader, *flags)
@@ -65,7 +65,7 @@ def digest(batch: Any) -> str:
     """Everything that a microbatch holds, as a hash."""
     import torch
 
-    from mimo.batch import map_tensors
+    from mimo.data.batch import map_tensors
 
     found = hashlib.sha1()
 
@@ -106,7 +106,7 @@ def resumed_batches(rank: int, flags: tuple[str, ...], world_size: int, dataset:
 
 
 def error_of(rank: int, flags: tuple[str, ...], world_size: int) -> tuple[str, str]:
-    from mimo.observe.errors import ReportedElsewhereError
+    from mimo.watchdog.process_exit import ReportedElsewhereError
 
     try:
         batches_of(rank, flags, world_size, "tests.support.routed_data:failing", "routed", steps=20)
@@ -142,9 +142,9 @@ def test_packed_rows_reach_every_rank(pool: WorkerPool) -> None:
 def packed_facts(rank: int, flags: tuple[str, ...], world_size: int) -> Any:
     from mimo import registry
     from mimo.config.validate import num_microbatches, validate
+    from mimo.data.loader import open_loader
     from mimo.grid.groups import Grids
     from mimo.platform import current_platform
-    from mimo.training.data import open_loader
     from tests.support.equality import parse_config
 
     config = parse_config("--dataset-provider", "tests.support.routed_data:packed", *flags)

@@ -68,7 +68,7 @@ def train_beside_a_clock(rank: int, flags: tuple[str, ...], world_size: int, run
 
     The sums are this rank's, by module.
     """
-    from mimo.observe.timeline import parts_of
+    from mimo.observability.timeline import parts_of
     from tests.support.steps import run_loop
 
     begins: list[float] = []

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mimo.observe.startup import Phase
+from mimo.observability.startup import Phase
 from tests.support.launch import ROOT
 
 pytestmark = pytest.mark.slow

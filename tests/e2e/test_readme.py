@@ -23,8 +23,8 @@ from mimo.config.cli import FileConfig, parse, parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.toml_file import flag_name, typed_fields
 from mimo.config.validate import run_world_size, validate
-from mimo.grid.report import dry_run_report
-from mimo.observe.flops import PEAK_TFLOPS
+from mimo.grid.dry_run import dry_run_report
+from mimo.observability.flops import PEAK_TFLOPS
 from tests.support.digit_shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,10 +209,10 @@ def test_lists_of_what_is_built_in_are_complete() -> None:
         *missing(registry.DATASET_PROVIDERS, "docs/data.md"),
         *missing(registry.REWARDS, "docs/rl_engine.md"),
         *missing(architectures, "docs/checkpoints.md"),
-        *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/data.py", "({})"),
+        *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/trainer.py", "({})"),
         *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_sections.py", "({})"),
         *missing([", ".join(sorted(registry.REWARDS))], "mimo/config/rl.py", "({})"),
-        *missing({name.split()[0] for name, _ in PEAK_TFLOPS}, "mimo/config/observe.py", " {}"),
+        *missing({name.split()[0] for name, _ in PEAK_TFLOPS}, "mimo/config/trainer.py", " {}"),
     ]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from mimo.refit.meeting import Place
+    from mimo.refit.rendezvous import Place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
               pytest.mark.timeout(580)]
@@ -55,9 +55,9 @@ def nothing_failed() -> None:
 
 def end_of(rank: int, place: Place | None, connection: Connection) -> tuple[Any, Any]:
     """This process's end, and its meeting."""
-    from mimo.refit.meeting import Meeting
     from mimo.refit.options import RefitOptions
-    from mimo.refit.transport import open_wire
+    from mimo.refit.rendezvous import Meeting
+    from mimo.refit.transport.base import open_wire
 
     if rank == 0:
         meeting, own = Meeting.host("127.0.0.1", NAMES[rank], 60.0)
@@ -175,10 +175,10 @@ def train(folders: tuple[str, ...], handle: Any, results: Connection) -> None:
     from mimo.config.validate import validate
     from mimo.grid.groups import Grids
     from mimo.model.build import build_model
-    from mimo.observe.watchdog import Watchdog
     from mimo.refit.options import RefitOptions
-    from mimo.refit.trainer import connect
+    from mimo.refit.sender import connect
     from mimo.registry import model_provider
+    from mimo.watchdog.watchdog import Watchdog
     from mimo.weights.load import HfPaths, load_hf
 
     config = parse(["--model-provider", "causal_lm", "--hf-config", folders[0], "--dataset-provider", "mock",
@@ -214,8 +214,8 @@ def differences(one: list[list[float]], other: list[list[float]]) -> torch.Tenso
 
 def test_the_engine_answers_as_one_that_loaded_the_same_weights(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from mimo.refit.engine import EngineOptions
-    from mimo.refit.host import EngineProcess
+    from mimo.rollout.engine import EngineOptions
+    from mimo.rollout.process import EngineProcess
 
     folders = tuple(str(tmp_path / name) for name in ("first", "other"))
     hugging_face = [save(Path(folder), seed) for seed, folder in enumerate(folders)]

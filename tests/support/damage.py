@@ -306,7 +306,7 @@ def notes_after(rank: int, flags: tuple[str, ...], world_size: int, folder: Path
                 ) -> list[list[str]]:
     """What loading notes after each change to the checkpoint in `folder`, on one process."""
     from mimo.checkpoint.load import load_checkpoint
-    from mimo.training.resume import run_state
+    from mimo.training.setup import run_state
     from tests.support.resuming import SCHEDULE
     from tests.support.steps import trainer_of
 
@@ -327,8 +327,8 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, folder: Path, c
     import torch.distributed as dist
 
     from mimo.checkpoint.load import load_checkpoint
-    from mimo.observe.errors import ReportedElsewhereError
-    from mimo.training.resume import run_state
+    from mimo.training.setup import run_state
+    from mimo.watchdog.process_exit import ReportedElsewhereError
     from tests.support.resuming import SCHEDULE
     from tests.support.steps import trainer_of
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mimo.batch import Microbatch, TextBatch
 from mimo.config.validate import validate
+from mimo.data.batch import Microbatch, TextBatch
 from mimo.protocols import LANGUAGE
 from tests.support import equality
 from tests.support.provider_cases import randomize
@@ -131,7 +131,7 @@ def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> t
     from mimo.registry import model_provider
     from mimo.training.evaluate import forward_logits
     from mimo.training.step import run_schedule
-    from mimo.weights.export_model import export_model
+    from mimo.weights.export_live import export_model
 
     parts = build((*flags, "--micro-batch-size", "2"), world_size)
     set_training(parts.built.model, False)
@@ -157,7 +157,7 @@ def gradients_of(rank: int, flags: tuple[str, ...]) -> dict[str, torch.Tensor]:
     from megatron.core.utils import unwrap_model
 
     from mimo.registry import model_provider
-    from mimo.weights.pieces import module_pieces
+    from mimo.weights.match import module_pieces
 
     provider = model_provider("deepseek_v3")
     parts = build((*flags, "--micro-batch-size", "2"), 1)

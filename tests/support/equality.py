@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_microbatches, validate
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
@@ -67,8 +67,8 @@ def parse_config(*flags: str) -> RunConfig:
 
 def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:
     """The training loader of a rank."""
+    from mimo.data.loader import open_loader
     from mimo.registry import dataset_provider, model_provider
-    from mimo.training.data import open_loader
 
     return open_loader(
         layout,
@@ -88,10 +88,10 @@ def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:
 def make_trainer(config: RunConfig, layout: Layout) -> Any:
     """Grids and trainer parts of this rank, with parameters that depend on their names only."""
     from mimo.grid.groups import Grids
-    from mimo.observe.watchdog import Watchdog
     from mimo.platform import current_platform
     from mimo.registry import model_provider
     from mimo.training.setup import setup_trainer
+    from mimo.watchdog.watchdog import Watchdog
 
     grids = Grids(layout, current_platform().backend)
     watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe())

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mimo.batch import Microbatch
 from mimo.config.cli import parse
 from mimo.config.validate import validate
-from mimo.observe.flops import FlopsCounter
+from mimo.data.batch import Microbatch
+from mimo.observability.flops import FlopsCounter
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
 from tests.support import equality, packing
 
 if TYPE_CHECKING:
-    from mimo.training.workload import Workload
+    from mimo.training.step_metrics import Workload
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Counted:
 
 def count(rank: int, flags: tuple[str, ...], packed: bool = False) -> Counted:
     """Run one step on one process that has all modules, with packed rows of `tests.support.packing` or the flags'."""
-    from mimo.training.mtp import begin_mtp_step
+    from mimo.model.mtp import begin_mtp_step
     from mimo.training.step import forward_step, run_schedule
-    from mimo.training.workload import FlopsMeter, workload
+    from mimo.training.step_metrics import FlopsMeter, workload
 
     config = parse(list(flags))
     layout, provider = validate(config, 1), model_provider(config.model.model_provider)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.batch import Microbatch
 from mimo.config.validate import validate
+from mimo.data.batch import Microbatch
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
 from tests.support import equality
@@ -176,7 +176,7 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
     from mimo.training.evaluate import forward_logits
     from mimo.training.step import run_schedule
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_model import export_model
+    from mimo.weights.export_live import export_model
 
     flags = flags_of(name, folder, layout)
     found: dict[str, torch.Tensor] = {}
@@ -228,7 +228,7 @@ def import_error(rank: int, name: str, folder: str, source: str, save: str) -> s
 def export(rank: int, name: str, folder: str, out: str, base: str = "") -> None:
     """Load a saved model on one process and export it; without a base, names and configuration are the provider's."""
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_model import export_model
+    from mimo.weights.export_live import export_model
 
     with trainer_of(flags_of(name, folder, ("--layout", "colocated") if name in LLAVA_MODELS else ()), 1) as parts:
         load(parts, model=folder)
@@ -256,7 +256,7 @@ def load_parts(rank: int, name: str, folder: str, tower: str, text: str) -> dict
         for the text model.
     """
     from mimo.model.build import named_modules_of
-    from mimo.weights.pieces import module_pieces
+    from mimo.weights.match import module_pieces
 
     def tensors(parts: Any) -> dict[str, torch.Tensor]:
         return {f"{module}.{piece.name} {piece.slices}": piece.tensor.clone()

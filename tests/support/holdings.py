@@ -18,7 +18,7 @@ class Held:
     """What a rank holds.
 
     Attributes:
-        entries, holders: as `mimo.refit.holdings` says.
+        entries, holders: as `mimo.refit.trainer_shards` says.
         values: for each point in time, name, box and values of each of its boxes.
     """
 
@@ -47,9 +47,8 @@ def reallocate(built: Any, factor: float) -> None:
 
 def held_and_exported(rank: int, flags: tuple[str, ...], world_size: int, folder: str, out: str) -> Held:
     """A rank's boxes; all export, too. Then the weights change and are re-allocated, and both is done again."""
-    from mimo.refit.holdings import holdings
-    from mimo.refit.live import LiveTensors
-    from mimo.weights.export_model import export_model
+    from mimo.refit.trainer_shards import LiveTensors, holdings
+    from mimo.weights.export_live import export_model
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
         found = holdings(built, grids, provider, config, "float32")
@@ -67,8 +66,8 @@ def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wi
              biases: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
     """Whole tensors, doubled and re-allocated since an earlier iteration; routers' biases are set to `biases`."""
     from mimo.platform import current_platform
-    from mimo.refit.holdings import holdings
-    from mimo.refit.whole import WholeTensors
+    from mimo.refit.gather_full import WholeTensors
+    from mimo.refit.trainer_shards import holdings
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
         found = holdings(built, grids, provider, config, wire_dtype)
@@ -86,12 +85,11 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
     """Whole tensors after a training step, which are exported, too; and whether the step had left some to be gathered
     from other replicas on this rank."""
     from mimo.config.validate import validate
-    from mimo.refit.holdings import holdings
-    from mimo.refit.live import LiveTensors
-    from mimo.refit.whole import WholeTensors
+    from mimo.refit.gather_full import WholeTensors
+    from mimo.refit.trainer_shards import LiveTensors, holdings
     from mimo.registry import model_provider
     from mimo.training.step import train_step
-    from mimo.weights.export_model import export_model
+    from mimo.weights.export_live import export_model
 
     config = equality.parse_config(*flags)
     layout, provider = validate(config, world_size), model_provider(config.model.model_provider)
@@ -116,7 +114,7 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
 
 def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
     """What taking stock of a model says that has another map, or saves other tensors; change -> lines."""
-    from mimo.refit import holdings as module
+    from mimo.refit import trainer_shards as module
     from mimo.weights.rules import Direct, Rule
 
     found = {}
@@ -149,8 +147,8 @@ def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str
 
 def refused_reads(rank: int, flags: tuple[str, ...]) -> dict[str, str]:
     """What a read of a weight says that is not as it was at set-up; change -> error."""
-    from mimo.refit.live import LiveTensors
-    from mimo.refit.slots import Address
+    from mimo.refit.tensor_slices import Address
+    from mimo.refit.trainer_shards import LiveTensors
 
     found = {}
     path = "decoder.final_layernorm.weight"

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mimo.batch import Microbatch, TextBatch
 from mimo.config.validate import num_microbatches, validate
-from mimo.model.mtp import MtpBlock, MtpInputs
+from mimo.data.batch import Microbatch, TextBatch
+from mimo.data.collate import packed_sequences, placeholder_positions, positions_of
+from mimo.model.mtp import MtpBlock, MtpInputs, mtp_losses
 from mimo.protocols import LANGUAGE
-from mimo.training.collate import packed_sequences, placeholder_positions, positions_of
-from mimo.training.mtp import mtp_losses
 from tests.support import equality
 from tests.support.global_state import read_gradients, read_parameters
 
@@ -127,7 +126,7 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, how: Rows) ->
     """
     from mimo.checkpoint.save import Saver
     from mimo.registry import model_provider
-    from mimo.training.resume import run_state, start
+    from mimo.training.setup import run_state, start
     from mimo.training.step import train_step
 
     config = parse_config(*flags)
@@ -174,7 +173,7 @@ def load_weights_alone(rank: int, flags: tuple[str, ...], world_size: int, folde
     """Load a checkpoint with --finetune and again as a reference policy does; notes of the first."""
     from mimo.checkpoint import paths
     from mimo.checkpoint.load import load_checkpoint, load_weights
-    from mimo.training.resume import run_state
+    from mimo.training.setup import run_state
 
     config = parse_config(*flags, "--load", folder, "--finetune")
     layout = validate(config, world_size)

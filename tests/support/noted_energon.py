@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.energon import EnergonProvider
+from data.energon.provider import EnergonProvider
 from mimo.protocols import DataRequest, LaneReader, Sample
 
 # Names a folder; each process that reads lanes appends to a file of its own.

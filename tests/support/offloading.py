@@ -81,7 +81,7 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
         offload: whether.
         watch: called `before` things go and while they are `away`.
     """
-    from mimo.training.offload import Offload
+    from mimo.rl.offload import Offload
     from mimo.training.step import train_step
 
     done = Trained()
@@ -130,12 +130,12 @@ def move(moved: Any, kind: str) -> int:
 def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> dict[str, str]:
     """What a trainer says that is asked for something while things are away: case -> error."""
     from mimo.checkpoint.state import RunState
-    from mimo.refit.holdings import holdings
-    from mimo.refit.whole import WholeTensors
+    from mimo.refit.gather_full import WholeTensors
+    from mimo.refit.trainer_shards import holdings
     from mimo.registry import model_provider
-    from mimo.training.offload import Offload
+    from mimo.rl.offload import Offload
     from mimo.training.step import forward_step, run_schedule, train_step
-    from mimo.weights.export_model import export_model
+    from mimo.weights.export_live import export_model
 
     found: dict[str, str] = {}
 

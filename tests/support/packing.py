@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mimo.batch import Microbatch
 from mimo.config.cli import parse
 from mimo.config.validate import validate
+from mimo.data.batch import Microbatch
 from mimo.grid.spec import lane_shares
 from mimo.protocols import Sample
 from mimo.registry import model_provider
@@ -80,7 +80,7 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         parts: this rank's trainer.
         seq_length: tokens of a row; None: as many as the row has.
     """
-    from mimo.training.collate import collate_encoder, collate_text, expand_images
+    from mimo.data.collate import collate_encoder, collate_text, expand_images
 
     config, layout, rank = parts.config, parts.grids.layout, parts.grids.rank
     provider, family = model_provider(config.model.model_provider), config.model_family

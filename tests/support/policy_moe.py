@@ -9,8 +9,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from mimo.config.rl import RlConfig
-from mimo.rl.policy import PolicyTrainer
-from mimo.rl.policy_results import PolicyResult
+from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.rollouts import Completion
 from tests.support.global_state import Piece, read_parameters
 from tests.support.policy_updates import completions, make_trainer

@@ -9,26 +9,28 @@ from typing import Any
 
 import torch
 
-from mimo.batch import Microbatch, TextBatch
 from mimo.config.cli import parse
 from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
+from mimo.data.batch import Microbatch, TextBatch
 from mimo.protocols import LANGUAGE
 from mimo.rl.batching import plan_microbatches
-from mimo.rl.entropy import entropy
-from mimo.rl.importance import (
+from mimo.rl.logprobs import VocabShard, entropy, log_normaliser, log_probs
+from mimo.rl.losses import (
     IMPORTANCE_SUMS,
+    LOSS_SUMS,
     MISMATCH_MAXIMA,
     MISMATCH_SUMS,
+    PolicyBatch,
+    Totals,
+    add_totals,
     importance_weights,
+    loss_metrics,
     mismatch_metrics,
     mismatch_totals,
+    policy_loss,
 )
-from mimo.rl.logprobs import log_probs
-from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_metrics, policy_loss
-from mimo.rl.rows import NO_LABEL, PackedRows, pack_rows, remove_left_padding
-from mimo.rl.totals import Totals, add_totals
-from mimo.rl.vocab import VocabShard, log_normaliser
+from mimo.rl.packing import NO_LABEL, PackedRows, pack_rows, remove_left_padding
 from tests.support import equality
 from tests.support.global_state import Piece, assemble, read_gradients, worst_errors
 

@@ -15,11 +15,10 @@ from megatron.core.utils import get_model_config
 from mimo.config.cli import parse
 from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
-from mimo.observe.errors import ReportedElsewhereError
-from mimo.rl.policy import PolicyTrainer
-from mimo.rl.policy_results import PolicyResult
+from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
+from mimo.watchdog.process_exit import ReportedElsewhereError
 from tests.support import equality
 from tests.support.global_state import Piece, read_parameters
 from tests.support.policy_steps import FLAGS, VOCAB_SIZE

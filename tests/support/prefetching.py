@@ -73,8 +73,7 @@ def watched(parts: Any, trained: Trained) -> Iterator[None]:
 
 
 def train(rank: int, flags: tuple[str, ...], world_size: int, depth: int) -> Trained:
-    from mimo.config.validate import num_microbatches
-    from mimo.config.validate_prefetch import steps_ahead
+    from mimo.config.validate import num_microbatches, steps_ahead
     from mimo.training.step import train_step
     from tests.support.steps import trainer_of
 

@@ -104,7 +104,7 @@ def inputs_of(config: Config, sizes: Sequence[Size], dtype: Any = None) -> tuple
     """Random images of these sizes, and the encoder's inputs."""
     import torch
 
-    from mimo.training.encoder_inputs import packed_patches, whole_images
+    from mimo.data.collate import packed_patches, whole_images
     from tests.support import provider_cases as cases
 
     images = [cases.draw(3, *size, seed=30 + number).numpy() for number, size in enumerate(sizes)]
@@ -116,7 +116,7 @@ def inputs_of(config: Config, sizes: Sequence[Size], dtype: Any = None) -> tuple
 
 def hf_weights(module: Any, config: Config, groups: Any) -> dict[str, torch.Tensor]:
     """The module's tensors under their Hugging Face names, on one process."""
-    from mimo.weights.pieces import module_pieces
+    from mimo.weights.match import module_pieces
 
     pieces = {piece.name: piece.tensor for piece in module_pieces(module, groups)}
     found = {}

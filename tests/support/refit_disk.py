@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mimo.refit.host import EngineHandle
+from mimo.rollout.process import EngineHandle
 from tests.support import hf_families, holdings, refit
 
 
@@ -20,9 +20,9 @@ def write_versions(rank: int, flags: tuple[str, ...], world_size: int, folder: s
     Returns:
         The versions' folders.
     """
-    from mimo.refit.disk import DiskWriter
+    from mimo.refit.transport.disk import DiskWriter
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_model import export_model
+    from mimo.weights.export_live import export_model
 
     found = []
     with holdings.loaded_model(flags, world_size, folder) as (built, grids, provider, config):
@@ -38,9 +38,9 @@ def write_versions(rank: int, flags: tuple[str, ...], world_size: int, folder: s
 def broken_writes(rank: int, flags: tuple[str, ...], world_size: int, folder: str, root: str) -> list[tuple[str, str]]:
     """A disk that is full after two tensors, one that cannot be written at all, one of which the manifest cannot be
     written; kind and words of each error. Then a version is written after all."""
-    from mimo.observe.errors import ReportedElsewhereError
-    from mimo.refit import disk
-    from mimo.weights.writer import ShardWriter
+    from mimo.refit.transport import disk
+    from mimo.watchdog.process_exit import ReportedElsewhereError
+    from mimo.weights.safetensors_io import ShardWriter
 
     found, written = [], []
     real = ShardWriter.write
@@ -73,7 +73,7 @@ def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size:
          prompts: dict[str, list[int]], steps: int) -> list[dict[str, Any]]:
     """As `refit.sync`, through a folder."""
     from mimo.model.build import set_training
-    from mimo.refit.disk import DiskWriter
+    from mimo.refit.transport.disk import DiskWriter
     from mimo.registry import model_provider
 
     refit.register()

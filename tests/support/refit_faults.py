@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from mimo.refit.engine import EngineOptions
-from mimo.refit.meeting import RefitError
 from mimo.refit.options import RefitOptions
+from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import Trainer, WeightSender
-from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, contiguous_strides
+from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, contiguous_strides
+from mimo.rollout.engine import EngineOptions
 
 VOCAB, HIDDEN, BLOCKS = 12, 6, 8
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -376,7 +376,7 @@ class EchoEngine:
 
 def use_echo_engine() -> None:
     """In an engine's process, before the engine is made."""
-    from mimo.refit import host
+    from mimo.rollout import process as host
 
     host.RolloutEngine = EchoEngine  # type: ignore[assignment,misc]
 
@@ -398,6 +398,6 @@ class BreakingEngine(EchoEngine):
 
 def use_breaking_engine() -> None:
     """In an engine's process, before the engine is made."""
-    from mimo.refit import host
+    from mimo.rollout import process as host
 
     host.RolloutEngine = BreakingEngine  # type: ignore[assignment,misc]

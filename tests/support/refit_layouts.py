@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from mimo.refit.plan import Op, SendOp
-from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, Wants
+from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, Wants
 
 Array = np.ndarray
 Tensors = dict[str, Array]

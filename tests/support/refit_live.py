@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.refit.host import EngineHandle
-from mimo.refit.meeting import RefitError
 from mimo.refit.options import RefitOptions
+from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
+from mimo.rollout.process import EngineHandle
 from tests.support import hf_families, refit
 from tests.support.refit_faults import Watched
 
@@ -38,7 +38,7 @@ class Live:
 
     def connect(self) -> WeightSender:
         """A new sender."""
-        from mimo.refit.trainer import connect
+        from mimo.refit.sender import connect
 
         return connect(self.parts.built, self.parts.grids, self.provider, self.parts.config.model_family, self.handle,
                        self.handle.num_workers, self.options, address="127.0.0.1")
@@ -59,7 +59,7 @@ class Live:
 
     def ours(self, prompts: list[list[int]]) -> list[list[float]]:
         """The trainer's, on every rank."""
-        from mimo.training.prompt_logprobs import prompt_logprobs
+        from mimo.rl.prompt_logprobs import prompt_logprobs
 
         return prompt_logprobs(self.parts, self.provider, prompts)
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mimo.batch import EncoderBatch, Microbatch
+from mimo.data.batch import EncoderBatch, Microbatch
 from mimo.protocols import LANGUAGE
-from mimo.refit.engine import RolloutEngine, Sampling
-from mimo.refit.host import EngineHandle
 from mimo.refit.options import RefitOptions
+from mimo.rollout.engine import RolloutEngine, Sampling
+from mimo.rollout.process import EngineHandle
 from tests.support import hf_families, refit
 
 NAME = "refit-llava"
@@ -197,7 +197,7 @@ def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handl
         version, both by sample on the first rank; `report`, of the sync.
     """
     from mimo.model.build import set_training
-    from mimo.refit.trainer import connect
+    from mimo.refit.sender import connect
     from mimo.registry import model_provider
 
     register()

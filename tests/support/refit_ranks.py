@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mimo.refit import host
-from mimo.refit.host import EngineHandle, EngineProcess
 from mimo.refit.sender import Trainer, WeightSender
+from mimo.rollout import process as host
+from mimo.rollout.process import EngineHandle, EngineProcess
 from tests.support.refit_faults import OPTIONS, PlainWeights, engine_options, use_plain_engine
 
 ANSWERS_WITHIN_S = 60.0

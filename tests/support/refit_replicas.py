@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from mimo.refit import host
-from mimo.refit.engine import EngineOptions, Rollout, Sampling
-from mimo.refit.meeting import RefitError
 from mimo.refit.options import RefitOptions
+from mimo.refit.rendezvous import RefitError
+from mimo.rollout import process as host
+from mimo.rollout.engine import EngineOptions, Rollout, Sampling
 from tests.support import refit
 from tests.support.refit_faults import EchoEngine
 
@@ -38,7 +38,7 @@ class NotingEngine(EchoEngine):
 
 def use_noting_engine() -> None:
     """In an engine's process, before the engine is made."""
-    from mimo.rl.engine import leave_launcher
+    from mimo.rl.launch_engine import leave_launcher
 
     leave_launcher()
     host.RolloutEngine = NotingEngine  # type: ignore[assignment,misc]
@@ -73,9 +73,9 @@ class UnderRay:
 def sync_under_ray(rank: int, name: str, folder: str, engine: EngineOptions, options: RefitOptions,
                    prompts: dict[str, list[int]], steps: int) -> UnderRay:
     """Start an engine under a Ray of this process, give it weights, ask it, kill it, end Ray."""
-    from mimo.refit.ray_engine import RayCluster, RayEngines
-    from mimo.rl.engine import leave_launcher
+    from mimo.rl.launch_engine import leave_launcher
     from mimo.rl.placement import forwarded
+    from mimo.rollout.ray_actors import RayCluster, RayEngines
 
     before = signal.getsignal(signal.SIGTERM)
     started = RayEngines([engine], RayCluster(""), "CPU", 900, 300, forwarded(os.environ), leave_launcher, "127.0.0.1")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mimo.observe.report.run import Run, read_run
+from mimo.report.run_folder import Run, read_run
 
 FLAGS = """[train]
 train-iters = {iterations}

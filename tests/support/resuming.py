@@ -110,7 +110,7 @@ def started(rank: int, flags: tuple[str, ...], world_size: int, layout: Layout |
     Where there is something to load, all parameters are NaN before.
     """
     from mimo.registry import model_provider
-    from mimo.training.resume import run_state, start
+    from mimo.training.setup import run_state, start
 
     with trainer_of(rank, (*SCHEDULE, *flags), world_size, layout) as (parts, loader):
         if parts.config.checkpoint.load is not None:
@@ -124,7 +124,7 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, until: int = NUM_S
           save_at: tuple[int, ...] = (SAVED_AT,), layout: Layout | None = None) -> Run:
     """Train on this rank until iteration `until`, from the checkpoint of --load if given; save with --save."""
     from mimo.checkpoint.save import Saver
-    from mimo.optim.schedule import current_learning_rates
+    from mimo.training.optimizer import current_learning_rates
     from mimo.training.step import train_step
 
     run = Run()
@@ -167,7 +167,7 @@ def resave(rank: int, flags: tuple[str, ...], world_size: int) -> None:
 def refusal(rank: int, flags: tuple[str, ...], world_size: int) -> str | None:
     """What the start says where it refuses what the flags ask for; None where it does not. "" on ranks that leave
     the word to another."""
-    from mimo.observe.errors import ReportedElsewhereError
+    from mimo.watchdog.process_exit import ReportedElsewhereError
 
     try:
         with started(rank, flags, world_size):

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mimo.config.rl_run import RlRunConfig
-from mimo.refit.engine import Rollout, RolloutEngine, Sampling
-from mimo.rl.engine import engine_options
+from mimo.rl.launch_engine import engine_options
+from mimo.rollout.engine import Rollout, RolloutEngine, Sampling
 
 
 def answers(config: RlRunConfig, folder: str, prompts: Sequence[Sequence[int]],

@@ -9,12 +9,11 @@ import torch
 
 from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
-from mimo.observe.errors import ReportedElsewhereError
-from mimo.refit.meeting import RefitError
-from mimo.refit.probe import Expected
+from mimo.refit.rendezvous import RefitError
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.policy import PolicyTrainer
-from mimo.rl.probe import RefitProbe
+from mimo.rl.probe import Expected, RefitProbe
+from mimo.watchdog.process_exit import ReportedElsewhereError
 from tests.support import equality
 from tests.support.vlm_updates import VOCAB_SIZE, PictureSet, parsed
 

@@ -16,11 +16,10 @@ from mimo.checkpoint.state import Progress, RunState
 from mimo.config.cli import parse
 from mimo.config.rl import RlConfig
 from mimo.config.validate import validate
-from mimo.observe.errors import ReportedElsewhereError
 from mimo.registry import model_provider
-from mimo.rl.policy import PolicyTrainer
-from mimo.rl.policy_results import PolicyResult
+from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.reference import ReferencePolicy, reference_policy
+from mimo.watchdog.process_exit import ReportedElsewhereError
 from tests.support import equality, hf_families, policy_updates
 from tests.support.policy_steps import FLAGS, VOCAB_SIZE
 from tests.support.policy_updates import MOE, completions

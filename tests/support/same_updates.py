@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pytest
 
-from mimo.rl.policy_results import PolicyResult
+from mimo.rl.policy import PolicyResult
 from tests.support.global_state import Piece, assemble, worst_errors
 
 TOLERANCE = 1e-5

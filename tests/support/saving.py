@@ -24,7 +24,7 @@ from mimo.checkpoint import paths  # noqa: E402
 from mimo.checkpoint.save import Saver  # noqa: E402
 from mimo.checkpoint.state import Progress, RunState  # noqa: E402
 from mimo.registry import model_provider  # noqa: E402
-from mimo.training.resume import run_state, start  # noqa: E402
+from mimo.training.setup import run_state, start  # noqa: E402
 from tests.support.steps import trainer_of  # noqa: E402
 from tests.support.stored import stored_tensors  # noqa: E402
 

@@ -15,9 +15,9 @@ import torch
 from megatron.energon import Cooker, Sample, TaskEncoder, WorkerConfig, basic_sample_keys, edataclass, stateless
 from megatron.energon.flavors.webdataset import BaseWebdatasetFactory
 
-from data.energon import Config
-from data.energon_reader import Encoding, EnergonReader
-from data.energon_valid import ValidReader
+from data.energon.provider import Config
+from data.energon.reader import Encoding, EnergonReader
+from data.energon.validation import ValidReader
 from mimo.protocols import DataRequest, TokenSpec
 from mimo.protocols import Sample as TrainerSample
 

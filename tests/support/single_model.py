@@ -185,7 +185,7 @@ def _with_layer_in_name(entry: Any) -> Any:
 def started(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tuple[Any, Any, Any, list[str]]]:
     """A trainer that has started as its flags say, (parts, loader, state, lines); all tensors were NaN before."""
     from mimo.registry import model_provider
-    from mimo.training.resume import run_state, start
+    from mimo.training.setup import run_state, start
 
     with trainer(rank, flags, world_size) as (parts, loader):
         for _, piece in held(parts):
@@ -249,10 +249,10 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, tries: list[tup
     """
     import torch.distributed as dist
 
-    from mimo.checkpoint.single_model import load_single_model
-    from mimo.observe.errors import ReportedElsewhereError
     from mimo.registry import model_provider
-    from mimo.training.resume import run_state
+    from mimo.training.setup import run_state
+    from mimo.watchdog.process_exit import ReportedElsewhereError
+    from mimo.weights.import_megatron import load_single_model
 
     found: list[tuple[str | None, bool]] = []
     with trainer(rank, (*flags, flag_of(flags), tries[0][0]), world_size) as (parts, loader):
@@ -315,9 +315,9 @@ def names_of_both(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tupl
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.utils import unwrap_model
 
-    from mimo.model.hybrid import hybrid_stack_spec
+    from mimo.model.language import hybrid_stack_spec
     from mimo.model.layer_specs import mlp_linears, vit_layer_spec
-    from mimo.weights.keys import global_name
+    from mimo.weights.rules import global_name
     from tests.support.weights import built_model
 
     # Sizes that the wheel's model has no arguments for, and no prediction layers, which ask for its global groups.

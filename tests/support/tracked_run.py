@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mimo.config.observe import ObserveConfig
-from mimo.observe.metrics import RunLogger, StepRecord
-from mimo.observe.trackers import _json_value
+from mimo.config.trainer import ObserveConfig
+from mimo.observability.metrics import RunLogger, StepRecord
+from mimo.observability.trackers import _json_value
 
 Kept = dict[int, dict[str, float | str | None]]
 CONFIG = "[train]\nlr = 0.5\n"

@@ -31,8 +31,8 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from mimo.refit.record import Recording, record
-from mimo.refit.slots import Entry
+from mimo.refit.loader_trace import Recording, record
+from mimo.refit.tensor_slices import Entry
 
 TEXT: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset, get_val_dataset
 
-from data.energon import Config
-from data.energon_vlm import ErrorLog, VlmTaskEncoder
+from data.energon.provider import Config
+from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
 from mimo.protocols import DataRequest
 
 

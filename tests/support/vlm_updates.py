@@ -15,10 +15,9 @@ from mimo.config.rl_run import RlRunConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, Sample
-from mimo.rl.advantages import advantages
 from mimo.rl.images import ImageTokens, needs_pixels
-from mimo.rl.policy import PolicyTrainer
-from mimo.rl.policy_results import PolicyResult
+from mimo.rl.losses import advantages
+from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.prompts import Normalisation, Prompt
 from mimo.rl.rollouts import Completion
 from tests.support import equality
@@ -189,8 +188,8 @@ def plain(rank: int, config: RlConfig) -> tuple[float, list[Piece]]:
 
 def _forward(model: Any, images: ImageTokens, completion: Completion) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `[t, vocab]` and token ids `[t]` of a whole sequence."""
-    from mimo.batch import Microbatch
-    from mimo.training.collate import collate_encoder, collate_text
+    from mimo.data.batch import Microbatch
+    from mimo.data.collate import collate_encoder, collate_text
 
     prompts = PictureSet()
     prompt = prompts.prompt(completion.index)

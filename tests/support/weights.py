@@ -51,9 +51,9 @@ def built_model(flags: tuple[str, ...], world_size: int) -> Iterator[tuple[Any, 
     """This rank's (built model, grids, provider, family configuration)."""
     from mimo.grid.groups import Grids
     from mimo.model.build import build_model
-    from mimo.observe.watchdog import Watchdog
     from mimo.platform import current_platform
     from mimo.registry import model_provider
+    from mimo.watchdog.watchdog import Watchdog
 
     config = parse_config(*flags)
     provider = model_provider(config.model.model_provider)
@@ -83,7 +83,7 @@ def alone(flags: tuple[str, ...]) -> tuple[str, ...]:
 def held_pieces(built: Any, grids: Any) -> dict[str, list[Any]]:
     """This rank's pieces by module."""
     from mimo.model.build import named_modules_of
-    from mimo.weights.pieces import module_pieces
+    from mimo.weights.match import module_pieces
 
     return {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
 
@@ -162,7 +162,7 @@ def load_and_export(rank: int, flags: tuple[str, ...], world_size: int, folder: 
                     out: str) -> tuple[list[str], int, int]:
     """Load a folder on this layout, export it again; gives wrong names, elements compared, elements of the model."""
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_model import export_model
+    from mimo.weights.export_live import export_model
     from mimo.weights.load import HfPaths, load_hf
 
     with built_model(flags, world_size) as (built, grids, provider, config):
@@ -259,7 +259,7 @@ def spoiled_loads(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, l
     from dataclasses import replace
 
     from mimo.weights import load
-    from mimo.weights.source import HfSource
+    from mimo.weights.safetensors_io import HfSource
 
     whole = HfSource(folder).catalog
     found = {}
@@ -283,7 +283,7 @@ def spoiled_loads(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, l
 
 def error_lines(call: Any) -> list[str]:
     """Lines of the error that a call raises, on this rank or with its word that another says why; else none."""
-    from mimo.observe.errors import ReportedElsewhereError
+    from mimo.watchdog.process_exit import ReportedElsewhereError
 
     try:
         call()
@@ -297,7 +297,7 @@ def spoiled_imports(rank: int, flags: tuple[str, ...], folder: str) -> dict[str,
     from dataclasses import replace
 
     from mimo.weights import import_checkpoint
-    from mimo.weights.source import HfSource
+    from mimo.weights.safetensors_io import HfSource
 
     provider, config = family(flags)
     source, found = HfSource(folder), {}
@@ -338,7 +338,7 @@ def load_modules(rank: int, flags: tuple[str, ...], world_size: int, paths: dict
     reads of the source by this rank.
     """
     from mimo.weights.load import HfPaths, load_hf
-    from mimo.weights.source import HfSource
+    from mimo.weights.safetensors_io import HfSource
 
     with built_model(flags, world_size) as (built, grids, provider, config):
         before = [piece.tensor.clone() for pieces in held_pieces(built, grids).values() for piece in pieces]

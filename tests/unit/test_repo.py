@@ -134,7 +134,7 @@ def test_every_requirement_file_is_compiled():
     assert sorted(names) == sorted(path.stem for path in REQUIREMENTS)
 
 
-PLANNING = ("mimo.config.cli", "mimo.config.run", "mimo.grid.layout", "mimo.grid.plan", "mimo.grid.spec",
+PLANNING = ("mimo.config.cli", "mimo.config.trainer", "mimo.grid.layout", "mimo.grid.dry_run", "mimo.grid.spec",
             "mimo.protocols", "mimo.registry")
 
 

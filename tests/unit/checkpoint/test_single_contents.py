@@ -37,7 +37,7 @@ def index_of(**shapes: tuple[int, ...]) -> Metadata:
 
 def contents(rank: int, index: Metadata, modules: tuple[str, ...]) -> Any:
     """(root, global name -> (shape, key, index, axes), keys in part, passed over), or the error, in a worker."""
-    from mimo.checkpoint.single_contents import contents_of
+    from mimo.weights.import_megatron import contents_of
 
     try:
         found = contents_of(index, SOURCE, modules)
@@ -89,7 +89,7 @@ def test_what_is_no_such_checkpoint_says_what_it_is(pool: WorkerPool, index: Met
 
 
 def lines_of(rank: int, problems: list[tuple[str, str]]) -> list[str]:
-    from mimo.checkpoint.single_contents import grouped
+    from mimo.weights.import_megatron import grouped
 
     return grouped(problems)
 
@@ -104,7 +104,7 @@ def test_problems_of_all_layers_are_one_line(pool: WorkerPool) -> None:
 
 
 def lengths_of(rank: int, names: tuple[str, ...]) -> dict[str, int]:
-    from mimo.checkpoint.single_contents import count_series
+    from mimo.weights.import_megatron import count_series
 
     lengths: dict[str, int] = {}
     for name in names:

@@ -1,6 +1,6 @@
 """Rows of `mimo inspect`: equal tensors of stacked and of single layers and experts."""
 
-from mimo.commands.rows import StoredInfo, rows_of
+from mimo.commands.compare import StoredInfo, rows_of
 
 
 def stored(name: str, *shape: int, dtype: str = "bfloat16") -> StoredInfo:

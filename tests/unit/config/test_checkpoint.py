@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.config.checkpoint import CheckpointConfig
 from mimo.config.cli import parse
+from mimo.config.trainer import CheckpointConfig
 from mimo.config.validate import validate
 
 FAKE = ["--model-provider", "tests.unit.config.fake_provider:model",

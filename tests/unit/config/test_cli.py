@@ -14,11 +14,9 @@ from mimo import registry
 from mimo.config import toml_file
 from mimo.config.cli import FIRST_FLAGS, parse, parse_as, to_toml
 from mimo.config.flag_hints import FOREIGN_FLAGS
-from mimo.config.optim import OptimConfig
 from mimo.config.rl_run import FIRST_FLAGS as RL_FIRST_FLAGS
 from mimo.config.rl_run import RlRunConfig
-from mimo.config.run import RunConfig
-from mimo.config.train import TrainConfig
+from mimo.config.trainer import OptimConfig, RunConfig, TrainConfig
 from tests.unit.config.fake_provider import FakeDataConfig, FakeModelConfig
 
 ROOT = Path(__file__).parents[3]
@@ -169,7 +167,7 @@ def test_a_missing_file_is_named():
 
 
 @pytest.mark.parametrize(("provider", "expected"), [
-    ("clashing", "--seq-length is a field of both mimo.config.train.TrainConfig and "
+    ("clashing", "--seq-length is a field of both mimo.config.trainer.TrainConfig and "
                  "tests.unit.config.fake_provider.ClashingConfig"),
     ("required", "field 'width' of its Config has no default"),
     ("no_config", "has no Config dataclass"),
@@ -267,6 +265,6 @@ def test_help_all_has_every_flag_under_the_title_of_its_section(capsys):
 
 
 def test_parsing_imports_no_torch():
-    code = ("import sys; from mimo.config.cli import parse; import mimo.config.validate, mimo.grid.report; "
+    code = ("import sys; from mimo.config.cli import parse; import mimo.config.validate, mimo.grid.dry_run; "
             f"parse({FAKE!r}); assert 'torch' not in sys.modules and 'megatron' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

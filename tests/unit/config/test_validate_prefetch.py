@@ -3,8 +3,7 @@
 import pytest
 
 from mimo.config.cli import parse
-from mimo.config.validate import validate
-from mimo.config.validate_prefetch import steps_ahead
+from mimo.config.validate import steps_ahead, validate
 
 BASE = ["--model-provider", "tests.unit.config.fake_provider:model",
         "--dataset-provider", "tests.unit.config.fake_provider:dataset", "--train-iters", "4"]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-from data.energon import Config
+from data.energon.provider import Config
 from tests.support.marks import fast_only
 from tests.support.shards import TextEncoder, keys, open_reader, open_valid, text_shards
 

@@ -9,8 +9,8 @@ import pytest
 from megatron.energon import WorkerConfig
 from megatron.energon.epathlib import EPath
 
-from data.energon import Config
-from data.energon_open import OPEN_SHARDS, leaves, train_dataset
+from data.energon.open import OPEN_SHARDS, leaves, train_dataset
+from data.energon.provider import Config
 from tests.support.shards import TextEncoder, open_reader, text_shards
 
 SHARDS, SAMPLES = 60, 6

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.energon import Config, provider
+from data.energon.provider import Config, provider
 from mimo.protocols import DataRequest, RoutedDataProvider, TokenSpec
 from tests.support.chat_templates import LLAVA, QWEN3
 from tests.support.shards import text_shards
@@ -157,7 +157,7 @@ def test_a_metadataset_that_cannot_be_opened_is_named(digits, tmp_path, text, sp
 
 
 def test_flags_are_listed_without_importing_torch_or_energon():
-    code = "import sys, data.energon; print([name for name in ('torch', 'megatron') if name in sys.modules])"
+    code = "import sys, data.energon.provider; print([name for name in ('torch', 'megatron') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
     assert isinstance(provider, RoutedDataProvider)

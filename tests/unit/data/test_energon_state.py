@@ -13,9 +13,9 @@ from megatron.energon.rng import SystemRng
 from megatron.energon.savable_loader import SavableDatasetState
 from megatron.energon.state import FlexState
 
-from data.energon import Config
-from data.energon_loader import CHECKPOINT_EVERY
-from data.energon_state import from_plain, to_plain
+from data.energon.provider import Config
+from data.energon.state import from_plain, to_plain
+from data.energon.workers import CHECKPOINT_EVERY
 from tests.support.shards import keys, open_reader, text_shards
 
 # Rows before, at and after the places where a worker sends its state.

@@ -18,9 +18,9 @@ from megatron.energon.errors import FatalSampleError
 from PIL import Image
 from transformers import AutoTokenizer
 
-import data.energon_vlm
-from data.energon import Config, path_of
-from data.energon_vlm import ErrorLog, Row, VlmTaskEncoder, to_sample
+import data.energon.task_encoder
+from data.energon.provider import Config, path_of
+from data.energon.task_encoder import ErrorLog, Row, VlmTaskEncoder, to_sample
 from mimo.protocols import DataRequest, TokenSpec
 from tests.support.chat_templates import QWEN25_TOOLS
 from tests.support.shards import CRUDE, prepare, write_tar
@@ -336,7 +336,7 @@ def test_one_bad_sample_too_many_before_a_row_ends_the_worker(tmp_path, config):
 
 def delivered(folder: Path, config: Config, rows: int) -> list[int]:
     """How many bad samples a run has passed over after each of the first rows, with a lane read by a worker."""
-    from data.energon import provider
+    from data.energon.provider import provider
 
     flags = replace(config, data_path=str(folder), num_workers=1, shuffle=False)
     reader = provider.reader(flags, request(), [0])
@@ -379,13 +379,13 @@ def test_what_no_sample_can_be_blamed_for_is_no_bad_sample(tmp_path, config, mon
     def wrong(*_: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(data.energon_vlm, "tile_sizes", wrong)
+    monkeypatch.setattr(data.energon.task_encoder, "tile_sizes", wrong)
     with pytest.raises(AssertionError, match="a bug"):
         read_all(shards(tmp_path, {"a": asked(1)}), config)
 
 
 def test_parts_that_are_not_read_are_listed_once(tmp_path, config, caplog):
-    from data.energon import provider
+    from data.energon.provider import provider
 
     samples = {f"k{number}": asked(number) | {"cls": b"1", "meta.json": b"{}"} for number in range(4)}
     flags = replace(config, data_path=str(shards(tmp_path, samples)), num_workers=0)
@@ -409,7 +409,7 @@ def jsonl(folder: Path, name: str, rows: list[bytes]) -> Path:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_jsonl_prepared_by_energon_trains_and_validates(tmp_path, config, workers):
-    from data.energon import provider
+    from data.energon.provider import provider
 
     rows = [b'{"text": "a cat"}', talk("what?"), b'{"text": ""}', talk([url(data_url(5))]), b'{"text": 1}']
     flags = replace(config, data_path=str(jsonl(tmp_path / "set", "train.jsonl", rows)), shuffle=False,
@@ -429,7 +429,7 @@ def test_jsonl_prepared_by_energon_trains_and_validates(tmp_path, config, worker
 
 
 def test_a_jsonl_file_that_cannot_be_used_is_refused_by_name(tmp_path, config):
-    from data.energon import provider
+    from data.energon.provider import provider
 
     path = jsonl(tmp_path, "train.jsonl", [b'{"text": "a"}'] * 4)
     flags = replace(config, data_path=str(path))
@@ -444,7 +444,7 @@ def test_a_jsonl_file_that_cannot_be_used_is_refused_by_name(tmp_path, config):
 
 
 def test_a_run_without_encoder_refuses_images_before_it_reads_any(tmp_path, config):
-    from data.energon import provider
+    from data.energon.provider import provider
 
     text, asks = {"txt": b"a cat", "npy": b""}, request(image_token_id=-1)
     shards(tmp_path / "text", {f"t{number}": text for number in range(4)})
@@ -543,8 +543,8 @@ def test_a_run_restored_within_a_buffer_goes_on_as_if_nothing_had_happened(tmp_p
 @pytest.mark.slow
 def test_every_image_is_decoded_once(tmp_path, packed, monkeypatch):
     decoded = []
-    tile_image = data.energon_vlm.tile_image
-    monkeypatch.setattr(data.energon_vlm, "tile_image", lambda *given: decoded.append(1) or tile_image(*given))
+    tile_image = data.energon.task_encoder.tile_image
+    monkeypatch.setattr(data.energon.task_encoder, "tile_image", lambda *given: decoded.append(1) or tile_image(*given))
     folder = shards(tmp_path, many(24))
     loader = open_loader(folder, packed, request(), train=True)
     rows = read(loader, 9)

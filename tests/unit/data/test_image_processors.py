@@ -16,12 +16,12 @@ from sklearn.datasets import load_sample_images
 from transformers import AutoImageProcessor, CLIPImageProcessor, SiglipImageProcessor
 from transformers.models.llava import LlavaImageProcessor
 
-from data.energon import provider as energon
+from data.energon.provider import provider as energon
 from data.image_tiling import tile_image, tiling_of
-from mimo.commands.export import _write_image_processing
+from mimo.commands.convert import _write_image_processing
 from mimo.config.cli import parse, to_toml
 from mimo.config.validate import validate
-from mimo.grid.report import dry_run_report
+from mimo.grid.dry_run import dry_run_report
 from mimo.registry import model_provider
 from providers.common import hf_processor
 from providers.nemotron_moe_vlm import ConfigTiny, provider_tiny

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.energon import Config, with_image_flags
+from data.energon.provider import Config, with_image_flags
 from data.image_tiling import Tiling, oriented_size, tile_image, tile_sizes, tiling_of
 from mimo.protocols import ImageProcessing, TokenSpec
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.lanes import Arrival, Checkpoint, Router, WorkerPosition, lane_blocks
+from data.energon.router import Arrival, Checkpoint, Router, WorkerPosition, lane_blocks
 
 
 class Workers:

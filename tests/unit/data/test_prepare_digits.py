@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from data import digits
-from data.energon import Config, with_image_flags
-from data.energon_vlm import to_sample
+from data.energon.provider import Config, with_image_flags
+from data.energon.task_encoder import to_sample
 from mimo.protocols import DataRequest, Lane, Sample, TokenSpec
 from providers.common.hf_processor import CLIP
 from tests.support.vlm_loader import open_loader

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_sample_image
 
-from data.energon import Config
-from data.energon_vlm import to_sample
+from data.energon.provider import Config
+from data.energon.task_encoder import to_sample
 from data.image_tiling import tiling_of
 from data.prompts import load_tokenizer
 from mimo.protocols import DataRequest, Sample, TokenSpec

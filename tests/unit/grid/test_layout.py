@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mimo.config.layout import LayoutConfig
+from mimo.config.trainer import LayoutConfig
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 

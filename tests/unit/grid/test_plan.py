@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.grid.plan import bridge_bytes, parameters_per_rank, total_parameters
+from mimo.grid.dry_run import bridge_bytes, parameters_per_rank, total_parameters
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.grid.reading import lanes_read_by, needs_from, needs_of, reader_of
+from mimo.grid.lanes import lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import GridSpec, Layout
 
 sizes = st.sampled_from([1, 2, 4])

@@ -5,7 +5,7 @@ import pytest
 from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.validate import run_world_size, validate
-from mimo.grid.report import dry_run_report
+from mimo.grid.dry_run import dry_run_report
 
 FAKE = ["--model-provider", "tests.unit.config.fake_provider:model",
         "--dataset-provider", "tests.unit.config.fake_provider:dataset", "--dry-run"]

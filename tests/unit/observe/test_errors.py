@@ -4,7 +4,7 @@ import pytest
 
 PRELUDE = """
 import atexit, sys, threading
-from mimo.observe.errors import fail_fast
+from mimo.watchdog.process_exit import fail_fast
 atexit.register(threading.Event().wait)  # stands for a tear-down that hangs
 threading.Thread(target=threading.Event().wait).start()  # not a daemon: a normal exit would wait for it
 print("last words", end="")
@@ -55,7 +55,7 @@ with fail_fast("rank 0"):
 def test_ordinary_ends_pass_through(start, code, statement):
     process = start(f"""
 import sys
-from mimo.observe.errors import fail_fast
+from mimo.watchdog.process_exit import fail_fast
 with fail_fast("rank 0"):
     {statement}
 """)
@@ -66,7 +66,7 @@ with fail_fast("rank 0"):
 def test_a_full_pipe_that_nobody_reads_does_not_keep_the_process(start):
     process = start("""
 import os
-from mimo.observe import errors
+from mimo.watchdog import process_exit as errors
 errors.WRITE_LIMIT_S = 0.2
 with errors.fail_fast("rank 0"):
     raise ValueError("x" * 1_000_000)
@@ -77,8 +77,8 @@ with errors.fail_fast("rank 0"):
 def test_an_error_of_an_engine_that_quotes_a_lost_connection_is_a_cause_of_its_own():
     import torch.distributed as dist
 
-    from mimo.observe.errors import format_error
-    from mimo.refit.meeting import RefitError
+    from mimo.refit.rendezvous import RefitError
+    from mimo.watchdog.process_exit import format_error
 
     quoted = "the engine's worker failed: [1] Connection closed by peer"
     assert quoted in format_error("rank 0", RefitError(quoted))

@@ -5,20 +5,20 @@ import pickle
 
 import pytest
 
-from mimo.observe import flight_recorder
-from mimo.observe.stall_status import GroupStatus
+from mimo.watchdog import flight_recorder
+from mimo.watchdog.status import GroupStatus
 
 STALL = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
-from mimo.observe import flight_recorder
-from mimo.observe.stall_status import GroupStatus
+from mimo.watchdog import flight_recorder
+from mimo.watchdog.status import GroupStatus
 flight_recorder.turn_on()
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", rank=0, world_size=1)
 dist.all_reduce(torch.ones(3))
-from mimo.observe.watchdog import Watchdog
+from mimo.watchdog.watchdog import Watchdog
 watchdog = Watchdog(0.5, "rank 0")
 watchdog.at_stall.append(lambda: time.sleep(600))
 watchdog.at_stall.append(partial(flight_recorder.dump, Path(sys.argv[1]) / "flight-recorder", 0, "gloo"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.observe.flops import CHUNK, FlopComponent, FlopsCounter, SequenceSums, forward_flops, peak_tflops
+from mimo.observability.flops import CHUNK, FlopComponent, FlopsCounter, SequenceSums, forward_flops, peak_tflops
 from mimo.protocols import LANGUAGE
 
 # Sizes that no sum of others equals.

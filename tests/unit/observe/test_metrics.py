@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.config.observe import ObserveConfig
-from mimo.observe.console import format_steps, short_count
-from mimo.observe.metrics import RunLogger, StepRecord
+from mimo.config.trainer import ObserveConfig
+from mimo.observability.metrics import RunLogger, StepRecord, format_steps, short_count
 
 RECORD = StepRecord(
     iteration=12, consumed_samples=384, lm_loss=1.2345, grad_norm=1.23, learning_rate=3e-4, batch_size=32,
@@ -164,8 +163,8 @@ def test_a_folder_that_cannot_be_written_names_its_flag(tmp_path, flag):
 
 BAR_RUN = """
 import sys
-from mimo.config.observe import ObserveConfig
-from mimo.observe.metrics import RunLogger, StepRecord
+from mimo.config.trainer import ObserveConfig
+from mimo.observability.metrics import RunLogger, StepRecord
 logger = RunLogger(ObserveConfig(run_dir=sys.argv[1], progress=sys.argv[2] == "on"), active=True, total_iterations=2,
                    config_toml="")
 for step in (1, 2):

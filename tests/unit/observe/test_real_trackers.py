@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mimo.config.observe import is_folder
-from mimo.observe.trackers import tag_of
+from mimo.config.trainer import is_folder
+from mimo.observability.trackers import tag_of
 from tests.support.tracked_run import CONFIG
 
 RUNS = "from tests.support.tracked_run import main\nmain()\n"

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from mimo.config.observe import ObserveConfig
-from mimo.config.validate_observe import check_observe
-from mimo.observe import remote_trackers
-from mimo.observe.metrics import RunLogger, StepRecord
-from mimo.observe.remote_trackers import BackgroundTracker
+from mimo.config.trainer import ObserveConfig
+from mimo.config.validate import check_observe
+from mimo.observability import remote_trackers
+from mimo.observability.metrics import RunLogger, StepRecord
+from mimo.observability.remote_trackers import BackgroundTracker
 
 # Each writes what it is told to calls.jsonl beside it, one call a line.
 SHARED = '''

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.observe import run_folder
-from mimo.observe.run_folder import is_chosen, make_run_folder, point_latest_to, refuse_latest
+from mimo.observability import run_folder
+from mimo.observability.run_folder import is_chosen, make_run_folder, point_latest_to, refuse_latest
 
 
 @pytest.fixture(autouse=True)

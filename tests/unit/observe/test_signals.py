@@ -7,8 +7,8 @@ import pytest
 
 PRELUDE = """
 import os, signal, sys, threading, time
-from mimo.observe.signals import StopSignal
-from mimo.observe.watchdog import Watchdog
+from mimo.watchdog.signals import StopSignal
+from mimo.watchdog.watchdog import Watchdog
 watchdog = Watchdog(0, "rank 3 (vision grid)")
 stop = StopSignal(watchdog, grace_s=0.5)
 """

@@ -7,7 +7,7 @@ import signal
 import threading
 from types import SimpleNamespace
 
-from mimo.observe.signals import StopSignal
+from mimo.watchdog.signals import StopSignal
 
 
 def test_closing_does_not_wait_for_forked_processes() -> None:

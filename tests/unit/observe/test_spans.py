@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.observe.schedule_spans import ScheduleSpans
-from mimo.observe.spans import Kind, Spans
-from mimo.observe.timeline import PARTS, parts_of
+from mimo.observability.spans import Kind, ScheduleSpans, Spans
+from mimo.observability.timeline import PARTS, parts_of
 
 
 class StepClock:

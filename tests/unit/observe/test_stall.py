@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from mimo.grid.spec import GridSpec, Layout
-from mimo.observe.stall import Alone, rank_places
-from mimo.observe.stall_status import RankProcess, RankStatus
-from mimo.observe.stall_summary import RankPlace
+from mimo.watchdog.diagnosis import RankPlace
+from mimo.watchdog.status import RankProcess, RankStatus
+from mimo.watchdog.watchdog import Alone, rank_places
 
 
 def test_ranks_of_a_module_and_stage_have_one_role():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mimo.observe.stall_judge import Verdict, judge
-from mimo.observe.stall_status import Blocked, GroupStatus, LoaderStatus, RankProcess, RankStatus, Schedule, Wait
+from mimo.watchdog.diagnosis import Verdict, judge
+from mimo.watchdog.status import Blocked, GroupStatus, LoaderStatus, RankProcess, RankStatus, Schedule, Wait
 
 ROLES = {0: ("vision", 0), 1: ("language", 0), 2: ("language", 0)}
 PROCESSES = {rank: RankProcess(rank, "host-a", 100 + rank, 1) for rank in ROLES}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mimo.observe.stall_processes import end_processes, own_process, stopped_siblings
-from mimo.observe.stall_status import RankProcess
+from mimo.watchdog.process_exit import end_processes, own_process, stopped_siblings
+from mimo.watchdog.status import RankProcess
 
 WAITS = "import time; print('up', flush=True); time.sleep(600)"
-SHOWS = "from mimo.observe.stall_processes import show_stacks_on_signal\nshow_stacks_on_signal()\n"
+SHOWS = "from mimo.watchdog.process_exit import show_stacks_on_signal\nshow_stacks_on_signal()\n"
 LOCKED = SHOWS + """
 import ctypes
 def keeps_the_lock():
@@ -58,7 +58,7 @@ def test_a_stopped_process_is_seen_and_ends(start):
 
 def siblings_of_a_child(start, pid: int) -> list[int]:
     """What another child of this process sees."""
-    child = start("from mimo.observe.stall_processes import stopped_siblings\nprint(*stopped_siblings())")
+    child = start("from mimo.watchdog.process_exit import stopped_siblings\nprint(*stopped_siblings())")
     out, _ = child.communicate(timeout=60)
     return [int(word) for word in out.split() if int(word) == pid]
 

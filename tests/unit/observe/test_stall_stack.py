@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mimo.observe.stall_stack import called_name, find_blocked, stack_lines
-from mimo.observe.stall_status import Blocked
+from mimo.watchdog.status import Blocked, called_name, find_blocked, stack_lines
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mimo.observe import stall_store
-from mimo.observe.stall_status import RankProcess, RankStatus
-from mimo.observe.stall_store import Processes, StallStore, Statuses
+from mimo.watchdog import gather as stall_store
+from mimo.watchdog.gather import Processes, StallStore, Statuses
+from mimo.watchdog.status import RankProcess, RankStatus
 
 WORLD = 4
 HOST = "host-a"

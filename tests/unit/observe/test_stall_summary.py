@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.observe.stall_status import (
+from mimo.watchdog.diagnosis import RankPlace, write_summary
+from mimo.watchdog.status import (
     Blocked,
     LoaderStatus,
     RankProcess,
@@ -14,7 +15,6 @@ from mimo.observe.stall_status import (
     parse_ranks,
     status_from_json,
 )
-from mimo.observe.stall_summary import RankPlace, write_summary
 
 WORLD = 800
 
@@ -45,7 +45,7 @@ def test_a_summary_of_many_ranks_is_short_and_names_the_one():
     bridge = Wait("bridge recv_forward", "module vision", 60.0, (5,))
     statuses = {rank: RankStatus(rank, iteration=7, idle_s=60.0, waits=(bridge,)) for rank in range(WORLD)}
     statuses[5] = RankStatus(5, iteration=7, waits=(Wait("data", "iteration 8", 70.0, on_loader=True),), loader=loader,
-                             idle_s=70.0, stack=("mimo/training/loader.py:1 next_step: get()",))
+                             idle_s=70.0, stack=("mimo/data/loader.py:1 next_step: get()",))
     # Waits for one that waits for the one.
     statuses[700] = RankStatus(700, iteration=6, idle_s=60.0,
                                waits=(Wait("bridge send_forward", peers=(9,), seconds=60.0),))

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from mimo.observe.startup import Phase, RankStart, Startup, process_age_s, report_of
+from mimo.observability.startup import Phase, RankStart, Startup, process_age_s, report_of
 
 PHASES = (Phase.IMPORTS.value, Phase.GROUPS.value, Phase.IMPORTS.value, Phase.UPDATE.value)
 

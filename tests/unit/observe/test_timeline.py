@@ -5,14 +5,12 @@ import signal
 
 import pytest
 
-from mimo.config.observe import ObserveConfig
-from mimo.config.validate_observe import check_device, check_observe
+from mimo.config.trainer import ObserveConfig
+from mimo.config.validate import check_device, check_observe
 from mimo.grid.spec import GridSpec, Layout
-from mimo.observe.clock import DeviceClock
-from mimo.observe.gantt import TimelineSignal
-from mimo.observe.profiler import StepProfiler
-from mimo.observe.spans import Interval, Kind, Label, Spans
-from mimo.observe.timeline import Timeline
+from mimo.observability.profiler import StepProfiler
+from mimo.observability.spans import DeviceClock, Interval, Kind, Label, Spans
+from mimo.observability.timeline import Timeline, TimelineSignal
 
 DISJOINT = Layout("disjoint", 3, (GridSpec("vision"),), GridSpec("language", offset=1, dp=2))
 

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from mimo.observe import trackers
-from mimo.observe.metrics import StepRecord
-from mimo.observe.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, curves, tag_of
+from mimo.observability import trackers
+from mimo.observability.metrics import StepRecord
+from mimo.observability.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, curves, tag_of
 
 
 def strict_lines(path):

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import math
 
-from mimo.observe.stall_status import Schedule
-from mimo.observe.watchdog import Watchdog
+from mimo.watchdog.status import Schedule
+from mimo.watchdog.watchdog import Watchdog
 
 WHO = "rank 3 (language grid tp 1 dp 0 pp 0, lane 0)"
 STALL = f"""
 import sys, threading, time
 from pathlib import Path
-from mimo.observe.stall_status import Schedule
-from mimo.observe.watchdog import Watchdog
+from mimo.watchdog.status import Schedule
+from mimo.watchdog.watchdog import Watchdog
 report = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 watchdog = Watchdog(0.5, {WHO!r}, report_path=report)
 """
@@ -44,7 +44,7 @@ blocked_in_the_bridge()
 
 def test_the_longest_time_without_progress_leaves_out_phases_with_a_limit_of_their_own(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("mimo.observe.watchdog.time.monotonic", lambda: now)
+    monkeypatch.setattr("mimo.watchdog.watchdog.time.monotonic", lambda: now)
     watchdog = Watchdog(0, WHO)
     steps = [(3, lambda: watchdog.progress(iteration=1)), (1, lambda: watchdog.progress(microbatch=0))]
     for seconds, tell in steps:
@@ -86,9 +86,9 @@ def test_report_that_cannot_be_written_still_reaches_stderr(start, tmp_path):
 
 CONCLUDES = """
 import sys, threading, time
-from mimo.observe.stall_status import RankProcess
-from mimo.observe.stall_status import Schedule
-from mimo.observe.watchdog import Watchdog
+from mimo.watchdog.status import RankProcess
+from mimo.watchdog.status import Schedule
+from mimo.watchdog.watchdog import Watchdog
 
 class Conclusion:
     holder = "the launcher"
@@ -148,7 +148,7 @@ watchdog.close()
 def test_an_action_that_keeps_the_interpreters_lock_does_not_keep_the_process(start):
     process = start(STALL + """
 import ctypes
-from mimo.observe import watchdog as module
+from mimo.watchdog import watchdog as module
 module.LEAVE_S = 2.0
 
 def keeps_the_lock():
@@ -196,8 +196,8 @@ time.sleep(600)
 def test_a_stuck_interpreter_lock_still_ends_the_process(start):
     process = start("""
 import ctypes
-from mimo.observe.stall_status import Schedule
-from mimo.observe.watchdog import Watchdog
+from mimo.watchdog.status import Schedule
+from mimo.watchdog.watchdog import Watchdog
 watchdog = Watchdog(0.5, "rank 0", gil_slack_s=0.5)
 
 def holds_the_lock():

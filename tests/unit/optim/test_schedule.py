@@ -25,7 +25,7 @@ def rates_of(rank: int, flags: tuple[str, ...]) -> dict[str, list[float]]:
     from types import SimpleNamespace
 
     from mimo.config.cli import parse
-    from mimo.optim.schedule import build_scheduler, current_learning_rates
+    from mimo.training.optimizer import build_scheduler, current_learning_rates
 
     config = parse(
         [

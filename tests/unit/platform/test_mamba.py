@@ -6,7 +6,7 @@ import pytest
 def norm_against_formula(rank, before, group_size):
     import torch
 
-    from mimo.platform.mamba import GatedRMSNorm
+    from mimo.model.torch_layers.mamba import GatedRMSNorm
 
     torch.manual_seed(0)
     eps = 0.1  # large enough that a misplaced one shows
@@ -44,9 +44,9 @@ def test_norm_equals_its_formula(pool, before, group_size):
 def what_the_mixer_uses(rank):
     from megatron.core.ssm import mamba_mixer
 
+    from mimo.model.torch_layers.mamba import use_torch_mamba
+    from mimo.model.torch_layers.ssd import split_conv1d_scan, ssd_scan
     from mimo.platform import current_platform
-    from mimo.platform.mamba import use_torch_mamba
-    from mimo.platform.ssd import split_conv1d_scan, ssd_scan
 
     assert not current_platform().has_mamba_kernels()
     use_torch_mamba()
@@ -84,18 +84,18 @@ def what_is_logged(rank, platform, installed):
     from types import SimpleNamespace
     from unittest import mock
 
-    import mimo.platform.mamba
+    import mimo.model.torch_layers.mamba
     from providers.common.hybrid import HybridConfig
     from providers.common.hybrid_build import hybrid_spec
 
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
-    logger = logging.getLogger("mimo.platform.mamba")
+    logger = logging.getLogger("mimo.model.torch_layers.mamba")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     found = importlib.util.find_spec
-    with (mock.patch.object(mimo.platform.mamba, "current_platform", lambda: SimpleNamespace(name=platform)),
+    with (mock.patch.object(mimo.model.torch_layers.mamba, "current_platform", lambda: SimpleNamespace(name=platform)),
           mock.patch.object(importlib.util, "find_spec", lambda name, *rest: name in installed or (
               None if name in ("mamba_ssm", "causal_conv1d") else found(name, *rest)))):
         hybrid_spec(HybridConfig(hybrid_layer_pattern="MEM*"), None)

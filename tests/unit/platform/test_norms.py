@@ -22,7 +22,7 @@ def formula(kind, x, weight, bias, eps):
 def against_formula(rank, kind, zero_centered):
     import torch
 
-    from mimo.platform.norms import LayerNorm, Norm, RMSNorm
+    from mimo.model.torch_layers.norms import LayerNorm, Norm, RMSNorm
 
     torch.manual_seed(0)
     config = transformer_config(kind, torch.float64, layernorm_zero_centered_gamma=zero_centered)
@@ -53,7 +53,7 @@ def test_values_and_gradients_in_float64(pool, kind, zero_centered):
 def half_precision(rank, kind):
     import torch
 
-    from mimo.platform.norms import Norm
+    from mimo.model.torch_layers.norms import Norm
 
     torch.manual_seed(0)
     norm = Norm(transformer_config(kind, torch.bfloat16, layernorm_zero_centered_gamma=True), 16)
@@ -77,7 +77,7 @@ def test_bfloat16_is_computed_in_float32(pool, kind):
 def wrong_arguments(rank):
     import torch
 
-    from mimo.platform.norms import Norm, RMSNorm
+    from mimo.model.torch_layers.norms import Norm, RMSNorm
 
     config = transformer_config("RMSNorm", torch.float32)
     Norm(config, 16, persist_layer_norm=True, normalization="RMSNorm", has_residual=True)
@@ -103,7 +103,7 @@ def reduced_gradients(rank, kind, marked):
 
     from mimo.grid.groups import Grids
     from mimo.grid.spec import GridSpec, Layout
-    from mimo.platform.norms import Norm
+    from mimo.model.torch_layers.norms import Norm
 
     torch.manual_seed(0)
     x = torch.randn(6, 2, 16, dtype=torch.float64)

@@ -21,7 +21,7 @@ def attention():
     warnings.warn("something else is deprecated", DeprecationWarning)
 """
 SCRIPT = """
-from mimo.platform.quiet import quieten_transformer_engine, quieten_wheel
+from mimo.platform.megatron_import import quieten_transformer_engine, quieten_wheel
 quieten_wheel()
 import transformer_engine.pytorch
 quieten_transformer_engine()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import sys
 from mimo.platform import get_platform
-from mimo.platform.wheel import import_wheel
+from mimo.platform.megatron_import import import_wheel
 get_platform("cpu")
 import_wheel()
 assert "megatron.core" in sys.modules and "multistorageclient" not in sys.modules

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
-from mimo.observe.flops import FlopComponent, FlopsProvider, SequenceSums, forward_flops
+from mimo.observability.flops import FlopComponent, FlopsProvider, SequenceSums, forward_flops
 from mimo.protocols import LANGUAGE, ParameterShape
 from mimo.registry import model_provider
 from providers.common import flops

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mimo.grid.plan import total_parameters
+from mimo.grid.dry_run import total_parameters
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider, provider_of

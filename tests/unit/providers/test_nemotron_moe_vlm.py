@@ -10,8 +10,7 @@ import pytest
 
 from mimo.config.cli import parse
 from mimo.config.validate import validate
-from mimo.grid.plan import total_parameters
-from mimo.grid.report import dry_run_report
+from mimo.grid.dry_run import dry_run_report, total_parameters
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import MODEL_PROVIDERS, model_provider

@@ -12,7 +12,7 @@ import torch
 from mimo.grid.spec import GridSpec
 from mimo.weights.match import match_source
 from mimo.weights.rules import WeightMap
-from mimo.weights.source import Catalog, SourceTensor
+from mimo.weights.safetensors_io import Catalog, SourceTensor
 from providers.common.checks import Problems
 from providers.common.radio_weights import RADIO, HeadMajor, radio_map
 from providers.radio import RadioConfig, check_radio, check_radio_grid, radio_image_tokens

@@ -13,7 +13,7 @@ import torch
 from mimo.protocols import LANGUAGE
 from mimo.weights.match import ModuleMatch, check_tensor, match_source
 from mimo.weights.rules import WeightMap
-from mimo.weights.source import Catalog, HfSource, SourceTensor
+from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 from providers import causal_lm, llava, nemotron_h
 from providers.common.vision_language import VISION
 from tests.support.hf_families import LLAVA_MODELS, MODELS, TEXT_MODELS, build_hf

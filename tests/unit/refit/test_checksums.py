@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.refit.checksums import ROW, checksum, checksums
+from mimo.refit.messages import ROW, checksum, checksums
 
 
 def expected(box: torch.Tensor) -> int:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mimo.refit import manifest
-from mimo.refit.engine import ENVIRONMENT, RolloutEngine, Sampling
-from mimo.refit.manifest import Manifest, write_manifest
-from mimo.refit.meeting import RefitError
-from mimo.refit.slots import Entry
-from mimo.weights.source import HfSource
+from mimo.refit.rendezvous import RefitError
+from mimo.refit.tensor_slices import Entry
+from mimo.refit.transport import disk as manifest
+from mimo.refit.transport.disk import Manifest, write_manifest
+from mimo.rollout.engine import ENVIRONMENT, RolloutEngine, Sampling
+from mimo.weights.safetensors_io import HfSource
 from tests.support.refit_faults import (
     NAMES,
     PROMPTS,

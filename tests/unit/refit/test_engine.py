@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from mimo.refit.engine import ENVIRONMENT, EngineOptions, RolloutEngine, Sampling
-from mimo.refit.meeting import RefitError
-from mimo.refit.probe import Expected, compare_logprobs
+from mimo.refit.rendezvous import RefitError
+from mimo.rl.probe import Expected, compare_logprobs
+from mimo.rollout.engine import ENVIRONMENT, EngineOptions, RolloutEngine, Sampling
 from tests.support.refit_faults import PROMPTS, Ranks, engine_options, logprobs_of, use_plain_engine, whole_weights
 
 CACHES = ["prefix", "mm", "encoder"]

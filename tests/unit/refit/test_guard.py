@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mimo.refit.guard import Guard
-from mimo.refit.meeting import RefitError
+from mimo.refit.receiver import Guard
+from mimo.refit.rendezvous import RefitError
 
 
 class Model:

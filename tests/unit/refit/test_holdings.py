@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mimo.refit.holdings import by_layer, choose_styles, piece_slots, plan_entries, uncovered
-from mimo.refit.slots import Address, Box, Entry, Holder
-from mimo.weights.pieces import ModelPiece
+from mimo.refit.tensor_slices import Address, Box, Entry, Holder
+from mimo.refit.trainer_shards import by_layer, choose_styles, piece_slots, plan_entries, uncovered
+from mimo.weights.match import ModelPiece
 from mimo.weights.rules import Conversion, Direct, Fused, PaddedRows, Rows, Rule, Style, WeightMap, split_rules
 from providers.common.radio_weights import HeadMajor
 from tests.support import equality, weights
@@ -290,8 +290,8 @@ READS_SOURCE = """
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
-from mimo.refit.slots import Entry
-from mimo.refit.source import MegatronSource
+from mimo.refit.tensor_slices import Entry
+from mimo.refit.gather_full import MegatronSource
 
 class Tensors:
     entries = [Entry("a", "bfloat16", (2, 3)), Entry("b", "float32", (4,), True)]

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mimo.refit.host import EngineHandle, EngineProcess, start_processes
-from mimo.refit.meeting import RefitError
+from mimo.refit.rendezvous import RefitError
+from mimo.rollout.process import EngineHandle, EngineProcess, start_processes
 from tests.support.launch import ROOT
 from tests.support.refit_faults import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
 
@@ -105,14 +105,14 @@ def test_an_engine_that_is_killed_is_an_error_at_once(process: EngineProcess) ->
 
 STARTER = """
 import os, signal, sys, time
-from mimo.refit.host import EngineProcess
+from mimo.rollout.process import EngineProcess
 from tests.support.refit_faults import engine_options, use_echo_engine
 if __name__ == "__main__":
     process = EngineProcess(engine_options(), setup=use_echo_engine)
     print(process.process.pid, flush=True)
     os.kill(process.process.pid, signal.SIGSTOP)
     if sys.argv[1] == "error":
-        from mimo.observe.errors import fail_fast
+        from mimo.watchdog.process_exit import fail_fast
         with fail_fast("rank 0"):
             raise ValueError("the loss is nan")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from mimo.refit import ipc
-from mimo.refit.ipc import TrainerEnd, WorkerEnd
-from mimo.refit.ipc_flags import SLOTS, Incoming
-from mimo.refit.meeting import Meeting, RefitError
 from mimo.refit.options import RefitOptions
-from mimo.refit.staging import HOST_NAME, make_staging, open_staging
-from mimo.refit.transport import Transport, open_wire, proxies
+from mimo.refit.rendezvous import Meeting, RefitError
+from mimo.refit.transport import ipc
+from mimo.refit.transport.base import Transport, open_wire, proxies
+from mimo.refit.transport.ipc import SLOTS, Incoming, TrainerEnd, WorkerEnd
+from mimo.refit.transport.shared_memory import HOST_NAME, make_staging, open_staging
 
 CPU = torch.device("cpu")
 TRAINERS = 2

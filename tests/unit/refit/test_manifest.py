@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mimo.refit import manifest
-from mimo.refit.manifest import Manifest, read_manifest, wait_for_weights, write_manifest
-from mimo.refit.meeting import RefitError
-from mimo.refit.slots import Entry
+from mimo.refit.rendezvous import RefitError
+from mimo.refit.tensor_slices import Entry
+from mimo.refit.transport import disk as manifest
+from mimo.refit.transport.disk import Manifest, read_manifest, wait_for_weights, write_manifest
 
 ENTRIES = (Entry("a.weight", "bfloat16", (4, 2)), Entry("a.bias", "float32", (4,), keep_fp32=True))
 SPELLINGS = [{"module": "language", "first": 0, "count": 2, "styles": {"own": ["a.weight", "a.bias"]}}]

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from mimo.refit.meeting import Meeting, RefitError, own_address
+from mimo.refit.rendezvous import Meeting, RefitError, own_address
 
 
 def meetings(timeout_s: float = 5.0) -> tuple[Meeting, Meeting]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mimo.refit.messages import ALIGNMENT, Views, check_inside, copy_all, layout, pack
-from mimo.refit.slots import Address, Box
+from mimo.refit.tensor_slices import Address, Box
 
 CPU = torch.device("cpu")
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float32")

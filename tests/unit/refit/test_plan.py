@@ -19,6 +19,11 @@ from mimo.refit.plan import (
     SendOp,
     by_receiver,
     by_sender,
+    bytes_moved,
+    bytes_needed,
+    check_holders,
+    check_plan,
+    check_wants,
     chunks,
     described,
     digest,
@@ -27,8 +32,7 @@ from mimo.refit.plan import (
     send_plan,
     within,
 )
-from mimo.refit.plan_checks import bytes_moved, bytes_needed, check_holders, check_plan, check_wants
-from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, Wants
+from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, Wants
 from tests.support.refit_layouts import (
     PADDING,
     EngineLayout,

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mimo.refit.plan import Op, receive_plan, send_plan
-from mimo.refit.plan_checks import check_holders, check_plan, check_wants
-from mimo.refit.slots import Address, Box, Entry, Holder, Holders, Slot, Wants
+from mimo.refit.plan import Op, check_holders, check_plan, check_wants, receive_plan, send_plan
+from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, Wants
 
 PAIR = [Entry("a", "float32", (4, 6)), Entry("b", "float32", (4,))]
 WHOLE_B = Holder(Box((0,), (4,)), (0,))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mimo.refit.meeting import RefitError
-from mimo.refit.probe import KL_FLOOR, MEAN_FLOOR, NOISE_FACTOR, Expected, compare_logprobs
+from mimo.refit.rendezvous import RefitError
+from mimo.rl.probe import KL_FLOOR, MEAN_FLOOR, NOISE_FACTOR, Expected, compare_logprobs
 
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [4, 5]}]
 OURS = [[-1.0, -2.0], [-3.0]]

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from vllm.v1.worker import gpu_worker
 
-from mimo.refit import checksums, receiver
+from mimo.refit import messages as checksums
 from mimo.refit import plan as planning
-from mimo.refit.engine import RolloutEngine
-from mimo.refit.meeting import Meeting, RefitError
+from mimo.refit import receiver
+from mimo.refit.rendezvous import Meeting, RefitError
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
-from mimo.refit.wire import Wire
+from mimo.refit.transport.p2p import Wire
+from mimo.rollout.engine import RolloutEngine
 from tests.support.memory import peak_bytes
 from tests.support.refit_faults import (
     NAMES,

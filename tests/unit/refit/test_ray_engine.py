@@ -18,8 +18,8 @@ import psutil
 import pytest
 import ray
 
-from mimo.refit.meeting import RefitError
-from mimo.refit.ray_engine import RayCluster, RayEngines
+from mimo.refit.rendezvous import RefitError
+from mimo.rollout.ray_actors import RayCluster, RayEngines
 from tests.support.refit_faults import engine_options, fail_to_start
 from tests.support.refit_replicas import sleep_long, use_noting_engine
 

@@ -15,11 +15,9 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
-from mimo.refit.coverage import check_coverage
-from mimo.refit.record import Recording, record
-from mimo.refit.routes import plain_buffers, routes
-from mimo.refit.slots import Entry, Slot
-from mimo.refit.styles import choose_style, probe_styles
+from mimo.refit.loader_trace import Recording, check_coverage, record
+from mimo.refit.tensor_slices import Entry, Slot
+from mimo.refit.worker_plan import choose_style, plain_buffers, probe_styles, routes
 from tests.support.marks import fast_only
 from tests.support.vllm_models import Rank, as_rank, build, checkpoint, entries_of, live_recording
 

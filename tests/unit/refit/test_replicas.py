@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.worker import gpu_worker
 
-from mimo.refit import replicas as replicas_module
-from mimo.refit.engine import Rollout, RolloutEngine, Sampling
-from mimo.refit.host import EngineHandle
-from mimo.refit.meeting import RefitError
-from mimo.refit.replicas import Replicas, one_client, share_out
+from mimo.refit.rendezvous import RefitError
+from mimo.rollout import replicas as replicas_module
+from mimo.rollout.engine import Rollout, RolloutEngine, Sampling
+from mimo.rollout.process import EngineHandle
+from mimo.rollout.replicas import Replicas, one_client, share_out
 from tests.support.refit_faults import OPTIONS, Ranks, engine_options, is_right, refuses, use_plain_engine
 
 pytestmark = pytest.mark.timeout(60)

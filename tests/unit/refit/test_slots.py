@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.refit.slots import (
+from mimo.refit.tensor_slices import (
     Address,
     Box,
     Entry,

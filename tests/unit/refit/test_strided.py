@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo.refit.slots import Box
-from mimo.refit.strided import View, box_of, subtract
-from mimo.refit.tracing import view_of
+from mimo.refit.dispatch_trace import View, box_of, subtract, view_of
+from mimo.refit.tensor_slices import Box
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mimo.refit.slots import Wants
-from mimo.refit.tables import (
+from mimo.refit.tensor_slices import (
+    Wants,
     folded,
     holders_from_table,
     holders_table,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mimo.refit.slots import Address, Box, Slot
-from mimo.refit.tracing import Tracer, Write
+from mimo.refit.dispatch_trace import Tracer, Write
+from mimo.refit.tensor_slices import Address, Box, Slot
 
 Loader = Callable[[torch.Tensor, torch.Tensor], object]
 

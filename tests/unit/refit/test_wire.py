@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from mimo.refit.meeting import RefitError
-from mimo.refit.wire import Wire
+from mimo.refit.rendezvous import RefitError
+from mimo.refit.transport.p2p import Wire
 
 NAMES = ("trainer rank 0", "trainer rank 1", "worker 0")
 

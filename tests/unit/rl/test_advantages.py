@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mimo.rl.advantages import advantages
+from mimo.rl.losses import advantages
 
 # Rewards 1, 0, 0, 1, 1: mean 0.6, squares 1.2, unbiased std sqrt(0.3); 2, 4: mean 3, std sqrt(2); 7 is alone.
 REWARDS = [1, 0, 2, 0, 1, 1, 4, 7]

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from mimo.config.rl import RlConfig
-from mimo.rl.importance import (
+from mimo.rl.losses import (
     IMPORTANCE_SUMS,
     MISMATCH_MAXIMA,
     MISMATCH_SUMS,
+    SampledTokens,
+    Totals,
+    add_totals,
     importance_weights,
     mismatch_metrics,
     mismatch_totals,
 )
-from mimo.rl.sampled import SampledTokens
-from mimo.rl.totals import Totals, add_totals
 
 # Two sequences, the first with a prompt token whose log-probs mean nothing.
 SAMPLED = SampledTokens(torch.tensor([False, True, True, True, True]), torch.tensor([0, 0, 0, 1, 1]), 2)

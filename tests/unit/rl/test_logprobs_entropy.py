@@ -5,10 +5,8 @@ import itertools
 import pytest
 import torch
 
-from mimo.rl import vocab
-from mimo.rl.entropy import entropy
-from mimo.rl.logprobs import log_probs
-from mimo.rl.vocab import VocabShard, log_normaliser
+from mimo.rl import logprobs as vocab
+from mimo.rl.logprobs import VocabShard, entropy, log_normaliser, log_probs
 
 SHAPES = [(6,), (3, 2)]
 VOCAB, PADDED = 11, 16

@@ -9,8 +9,8 @@ import pytest
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig
 from mimo.rl.images import ImageTokens
-from mimo.rl.long_prompts import fit_prompts
 from mimo.rl.prompts import Prompt
+from mimo.rl.rollouts import fit_prompts
 
 IMAGE = 3
 IMAGES = ImageTokens({"vision": IMAGE}, lambda module, height, width: height * width, 1, 0)

@@ -7,10 +7,17 @@ import pytest
 import torch
 
 from mimo.config.rl import RlConfig
-from mimo.rl.kl import kl_estimates, kl_of_sequences
-from mimo.rl.losses import LOSS_SUMS, PolicyBatch, loss_metrics, policy_loss, token_weights
-from mimo.rl.sampled import SampledTokens
-from mimo.rl.totals import add_totals
+from mimo.rl.losses import (
+    LOSS_SUMS,
+    PolicyBatch,
+    SampledTokens,
+    add_totals,
+    kl_estimates,
+    kl_of_sequences,
+    loss_metrics,
+    policy_loss,
+    token_weights,
+)
 
 NO_CORRECTION = RlConfig(importance_correction="none")
 

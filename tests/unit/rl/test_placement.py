@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mimo.config.cli import parse_as
+from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
-from mimo.config.rollout import RolloutConfig
 from mimo.rl import placement
-from mimo.rl.engine import engine_options, refit_options
+from mimo.rl.launch_engine import engine_options, refit_options
 from mimo.rl.placement import check_placement, choose_gpus, forwarded, replica_gpus, visible_gpus
 
 FLAGS = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 64

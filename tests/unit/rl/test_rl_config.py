@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from mimo.config.rl import RlConfig, validate
-from mimo.config.run import RunConfig
 from mimo.config.toml_file import typed_fields
+from mimo.config.trainer import RunConfig
 
 
 def config(**fields):

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from mimo.refit.engine import Rollout, Sampling
 from mimo.rl.images import ImageTokens
 from mimo.rl.prompts import Prompt
 from mimo.rl.rollouts import Completion, Rollouts, RolloutSource, check_answers, draw_seed, rollout_metrics
+from mimo.rollout.engine import Rollout, Sampling
 
 SAMPLING = Sampling(max_tokens=4, n=2, stop_token_ids=(2,))
 GOOD = Rollout((7, 2), (-0.5, -0.1), "3", "stop")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mimo.rl.rows import NO_LABEL, pack_rows, remove_left_padding
+from mimo.rl.packing import NO_LABEL, pack_rows, remove_left_padding
 
 SEQUENCES = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
 WIDTH, PAD = 7, 99

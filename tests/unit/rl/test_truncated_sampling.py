@@ -14,9 +14,8 @@ import transformers
 from mimo.config.cli import parse_as
 from mimo.config.rl import RlConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig
-from mimo.refit.engine import Rollout, Sampling
-from mimo.rl.importance import importance_weights, mismatch_metrics, mismatch_totals
-from mimo.rl.sampled import SampledTokens
+from mimo.rl.losses import SampledTokens, importance_weights, mismatch_metrics, mismatch_totals
+from mimo.rollout.engine import Rollout, Sampling
 from tests.support.rl_engine import answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.bench import layouts, layouts_runs
 from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, all_layouts, by_split, grids, search

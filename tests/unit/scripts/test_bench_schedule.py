@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.config.layout import LayoutConfig
+from mimo.config.trainer import LayoutConfig
 from mimo.grid.layout import build_layout
-from mimo.observe.spans import Interval, Kind, Label
+from mimo.observability.spans import Interval, Kind, Label
 from scripts.bench import bounds, schedule
 from scripts.bench.schedule_figures import Arm, UnexplainedTimeError, figures, median_block, merge
 from scripts.bench.schedule_loss import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from scripts.bench import train as bench
 
 FLAGS = ["--run", "apart=--encoder-dp 1 --llm-dp 2", "--run", "together=--layout colocated --encoder-dp 2 --llm-dp 2",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.parity import run as parity
 from scripts.training_runs import num_ranks

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from mimo.data.collate import collate_encoder, collate_text
 from mimo.protocols import Sample
-from mimo.training.collate import collate_encoder, collate_text
 
 IMAGE, PAD = 3, 0
 

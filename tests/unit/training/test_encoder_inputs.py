@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.batch import EncoderBatch, Microbatch, PackedSequences, map_tensors
-from mimo.training.encoder_inputs import merge_inputs, packed_patches, patchify, whole_images
+from mimo.data.batch import EncoderBatch, Microbatch, PackedSequences, map_tensors
+from mimo.data.collate import merge_inputs, packed_patches, patchify, whole_images
 
 
 def lane(*sizes: tuple[int, int], fill: float = 0.0) -> dict:

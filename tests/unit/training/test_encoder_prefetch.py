@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mimo.batch import EncoderBatch, Microbatch
-from mimo.observe.spans import Spans
-from mimo.observe.watchdog import Watchdog
+from mimo.data.batch import EncoderBatch, Microbatch
+from mimo.observability.spans import Spans
 from mimo.training.encoder_prefetch import EncoderPrefetch
+from mimo.watchdog.watchdog import Watchdog
 
 
 class TimingEvent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from mimo.training.garbage import kept_objects
+from mimo.training.setup import kept_objects
 
 
 class Node:

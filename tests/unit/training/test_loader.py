@@ -11,10 +11,9 @@ import torch
 
 from data import digits, mock
 from data.indexed import IndexedStream
+from mimo.data.loader import StepLoader, open_loader
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import Sample, TokenSpec
-from mimo.training.data import open_loader
-from mimo.training.loader import StepLoader
 from tests.support.routed_data import RoutedMock
 
 TOKENS = TokenSpec(vocab_size=64, image_token_id=3, image_size=8, num_channels=1)

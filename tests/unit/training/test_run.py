@@ -12,7 +12,7 @@ from tests.support.launch import ROOT
 LAUNCH = """
 import atexit, os, signal
 from mimo.config.cli import parse
-from mimo.observe import remote_trackers
+from mimo.observability import remote_trackers
 from mimo.training import run
 
 def body(*_):

@@ -8,7 +8,7 @@ import torch
 
 from mimo.checkpoint.paths import METADATA, write_tracker
 from mimo.config.cli import parse, to_toml
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.training import run_folder
 
 MOCK = ("--model-provider", "mock", "--dataset-provider", "mock")

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mimo.batch import Microbatch
 from mimo.config.cli import parse
-from mimo.config.run import RunConfig
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
-from mimo.observe.flops import FlopComponent, SequenceSums
+from mimo.data.batch import Microbatch
+from mimo.data.collate import collate_text
+from mimo.observability.flops import FlopComponent, SequenceSums
 from mimo.protocols import LANGUAGE, Sample
 from mimo.registry import model_provider
-from mimo.training.collate import collate_text
-from mimo.training.workload import FlopsMeter, Workload, num_values, workload
+from mimo.training.step_metrics import FlopsMeter, Workload, num_values, workload
 
 IMAGE, ROW = 9, 20
 # Text tokens and images of three samples; an image is three tokens, or four where it is larger.

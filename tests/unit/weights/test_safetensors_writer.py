@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from mimo.weights.source import HfSource
-from mimo.weights.writer import Shard, ShardWriter, TensorInfo, check_empty, plan_shards, write_index
+from mimo.weights.safetensors_io import HfSource, Shard, ShardWriter, TensorInfo, check_empty, plan_shards, write_index
 
 # An odd number of 2-byte elements comes before 4- and 8-byte ones.
 TENSORS = {

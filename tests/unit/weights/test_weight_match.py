@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from mimo.weights.match import check_tensor, match_source, report
 from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap, split_rules
-from mimo.weights.source import Catalog, HfSource, SourceTensor
+from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 
 QKV = Fused(2, (2, 1, 1))
 LANGUAGE = WeightMap(

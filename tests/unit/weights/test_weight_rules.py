@@ -7,9 +7,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.weights.keys import StoredTensor, global_name, is_expert, stored_tensors
 from mimo.weights.match import fitted
-from mimo.weights.rules import Conversion, Direct, Fused, PaddedRows, Rows, Rule, Style, WeightMap, split_rules
+from mimo.weights.rules import (
+    Conversion,
+    Direct,
+    Fused,
+    PaddedRows,
+    Rows,
+    Rule,
+    StoredTensor,
+    Style,
+    WeightMap,
+    global_name,
+    is_expert,
+    split_rules,
+    stored_tensors,
+)
 
 SIZES = st.integers(1, 5)
 

@@ -8,13 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from mimo.observe.report.bars import Bar, stacked_bars
-from mimo.observe.report.gantt_chart import chosen_rows, gantt_chart, rows_of
-from mimo.observe.report.kinds import CSS_OF_PART, ORDER, WORDS
-from mimo.observe.report.lines import Line, line_chart, thin
-from mimo.observe.report.scale import Scale, fitting
-from mimo.observe.report.text import number, percent, rounded, seconds, short, size, time_ticks
-from mimo.observe.timeline import OTHER_MODULES, PARTS
+from mimo.observability.timeline import OTHER_MODULES, PARTS
+from mimo.report.bars import Bar, stacked_bars
+from mimo.report.charts import Line, Scale, fitting, line_chart, thin
+from mimo.report.gantt_chart import chosen_rows, gantt_chart, rows_of
+from mimo.report.summary import CSS_OF_PART, ORDER, WORDS, number, percent, rounded, seconds, short, size, time_ticks
 from tests.support.report_runs import interval, timeline
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mimo.observe.report.compare import difference
-from mimo.observe.report.page import page
-from mimo.observe.report.run import Run
+from mimo.report.page import page
+from mimo.report.run_folder import Run
+from mimo.report.sections import difference
 from tests.support.report_pages import headings
 from tests.support.report_runs import policy_record, run_of, step_record, usual_records
 

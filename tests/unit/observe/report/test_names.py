@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mimo.observe.metrics import StepRecord
-from mimo.observe.report.rl import ENGINE_PARTS, OWN_PARTS
-from mimo.observe.timeline import OTHER_MODULES, PARTS, STEP
+from mimo.observability.metrics import StepRecord
+from mimo.observability.timeline import OTHER_MODULES, PARTS, STEP
+from mimo.report.summary import ENGINE_PARTS, OWN_PARTS
 from mimo.rl.records import PolicyRecord
 from mimo.rl.rollouts import Completion, Rollouts, rollout_metrics
 from tests.support.report_runs import policy_record, step_record

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from mimo.observe.report.answers import did_it_learn, how_fast, who_waited
-from mimo.observe.report.page import page
-from mimo.observe.report.rl import rl_parts
-from mimo.observe.report.run import Run, read_run
-from mimo.observe.report.summary import ideal_s, learning, module_times, speed, steady, stops
+from mimo.report.answers import did_it_learn, how_fast, who_waited
+from mimo.report.page import page
+from mimo.report.run_folder import Run, read_run
+from mimo.report.summary import ideal_s, learning, module_times, rl_parts, speed, steady, stops
 from tests.support.report_pages import headings
 from tests.support.report_runs import (
     evaluation,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mimo.observe.report.run import evenly, read_run, to_table
+from mimo.report.run_folder import evenly, read_run, to_table
 from tests.support.report_runs import step_record, timeline, usual_records, write_run, write_stall
 
 
@@ -48,7 +48,7 @@ def test_of_records_of_one_iteration_the_last_counts_and_order_is_restored() -> 
 
 
 def test_many_records_with_changing_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mimo.observe.report.run.AT_ONCE", 7)
+    monkeypatch.setattr("mimo.report.run_folder.AT_ONCE", 7)
     records = [{"iteration": step, "a": 2.0 * step, **({"b": 1.0} if step % 10 == 0 else {})} for step in range(1, 101)]
     table = to_table(records)
     assert table.get("a").tolist() == [2.0 * step for step in range(1, 101)]
@@ -80,7 +80,7 @@ def test_work_grows_as_the_records_and_not_as_their_square_where_keys_change() -
 def test_a_column_is_made_once_however_often_keys_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     full = np.full
-    monkeypatch.setattr("mimo.observe.report.run.np.full", lambda *of: made.append(of) or full(*of))
+    monkeypatch.setattr("mimo.report.run_folder.np.full", lambda *of: made.append(of) or full(*of))
     to_table([{"iteration": step, **({"b": 1.0} if step % 2 else {"c": 1.0})} for step in range(1, 101)])
     assert len(made) == 3
 

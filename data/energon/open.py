@@ -1,0 +1,243 @@
+"""Opens Energon data sets. What is wrong with a path, a split or its size becomes one ValueError with the flag."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ryml  # type: ignore[import-untyped]
+from megatron.energon import (
+    CaptioningSample,
+    InterleavedSample,
+    VQASample,
+    WorkerConfig,
+    get_train_dataset,
+    load_dataset,
+)
+from megatron.energon import errors as energon_errors
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.flavors.crude import CrudeSample
+from megatron.energon.flavors.jsonl.ijsonl import IJSONL_SUFFIX
+from megatron.energon.flavors.webdataset import base_webdataset
+from megatron.energon.flavors.webdataset.config import INDEX_SQLITE_FILENAME, MAIN_FOLDER_NAME
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
+from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.task_encoder.base import TaskEncoder
+from megatron.energon.wrappers.base import BaseWrapperDataset
+
+from data.conversations import is_image, is_read
+from data.energon.provider import Config, check_path, path_of
+
+# What Energon raises for a folder, a YAML or a split that it cannot use.
+OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, TypeError, ryml.ryml.ExceptionBasic)
+# Parts in Energon's index that are looked at for images.
+CHECKED_PARTS = 10_000
+SPLIT_NAMES = {"train": "train", "valid": "val"}
+# Shards that stay open, over all sources of a blend: in a worker process, and for a lane that is read in the training
+# process. Each costs a file handle, of which processes often get 1024.
+OPEN_SHARDS, OPEN_SHARDS_IN_PROCESS = 512, 32
+
+
+def _discard(*_: Any, **__: Any) -> None:
+    """In place of `print` in Energon: bad samples are logged by the trainer, and slices of shards interest nobody."""
+
+
+vars(energon_errors)["print"] = _discard
+vars(base_webdataset)["print"] = _discard
+
+
+@contextmanager
+def naming(flag: str, path: str, split: str) -> Iterator[None]:
+    """Turn Energon's errors about a data set into a ValueError with flag, path and split."""
+    try:
+        yield
+    except OPEN_ERRORS as error:
+        detail = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, KeyError):
+            detail = f"there is no {detail}"
+        elif isinstance(error, ryml.ryml.ExceptionBasic):
+            detail = "not a YAML file"
+        raise ValueError(f"{flag} {path}: cannot open the {SPLIT_NAMES[split]!r} split: {detail}") from error
+
+
+def check_prepared(config: Config, split: str) -> None:
+    """Raise ValueError unless the path of a split exists and is something that Energon opens."""
+    check_path(config, split)
+    flag, path = path_of(config, split)
+    with naming(flag, path, split):
+        place = EPath(path)
+        kind = get_dataset_type(place)
+        exists = place.is_file() or place.is_dir()
+    if not exists:
+        raise ValueError(f"{flag} {path}: does not exist")
+    if kind in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
+        raise ValueError(f"{flag} {path}: neither a folder prepared with `energon prepare {path}` nor a metadataset "
+                         "YAML: it has no .nv-meta/.info.json")
+    if kind is not EnergonDatasetType.JSONL:
+        return
+    if not place.with_suffix(IJSONL_SUFFIX).is_file():
+        raise ValueError(f"{flag} {path}: is not indexed; run `energon prepare {path}`")
+    # Energon gives the whole file for every split: a run would validate on what it trains on.
+    if split == "valid" and not config.valid_data_path:
+        raise ValueError(f"--data-path {path}: a JSONL file has no val split; name another file with "
+                         "--valid-data-path, or a metadataset YAML with a train and a val split, or leave out "
+                         "--eval-iters")
+
+
+def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
+    """The data sets at the bottom of a tree of wrappers, which read shards."""
+    if isinstance(dataset, WebdatasetSampleLoaderDataset):
+        yield dataset
+    elif isinstance(dataset, BaseWrapperDataset):
+        for inner in dataset.datasets:
+            yield from leaves(inner)
+
+
+class OpenShards(dict[int, Any]):
+    """A reader's open tar files. Each forgets the members it has read: its list of them would grow with every pass."""
+
+    def __getitem__(self, shard: int) -> Any:
+        tar = super().__getitem__(shard)
+        tar.members.clear()
+        return tar
+
+
+def keep_open(dataset: SavableDataset, most: int) -> None:
+    """Let a data set keep `most` shards open, but no fewer than Energon would.
+
+    Energon keeps 16, reads 16 at a time, and closes the one opened first. A new one closes one that is still read, and
+    that closes the next when it is opened again: more than one open a shard even in the first pass.
+    """
+    readers = [reader for leaf in leaves(dataset) for reader in leaf.join_readers if isinstance(reader, ITarReader)]
+    for reader in readers:
+        reader.itar_files_cache = OpenShards()
+        reader.itar_cache_size = max(reader.itar_cache_size, most // len(readers))
+
+
+def leaf_range(leaf: WebdatasetSampleLoaderDataset) -> range:
+    """Which samples of its shards a data set of one worker in all reads."""
+    (offsets,) = leaf.workers_slice_offsets
+    return range(int(offsets[0]), int(offsets[-1]))
+
+
+def split_sizes(config: Config, split: str) -> list[int]:
+    """Samples in one pass over each source of a split.
+
+    Raises:
+        ValueError: it cannot be opened, naming flag and path.
+    """
+    check_prepared(config, split)
+    flag, path = path_of(config, split)
+    with naming(flag, path, split):
+        return [len(leaf_range(leaf)) for source in open_sources(config, split) for leaf in leaves(source.build())]
+
+
+def open_sources(config: Config, split: str) -> list[Any]:
+    """Energon's factories of the data sets that a split blends. Raises ValueError where they cannot be opened."""
+    flag, path = path_of(config, split)
+    alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    with naming(flag, path, split):
+        loaded = load_dataset(path).get_datasets(
+            training=split == "train", split_part=SPLIT_NAMES[split], worker_config=alone
+        )
+        return [source.dataset for source in loaded.datasets]
+
+
+def refuse_images(config: Config, split: str) -> None:
+    """Refuse a split with images for a run that has no encoder.
+
+    Looks at sample types and, in data sets without one, at the first parts in Energon's index. Images that these do not
+    show, such as those inside a JSON part, end the run when they are read.
+
+    Raises:
+        ValueError: naming flag, path and a part.
+    """
+    flag, path = path_of(config, split)
+    for source in open_sources(config, split):
+        found = image_part(source)
+        if found:
+            raise ValueError(f"{flag} {path}: has images ({found}), and the run has no encoder for them, because of "
+                             "--llm-only or a model for text; use a data set of text")
+
+
+def image_part(source: Any) -> str:
+    """Name what shows that a source of samples has images; empty if nothing does."""
+    if issubclass(source.__sample_type__, (CaptioningSample, VQASample, InterleavedSample)):
+        return f"its samples are of type {source.__sample_type__.__name__}"
+    if source.__sample_type__ is not CrudeSample:
+        return ""
+    part, folder = next(((part, folder) for part, folder in indexed_parts(source) if is_image(part)), ("", ""))
+    return f"such as part {part} of {folder}" if part else ""
+
+
+def indexed_parts(source: Any) -> Iterator[tuple[str, str]]:
+    """Names of the first parts in the index of a source of samples, each with its folder; none without an index."""
+    for folder in source.paths:
+        index = folder / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME
+        if not folder.is_local() or not index.is_file():
+            continue
+        database = sqlite3.connect(f"file:{index}?mode=ro", uri=True)
+        try:
+            parts = database.execute(
+                f"SELECT DISTINCT part_name FROM (SELECT part_name FROM sample_parts LIMIT {CHECKED_PARTS})").fetchall()
+        except sqlite3.OperationalError:  # prepared by a version of Energon that made no list of parts
+            continue
+        finally:
+            database.close()
+        yield from ((part, str(folder)) for (part,) in parts)
+
+
+def unread_parts(config: Config, split: str) -> list[str]:
+    """Names of parts of crude samples that are neither text nor images, by what the index of a split tells."""
+    found = {part for source in open_sources(config, split) if source.__sample_type__ is CrudeSample
+             for part, _ in indexed_parts(source) if not is_read(part)}
+    return sorted(found)
+
+
+def check_size(config: Config, num_lanes: int) -> list[int]:
+    """Sizes of the training split's sources. Raises ValueError where there are workers without a sample."""
+    sizes = split_sizes(config, "train")
+    workers = num_lanes * max(config.num_workers, 1)
+    if sum(sizes) < workers:
+        raise ValueError(
+            f"--data-path {config.data_path}: has {sum(sizes)} samples for --llm-dp {num_lanes} times --num-workers "
+            f"{config.num_workers}, {workers} workers, and each needs one; use fewer"
+        )
+    return sizes
+
+
+def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> SavableDataset:
+    """Energon's data set of the training split, endless. Raises ValueError where it cannot be opened."""
+    # Without shuffling Energon reads one slice of a shard after the other.
+    order = {} if config.shuffle else {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
+    with naming("--data-path", config.data_path, "train"):
+        dataset = get_train_dataset(
+            config.data_path,
+            worker_config=worker_config,
+            batch_size=None,
+            packing_buffer_size=config.packing_buffer_size or None,
+            shuffle_buffer_size=config.shuffle_buffer_size or None,
+            max_samples_per_sequence=config.max_samples_per_sequence,
+            task_encoder=encoder,
+            repeat=True,
+            **order,
+        )
+    keep_open(dataset, OPEN_SHARDS if config.num_workers else OPEN_SHARDS_IN_PROCESS)
+    return dataset
+
+
+def valid_datasets(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> list[SavableDataset]:
+    """Energon's data sets of the validation split, one a source. Raises ValueError where they cannot be opened."""
+    flag, path = path_of(config, "valid")
+    with naming(flag, path, "valid"):
+        loaded = load_dataset(path).get_datasets(
+            training=False, split_part=SPLIT_NAMES["valid"], worker_config=worker_config, decoder=encoder.decoder
+        )
+        return [
+            encoder.build_val_datasets(datasets=[source], worker_config=worker_config, batch_size=None)
+            for source in loaded.datasets
+        ]

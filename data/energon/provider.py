@@ -1,0 +1,280 @@
+"""Image-text shards in WebDataset format, read through Megatron-Energon.
+
+Each lane of a run is a fixed set of Energon workers, `num_workers` of them: global worker `lane * num_workers + w`, out
+of `num_lanes * num_workers`. What a lane reads therefore does not depend on which rank reads it, nor on how many lanes
+that rank serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from mimo.protocols import DataRequest, ImageProcessing, LaneReader, TokenSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Data set `energon`: WebDataset shards prepared for Megatron-Energon."""
+
+    data_path: str = ""
+    """Folder prepared with `energon prepare`, or a metadataset YAML that blends several."""
+    valid_data_path: str = ""
+    """Where held-out samples are; empty: the `val` split of --data-path."""
+    tokenizer: str = ""
+    """Folder of a Hugging Face tokenizer."""
+    prompt_format: str = "tokenizer"
+    """How turns are written: `tokenizer` (its own chat template) or a name, such as chatml or llama3."""
+    image_tag_type: str = "none"
+    """What stands around each image: none, internvl (<img> </img>), nvlm (<Image> </Image>), ..."""
+    append_eos: bool = False
+    """Write the end-of-sequence token after each answer, for a chat template that ends none, such as LLaVA-1.5's."""
+    num_workers: int = 1
+    """Energon worker processes of each lane; 0 reads in the training process, in the order of 1."""
+    packing_buffer_size: int = 0
+    """Samples among which each worker chooses those of a pack; 0: one sample a row."""
+    packing_balance: bool = False
+    """Choose packs whose image tokens are about equal, so that no lane's encoder work stands out."""
+    shuffle_buffer_size: int = 0
+    """Samples of a worker that are shuffled with each other, on top of the shuffled shards; 0: none."""
+    max_samples_per_sequence: int = 100
+    """Most samples that are read from a shard one after the other."""
+    shuffle: bool = True
+    """Shuffle train shards and samples; --no-shuffle reads them in the order in which they lie."""
+    image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "dynamic", "resize"] = "auto"
+    """How an image becomes what the encoder takes. stretch: resized to the encoder's size. crop: the shorter side
+    resized to it, then the centre cut out. pad: made square with borders in the mean colour, then resized. fixed: cut
+    into tiles of that size. dynamic: its own size and aspect ratio, in patches. auto: as the model's Hugging Face
+    processor does (preprocessor_config.json beside --hf-config, --load-hf or --load-vision-from, or else that of the
+    family: CLIP crops, SigLIP stretches, Nemotron is dynamic). resize: the earlier name of stretch."""
+    image_resample: Literal["auto", "bicubic", "bilinear"] = "auto"
+    """Kernel that images are resized with; auto: as the model's processor."""
+    max_tiles: int | None = None
+    """Most tiles of an image with --image-tiling fixed, without the thumbnail; left out: as the model's processor, or
+    else 6."""
+    use_thumbnail: bool = False
+    """With --image-tiling fixed, the whole image too, as a last tile, where there are several."""
+    min_patches: int | None = None
+    """Fewest patches of an image with --image-tiling dynamic; smaller images are enlarged. Left out: as the model's
+    config.json says, or else 4."""
+    max_patches: int | None = None
+    """Most patches of an image with --image-tiling dynamic; larger images are reduced. Left out: as the model's
+    config.json says, or else 1024."""
+    min_side: int = 0
+    """With --image-tiling dynamic: images whose shorter side would have fewer pixels are enlarged, as far as
+    --max-patches allows (Megatron's --dynamic-resolution-min-side); 0: off, as engines serve."""
+    max_image_pixels: int = 100_000_000
+    """An image with more pixels, or which cropping or padding would give more, is a bad sample: it is not decoded."""
+    image_mean: tuple[float, ...] = ()
+    """Mean of each channel, of pixels in 0..1; one value serves all channels. Left out: as the model's processor."""
+    image_std: tuple[float, ...] = ()
+    """Standard deviation of each channel, of pixels in 0..1; one value serves all channels. Left out: as the model's
+    processor."""
+    max_bad_samples: int = 100
+    """Bad samples that a run may pass over, over all ranks and restarts; one more ends it. Each is reported with shard
+    and key."""
+
+
+# Fields that no train sample depends on.
+NOT_STREAMED = ("num_workers", "valid_data_path", "max_bad_samples")
+
+
+def path_of(config: Config, split: str) -> tuple[str, str]:
+    """Return the flag and the path of a split, `train` or `valid`."""
+    if split == "valid" and config.valid_data_path:
+        return "--valid-data-path", config.valid_data_path
+    return "--data-path", config.data_path
+
+
+def check_path(config: Config, split: str) -> None:
+    """Raise ValueError unless the path of a split is given and, unless it is a URL, exists."""
+    flag, path = path_of(config, split)
+    if not path:
+        raise ValueError(f"{flag}: name the folder or metadataset YAML of --dataset-provider energon")
+    if "://" not in path and not os.path.exists(path):
+        raise ValueError(f"{flag} {path}: does not exist")
+
+
+def check(config: Config, request: DataRequest) -> None:
+    """Raise ValueError, naming flags and values, for numbers that cannot work. Looks at no file."""
+    for name, least in (("num_workers", 0), ("packing_buffer_size", 0), ("shuffle_buffer_size", 0),
+                        ("max_samples_per_sequence", 1), ("max_bad_samples", 0), ("max_image_pixels", 1)):
+        value = vars(config)[name]
+        if value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if config.packing_balance and not config.packing_buffer_size:
+        raise ValueError("--packing-balance: chooses packs, and needs --packing-buffer-size")
+    if config.packing_buffer_size and request.micro_batch_size != 1:
+        raise ValueError(
+            f"--packing-buffer-size {config.packing_buffer_size}: a packed row is a microbatch of its own; "
+            f"--micro-batch-size {request.micro_batch_size} must be 1"
+        )
+
+
+def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
+    """The flags with everything about images filled in that they leave to the model.
+
+    Args:
+        config: the flags.
+        find: returns what the model's files specify, one entry a folder; called only if the flags leave something open.
+
+    Raises:
+        ValueError: nothing was found, or two folders disagree; or as `find`.
+    """
+    if config.image_tiling == "resize":
+        config = replace(config, image_tiling="stretch")
+    if not _open_flags(config):
+        return config
+    found = find()
+    if not found:
+        raise ValueError(f"{', '.join(_open_flags(config))}: the model provider does not say how its images become "
+                         "pixels (image_processing); give these flags")
+    first, *others = (_filled(config, processing) for processing in found)
+    for other, processing in zip(others, found[1:], strict=True):
+        names = [name for name, value in vars(first).items() if vars(other)[name] != value]
+        if names:
+            values = [" ".join(f"{_flag(name)} {_shown(vars(each)[name])}" for name in names)
+                      for each in (first, other)]
+            raise ValueError(f"two image processors disagree: {found[0].source} has {values[0]}, {processing.source} "
+                             f"has {values[1]}; give {' and '.join(map(_flag, names))}")
+    return first
+
+
+def _open_flags(config: Config) -> list[str]:
+    """Flags that the model's image processor is asked for."""
+    tiling = config.image_tiling
+    is_open = {
+        "image_tiling": tiling == "auto",
+        "image_resample": config.image_resample == "auto",
+        "image_mean": not config.image_mean,
+        "image_std": not config.image_std,
+        "min_patches": tiling == "dynamic" and config.min_patches is None,
+        "max_patches": tiling == "dynamic" and config.max_patches is None,
+        "max_tiles": tiling == "fixed" and config.max_tiles is None,
+    }
+    return [_flag(name) for name, value in is_open.items() if value]
+
+
+def _filled(config: Config, processing: ImageProcessing) -> Config:
+    """The flags with what they leave open from one processor."""
+    if config.image_tiling == "auto":
+        config = replace(config, image_tiling=processing.tiling)
+        if processing.tiling == "fixed":
+            config = replace(config, use_thumbnail=config.use_thumbnail or processing.use_thumbnail)
+    if config.image_resample == "auto":
+        config = replace(config, image_resample=processing.resample)
+    if config.image_tiling == "dynamic":
+        if config.max_patches is None and processing.max_patches < 0:
+            raise ValueError(f"{processing.source} sets no limit to the patches of an image: give --max-patches")
+        config = replace(
+            config, min_patches=config.min_patches if config.min_patches is not None else processing.min_patches or 4,
+            max_patches=config.max_patches if config.max_patches is not None else processing.max_patches or 1024)
+    if config.image_tiling == "fixed" and config.max_tiles is None:
+        config = replace(config, max_tiles=processing.max_tiles or 6)
+    return replace(config, image_mean=config.image_mean or processing.mean,
+                   image_std=config.image_std or processing.std)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def unpacked(config: Config) -> Config:
+    """The flags for the validation split, whose samples are counted one by one."""
+    return replace(config, packing_buffer_size=0, packing_balance=False)
+
+
+class EnergonProvider:
+    """The `energon` data set; see the module's text."""
+
+    Config: ClassVar[type] = Config
+
+    def validate(self, config: Any, request: DataRequest) -> None:
+        """Raise ValueError, naming flags, for what cannot work: numbers, paths, splits, tokenizer, image tiling."""
+        check(config, request)
+        check_path(config, request.split)
+        # Energon and torch take seconds to import, and --help needs neither.
+        from data.energon.open import check_size, refuse_images, split_sizes
+        from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
+
+        if request.split == "train":
+            check_size(config, request.num_lanes)
+        elif not sum(split_sizes(config, request.split)):
+            path = config.valid_data_path or config.data_path
+            raise ValueError(f"--valid-data-path {path}: has no sample to validate on")
+        VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
+        if request.tokens.image_token_id < 0:
+            refuse_images(config, request.split)
+
+    def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
+        """The flags with every value that is taken from the model filled in; see `with_image_flags`."""
+        return with_image_flags(config, find)
+
+    def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
+        """How images become pixels under flags that are filled in."""
+        tiling, resample = config.image_tiling, config.image_resample
+        assert tiling not in ("auto", "resize") and resample != "auto", config
+        return ImageProcessing(
+            tiling, config.image_mean, config.image_std, resample, min_patches=config.min_patches or 0,
+            max_patches=config.max_patches or 0, min_side=config.min_side, max_tiles=config.max_tiles or 0,
+            use_thumbnail=config.use_thumbnail, source="the flags of the data")
+
+    def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
+        """Open some lanes. Raises ValueError as `validate` does."""
+        check(config, request)
+        from data.energon.reader import Encoding, EnergonReader
+        from data.energon.task_encoder import ErrorLog, VlmTaskEncoder, to_sample
+        from data.energon.validation import ValidReader
+
+        train = request.split == "train"
+        config = config if train else unpacked(config)
+        errors = ErrorLog(config.max_bad_samples)
+        encoder = VlmTaskEncoder(config, request, errors)
+        if train and 0 in lanes and encoder.tokenizer.rewrites_history:
+            logger.warning("%s: the chat template writes an answer differently once other turns follow; of a "
+                           "conversation with several answers, those that it has rewritten are not learned",
+                           encoder.tokenizer.name)
+        encoding = Encoding(encoder, errors.handler, to_sample)
+        return EnergonReader(config, request, lanes, encoding) if train else ValidReader(
+            config, request, lanes, encoding)
+
+    def num_samples(self, config: Any, split: str) -> int | None:
+        """Samples in one pass over a split; training starts over without end, and packs as it goes."""
+        if split == "train":
+            return None
+        from data.energon.open import split_sizes
+
+        return sum(split_sizes(config, split))
+
+    def stream_fields(self, config: Any) -> dict[str, Any]:
+        """Fields that decide the samples; of --num-workers the product with the lanes counts, which readers check."""
+        from data.digests import TOKENIZER_FILES, content_of_data, content_of_folder
+
+        return {name: value for name, value in vars(config).items() if name not in NOT_STREAMED} | {
+            "data_path": content_of_data(config.data_path),
+            "tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
+
+    def max_bad_samples(self, config: Any) -> int:
+        """`--max-bad-samples`."""
+        limit: int = config.max_bad_samples
+        return limit
+
+    def decode(self, config: Any, tokens: list[int]) -> str:
+        """Token ids up to the end of the sequence as text."""
+        from data.prompts import load_tokenizer
+
+        tokenizer = load_tokenizer(config.tokenizer)
+        end = tokenizer.eos_token_id
+        return str(tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens, skip_special_tokens=True))
+
+
+provider = EnergonProvider()

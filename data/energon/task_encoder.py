@@ -1,0 +1,369 @@
+"""From a WebDataset sample to a row: what Energon's workers do with image-text samples.
+
+A sample is parsed, written as a conversation and tokenised when it is read; of its images only the headers are read
+then, for their sizes. Pixels are decoded once a sample is part of a row, so a packing buffer holds compressed images
+and each image is decoded once. What stands in a buffer is a function of the sample alone: Energon restores it by key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from megatron.energon import Cooker, SkipSample, TaskEncoder, WorkerConfig, edataclass, stateless
+from megatron.energon import Sample as EnergonSample
+from megatron.energon.errors import FatalSampleError
+from megatron.energon.state import FlexState
+from megatron.energon.wrappers import MapDataset, PackingDataset
+from megatron.energon.wrappers.base import BaseWrapperDataset
+from PIL import Image
+
+from data.bad_samples import ErrorLog, reason_of, sample_name
+from data.energon.cookers import TextDecoder, conversation_of, cook
+from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of
+from data.packing import select_balanced, select_packs
+from data.prompts import Tokenizer
+from mimo.protocols import DataRequest, Sample
+
+if TYPE_CHECKING:
+    from data.energon.provider import Config
+
+# --max-image-pixels is checked instead, with the sample's name.
+Image.MAX_IMAGE_PIXELS = None
+# No format whose decoder starts a program, as that of EPS does.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# What Pillow's decoders raise for bytes that are not the image they claim. SyntaxError would end Energon's worker.
+UNDECODABLE = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError, struct.error, zlib.error)
+
+
+@edataclass
+class Row(EnergonSample):
+    """What a worker emits: one sample, or a pack of several. See `mimo.protocols.Sample`.
+
+    Attributes:
+        tokens: int64 `[T]`, one placeholder for each image or tile.
+        target_mask: bool `[T]`.
+        image_sizes: height and width in pixels of each image or tile.
+        images: float32 `[C, height, width]` each.
+        lengths: of a pack, how many of `tokens` each of its samples has; empty without packing.
+        skipped: bad samples since the worker's last row.
+        unbalanced_image_tokens: of a balanced pack, the image tokens that its place would have had without balancing.
+        worker: global worker id.
+    """
+
+    tokens: torch.Tensor
+    target_mask: torch.Tensor
+    image_sizes: tuple[tuple[int, int], ...]
+    images: list[torch.Tensor]
+    lengths: tuple[int, ...] = ()
+    skipped: tuple[str, ...] = ()
+    unbalanced_image_tokens: int | None = None
+    worker: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """From a worker to the trainer all pixels travel as one tensor.
+
+        Each tensor that crosses would keep a file handle open on both sides, and a row may have dozens of images.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        images = fields.pop("images")
+        fields |= {"tokens": self.tokens.numpy(), "target_mask": self.target_mask.numpy()}
+        return _unpack_row, (fields, torch.cat([image.flatten() for image in images]) if images else None)
+
+
+def _unpack_row(fields: dict[str, Any], pixels: torch.Tensor | None) -> Row:
+    """A row that `Row.__reduce__` took apart; its images share the memory of `pixels`."""
+    fields |= {name: torch.from_numpy(fields[name]) for name in ("tokens", "target_mask")}
+    sizes = fields["image_sizes"]
+    if pixels is None:
+        return Row(images=[], **fields)
+    areas = [height * width for height, width in sizes]
+    channels = pixels.numel() // sum(areas)
+    parts = pixels.split([channels * area for area in areas])
+    return Row(images=[part.view(channels, *size) for part, size in zip(parts, sizes, strict=True)], **fields)
+
+
+def to_sample(row: Row) -> Sample:
+    """A row as the trainer takes it; its arrays share the row's memory."""
+    return Sample(
+        key=row.__key__,
+        tokens=row.tokens.numpy(),
+        target_mask=row.target_mask.numpy(),
+        image_sizes=list(row.image_sizes),
+        images=[image.numpy() for image in row.images],
+        lengths=row.lengths,
+        skipped=row.skipped,
+        unbalanced_image_tokens=row.unbalanced_image_tokens,
+    )
+
+
+@edataclass
+class EncodedSample(EnergonSample):
+    """A tokenised sample with compressed images: what stands in a packing buffer.
+
+    Attributes:
+        tokens: int64 `[T]`, one placeholder for each image or tile.
+        target_mask: bool `[T]`.
+        images: name and compressed bytes of each image.
+        image_sizes: height and width in pixels of each image or tile.
+        length: tokens once images are expanded.
+        image_tokens: how many of them are image tokens.
+    """
+
+    tokens: np.ndarray
+    target_mask: np.ndarray
+    images: list[tuple[str, bytes]]
+    image_sizes: tuple[tuple[int, int], ...]
+    length: int
+    image_tokens: int
+
+
+def open_image(name: str, data: Any) -> Image.Image:
+    """An image whose header is read and whose pixels are not. Raises ValueError, naming it, where it is none."""
+    if not isinstance(data, bytes):
+        raise ValueError(f"image {name} is {type(data).__name__}, expected the bytes of an image file")
+    try:
+        return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+    except UNDECODABLE as error:
+        raise ValueError(f"undecodable image {name}: no header of {', '.join(IMAGE_FORMATS)}") from error
+
+
+def global_worker_id() -> int:
+    """The number of the active worker among all of the run. In the training process it is that of its one worker."""
+    worker = WorkerConfig.active_worker_config
+    assert worker is not None
+    return int(worker.global_worker_id() if worker.num_workers else worker.rank)
+
+
+class VlmTaskEncoder(TaskEncoder):
+    """Samples to rows, for one model; see the module's text.
+
+    Args:
+        config: the data set's flags.
+        request: the run's model and sizes.
+        errors: the error handler of the `WorkerConfig` that the data set is built with.
+
+    Raises:
+        ValueError: naming flags, for what cannot work.
+    """
+
+    # Energon would end a worker after so many bad samples in a row; `ErrorLog` counts instead.
+    __default_failure_tolerance__ = 0
+    decoder = TextDecoder()
+    cookers = (Cooker(cook),)
+
+    def __init__(self, config: Config, request: DataRequest, errors: ErrorLog) -> None:
+        self.tokenizer = Tokenizer(
+            config.tokenizer, config.prompt_format, config.image_tag_type, request.tokens, append_eos=config.append_eos
+        )
+        self._config = config
+        self._request = request
+        self.errors = errors
+        self._tiling = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
+
+    def _image_sizes(self, name: str, data: Any) -> list[tuple[int, int]]:
+        """Sizes of the tiles of an image, from its header."""
+        if self._tiling is None:
+            raise ValueError(f"has image {name}, but the model takes no images")
+        image = open_image(name, data)
+        height, width = oriented_size(image)
+        limit = self._config.max_image_pixels
+        if height * width > limit:
+            raise ValueError(f"image {name} has {height}x{width} pixels, more than --max-image-pixels {limit}")
+        return tile_sizes(height, width, self._tiling)
+
+    @stateless
+    def preencode_sample(self, sample: EnergonSample) -> EncodedSample:
+        """Tokenise a sample and read the headers of its images. Raises ValueError for what is wrong with it."""
+        conversation = conversation_of(sample)
+        tiles = [self._image_sizes(name, data) for name, data in conversation.images]
+        counts = [len(sizes) for sizes in tiles]
+        if conversation.messages is not None:
+            tokens, mask = self.tokenizer.encode(conversation.messages, counts, conversation.tools)
+        else:
+            tokens, mask = self.tokenizer.encode_document(conversation.document, counts)
+        image_sizes = tuple(size for sizes in tiles for size in sizes)
+        image_tokens = sum(self._request.num_image_tokens(*size) for size in image_sizes)
+        length = len(tokens) - len(image_sizes) + image_tokens
+        if length > self._request.seq_length:
+            raise ValueError(
+                f"{length} tokens, {image_tokens} of them from {len(tiles)} images, are more than --seq-length "
+                f"{self._request.seq_length}"
+            )
+        return EncodedSample.derive_from(
+            sample,
+            tokens=tokens,
+            target_mask=mask,
+            images=conversation.images,
+            image_sizes=image_sizes,
+            length=length,
+            image_tokens=image_tokens,
+        )
+
+    @stateless
+    def postencode_sample(self, sample: EncodedSample) -> Row:
+        """Decode the images of a sample. Raises ValueError for one that cannot be decoded."""
+        images: list[torch.Tensor] = []
+        for name, data in sample.images:
+            assert self._tiling is not None
+            try:
+                tiles = tile_image(open_image(name, data), self._tiling)
+            except UNDECODABLE as error:
+                raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
+            images += [torch.from_numpy(tile) for tile in tiles]
+        sizes = tuple(tuple(image.shape[1:]) for image in images)
+        assert sizes == sample.image_sizes, (sample.__key__, sizes, sample.image_sizes)
+        self.errors.row_made()
+        row = Row.derive_from(
+            sample,
+            tokens=torch.from_numpy(sample.tokens),
+            target_mask=torch.from_numpy(sample.target_mask),
+            image_sizes=sample.image_sizes,
+            images=images,
+            # With packing, the pack carries them.
+            skipped=() if self._config.packing_buffer_size else self.errors.take(),
+            worker=global_worker_id(),
+        )
+        # Shards number their samples as they like: only with set and shard a key names one sample of a blend.
+        row.__key__ = sample_name(sample, None).replace(" ", "/", 1)
+        return row
+
+    def select_packs(self, samples: Sequence[EncodedSample]) -> tuple[list[list[EncodedSample]], list[int]]:
+        """Samples of each pack, and with balancing the image tokens of each pack without it.
+
+        The same for the same worker and buffer, however many workers share its process.
+        """
+        worker = WorkerConfig.active_worker_config
+        assert worker is not None
+        # Energon numbers buffers over the workers of its loader, which has those of several lanes where it is routed.
+        buffer = (self.current_sample_index - worker.rank_worker_id()) // max(worker.num_workers, 1)
+        rng = np.random.default_rng([self._request.seed, global_worker_id(), buffer])
+        lengths = [sample.length for sample in samples]
+        unbalanced: list[int] = []
+        if self._config.packing_balance:
+            image_tokens = [sample.image_tokens for sample in samples]
+            packs, unbalanced = select_balanced(lengths, image_tokens, self._request.seq_length, rng)
+        else:
+            packs = select_packs(lengths, self._request.seq_length, rng)
+        return [[samples[index] for index in pack] for pack in packs], unbalanced
+
+    def select_samples_to_pack(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
+        """Samples of each pack."""
+        return self.select_packs(samples)[0]
+
+    @stateless
+    def pack_selected_samples(self, samples: list[Row]) -> Row:
+        """Rows of single samples as one. Skips a pack whose samples all had undecodable images."""
+        if not samples:
+            raise SkipSample
+        return Row(
+            __key__=" ".join(row.__key__ for row in samples),
+            __restore_key__=(),  # Energon sets it
+            __subflavors__=None,
+            __sources__=tuple(source for row in samples for source in row.__sources__ or ()),
+            tokens=torch.cat([row.tokens for row in samples]),
+            target_mask=torch.cat([row.target_mask for row in samples]),
+            image_sizes=tuple(size for row in samples for size in row.image_sizes),
+            images=[image for row in samples for image in row.images],
+            lengths=tuple(len(row.tokens) for row in samples),
+            skipped=self.errors.take(),
+            worker=samples[0].worker,
+        )
+
+    def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
+        """As Energon's; what reads the shards counts bad samples as the rest does, too."""
+        without_tolerance(dataset)
+        return super().build_encode_sample(dataset, worker_config=worker_config)
+
+    def build_batch(
+        self, dataset: Any, *, batch_size: int | None, batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None, worker_config: WorkerConfig,
+    ) -> Any:
+        """As Energon's, with packs that know what they would have been without balancing."""
+        assert batch_size is None, batch_size
+        assert (packing_buffer_size or 0) == self._config.packing_buffer_size, packing_buffer_size
+        if packing_buffer_size:
+            return PackedRows(dataset, packing_buffer_size, self, worker_config)
+        return super().build_batch(
+            dataset, batch_size=None, batch_drop_last=batch_drop_last, worker_config=worker_config
+        )
+
+
+def without_tolerance(dataset: Any) -> None:
+    """Let no stage of a pipeline end a worker for bad samples in a row: Energon's readers allow 100, unasked."""
+    if isinstance(dataset, MapDataset):
+        dataset._map_failure_handler.tolerance = 0
+    if isinstance(dataset, BaseWrapperDataset):
+        for inner in dataset.datasets:
+            without_tolerance(inner)
+
+
+class PackedRows(PackingDataset):
+    """Energon's packing, without its progress bar and with what each pack of a buffer was before balancing.
+
+    Energon reads the next buffer while it hands out the packs of this one. Bad samples are handed out with the packs of
+    the buffer for which they were read: the run has not passed over them before.
+    """
+
+    _savable_fields = (*PackingDataset._savable_fields, "_unbalanced", "_skipped", "_skipped_ahead")
+
+    def __init__(self, dataset: Any, buffer_size: int, encoder: VlmTaskEncoder, worker_config: WorkerConfig) -> None:
+        self._encoder = encoder
+        self._failure: FatalSampleError | None = None
+        super().__init__(
+            dataset,
+            buffer_size=buffer_size,
+            pre_packer=self._select,
+            final_packer=encoder.pack_selected_samples,
+            final_packer_stateless=True,
+            sample_encoder=encoder.postencode_sample,
+            sample_encoder_stateless=True,
+            pre_packer_failure_tolerance=0,
+            final_packer_failure_tolerance=0,
+            sample_encoder_failure_tolerance=0,
+            worker_config=worker_config,
+        )
+
+    def reset_state_own(self) -> None:
+        """As Energon's."""
+        super().reset_state_own()
+        self._unbalanced: list[int] = []
+        self._skipped: list[str] = []
+        self._skipped_ahead: list[str] = []
+
+    def restore_state(self, state: FlexState) -> None:
+        """Restore Energon's state; states of earlier versions have no skipped samples."""
+        super().restore_state(FlexState({"_skipped": [], "_skipped_ahead": [], **state}))
+
+    def _select(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
+        packs, self._unbalanced = self._encoder.select_packs(samples)
+        self._skipped += self._skipped_ahead
+        self._skipped_ahead = []
+        return packs
+
+    def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
+        self._skipped += self._encoder.errors.take()  # images of the last pack that could not be decoded
+        try:
+            return bool(super()._fill_reading_buffer(source_iter, log_progress=False))
+        except FatalSampleError as error:
+            self._failure = error  # raised after the packs that were read before
+            return False
+        finally:
+            self._skipped_ahead += self._encoder.errors.take()
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in super().__iter__():
+            if self._unbalanced:
+                # The packs that are left stand at the end.
+                row.unbalanced_image_tokens = self._unbalanced[-1 - len(self._pre_packing_lengths)]
+            row.skipped = (*self._skipped, *row.skipped)
+            self._skipped = []
+            yield row
+        if self._failure is not None:
+            raise self._failure

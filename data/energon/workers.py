@@ -1,0 +1,324 @@
+"""Energon's worker processes: a data set that is read, saved and restored worker by worker.
+
+Energon's own savable loader asks its workers for their state when a checkpoint is written: it waits until each is
+between two rows, and after a restore it forgets the rows that it passed over. Here a worker sends its state along with
+every few rows. The trainer keeps what it may still need, so a checkpoint waits for nobody, and is exact right after a
+restore, too. The data set, its seeds, its shards and its order are Energon's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any
+
+import psutil
+import torch
+from megatron.energon import WorkerConfig
+from megatron.energon.flavors.base_dataset import SavableDataset
+from megatron.energon.rng import SystemRng
+from megatron.energon.savable_loader import SavableDatasetState
+from megatron.energon.wrappers.gc_dataset import gc_init_worker
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from data.energon.router import Arrival, Checkpoint
+from data.energon.state import from_plain, to_plain
+from data.energon.worker_status import Board, Notes, is_bad_data
+
+# Rows between two states: what is read again, at most, after a restore.
+CHECKPOINT_EVERY = 16
+PREFETCHED_ROWS = 2  # of each worker
+STOP_S = 2.0  # what workers get to end by themselves
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Energon keeps the worker that runs in a process in class variables: two in one process take turns.
+ONE_WORKER = threading.Lock()
+# --num-workers says how many; torch warns of more than there are cores.
+warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker's last words, in place of a row.
+
+    Attributes:
+        worker: global worker id.
+        text: the error.
+        bad_data: the data is at fault.
+    """
+
+    worker: int
+    text: str
+    bad_data: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a worker begins.
+
+    Attributes:
+        checkpoint: state to begin from.
+        count: rows that were handed out; those from the checkpoint to here are built and dropped.
+    """
+
+    checkpoint: Checkpoint = Checkpoint()
+    count: int = 0
+
+
+class RowStream(IterableDataset):
+    """The rows of whichever worker iterates, in a worker process or in this one.
+
+    Args:
+        dataset: Energon's data set, whose worker configuration tells the workers.
+        starts: by global worker id; without an entry, a worker begins at the beginning.
+        notes: where a worker says what it does.
+    """
+
+    def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], notes: Notes) -> None:
+        self._dataset = dataset
+        self._starts = starts
+        self._notes = notes
+
+    def __iter__(self) -> Iterator[Arrival | Failure]:
+        worker = self._dataset.worker_config.global_worker_id()
+        self._notes.worker = worker
+        self._notes.write("starting")
+        if get_worker_info() is None:
+            yield from self._rows(worker)
+            return
+        try:
+            yield from self._rows(worker)
+        except Exception as error:  # of whatever type: it ends the worker, and the trainer raises it with its name
+            bad_data = is_bad_data(error)
+            text = str(error) if bad_data else "".join(traceback.format_exception(error))
+            yield Failure(worker, text or repr(error), bad_data)
+
+    def _restore(self, start: Start) -> None:
+        in_worker = get_worker_info() is not None
+        rng = None
+        if start.checkpoint.state is not None:
+            state: SavableDatasetState = from_plain(start.checkpoint.state)
+            self._dataset.restore_state(state.dataset_state)
+            rng = state.rng
+        # In the trainer's process these generators are the trainer's.
+        if in_worker and rng is not None:
+            SystemRng.restore_state(rng)
+        elif in_worker:
+            SystemRng.seed(self._dataset.worker_config.worker_seed())
+
+    def _rows(self, worker: int) -> Iterator[Arrival]:
+        start = self._starts.get(worker, Start())
+        self._restore(start)
+        count = saved = start.checkpoint.index
+        rows = iter(self._dataset)
+        while (row := self._next(rows, count)) is not None:
+            count += 1
+            if count <= start.count:  # handed out before the restore
+                continue
+            checkpoint = None
+            if count - saved >= CHECKPOINT_EVERY:
+                checkpoint, saved = Checkpoint(count, self._state(count)), count
+            self._notes.write(f"waiting for the trainer, after {self._notes.place}")
+            yield Arrival(worker, count - 1, row, checkpoint)
+        raise ValueError("--data-path: the data set ended, where it should start over")
+
+    def _next(self, rows: Iterator[Any], count: int) -> Any:
+        config = self._dataset.worker_config
+        config.worker_activate(count)
+        try:
+            return next(rows, None)
+        finally:
+            config.worker_deactivate()
+
+    def _state(self, count: int) -> Any:
+        rng = None if get_worker_info() is None else SystemRng.save_state()
+        return to_plain(SavableDatasetState(rng=rng, dataset_state=self._dataset.save_state(), sample_index=count))
+
+
+def _init_worker(parent: int, _: int) -> None:
+    """Make a fork of the trainer a worker: it stops when the trainer stops, not by the signals meant for it."""
+    # The trainer finishes its step after SIGTERM, which schedulers send to every process; it ends its workers itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if it is killed, while this one waits for a disk
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    WorkerConfig.active_worker_config = None  # of a thread of the trainer at the time of the fork
+    gc_init_worker(0)  # keeps the trainer's CUDA tensors from being freed here
+    gc.freeze()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def _unchanged(row: Any) -> Any:
+    """In place of torch's conversion, which would make lists of tuples."""
+    return row
+
+
+class WorkerProcesses:
+    """The workers of a block of lanes, one process each.
+
+    Args:
+        dataset: for a worker configuration of all of them.
+        workers_per_lane: global worker `w` belongs to lane `w // workers_per_lane`.
+        starts: by global worker id.
+        board: what workers write on.
+        notes: of the data set.
+
+    Attributes:
+        workers: global worker ids.
+    """
+
+    def __init__(self, dataset: SavableDataset, workers_per_lane: int, starts: Mapping[int, Start], board: Board,
+                 notes: Notes) -> None:
+        config = dataset.worker_config
+        self.workers = range(config.rank * config.num_workers, (config.rank + 1) * config.num_workers)
+        self._workers_per_lane = workers_per_lane
+        self._board = board
+        self._loader: DataLoader = DataLoader(
+            RowStream(dataset, starts, notes),
+            batch_size=None,
+            num_workers=config.num_workers,
+            prefetch_factor=PREFETCHED_ROWS,
+            collate_fn=_unchanged,
+            multiprocessing_context="fork",
+            worker_init_fn=partial(_init_worker, os.getpid()),
+        )
+        self._rows: Any = None
+
+    def start(self) -> None:
+        """Fork the workers, from the main thread."""
+        gc.collect()  # before it is copied
+        # torch's handler of SIGCHLD raises in the main thread, wherever that is; `pull` finds a dead worker itself.
+        in_main = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGCHLD) if in_main else None
+        self._rows = iter(self._loader)
+        if in_main:
+            signal.signal(signal.SIGCHLD, handler)
+        # Before multiprocessing's own, which waits for processes that ignore SIGTERM.
+        atexit.register(self.close)
+
+    def name(self, worker: int) -> str:
+        """A worker for messages: its id, lane and process, and what it did last."""
+        pid, seconds, text = self._board.read(worker)
+        rows = self._rows  # another thread may close it
+        pid = pid if pid or rows is None else rows._workers[worker - self.workers.start].pid
+        return f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid}), for {seconds:.0f} s: {text}"
+
+    def holds_up(self, worker: int) -> int:
+        """The worker that keeps `pull` waiting. Rows come in turn, so it need not be the one whose row is wanted."""
+        rows = self._rows
+        if rows is None:
+            return worker
+        for other, process in zip(self.workers, rows._workers, strict=True):
+            if _is_stopped(process.pid):  # a row of it may be the next to be unpickled, which takes its help
+                return other
+        task = rows._task_info.get(rows._rcvd_idx)
+        return self.workers[task[0]] if task else worker
+
+    def pull(self, worker: int) -> Arrival:
+        """The next row of any of the workers, which are asked in turn.
+
+        Raises:
+            ValueError: a worker met data that it cannot read.
+            RuntimeError: a worker died, or failed otherwise.
+        """
+        assert self._rows is not None, "not started"
+        try:
+            item = next(self._rows)
+        except (RuntimeError, OSError, EOFError) as error:  # torch looks after its workers every few seconds
+            dead = self._dead()
+            raise RuntimeError("; ".join(dead) if dead else f"{type(error).__name__}: {error}") from error
+        if isinstance(item, Failure):
+            place = f"worker {item.worker} (lane {item.worker // self._workers_per_lane})"
+            raise (ValueError if item.bad_data else RuntimeError)(f"{place}: {item.text}")
+        return item
+
+    def _dead(self) -> list[str]:
+        # A broken connection is seen before the end of the process, and that before its exit code.
+        ended = wait([process.sentinel for process in self._rows._workers], STOP_S)
+        dead = []
+        for worker, process in zip(self.workers, self._rows._workers, strict=True):
+            if process.sentinel in ended:
+                process.join()
+                code = process.exitcode
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                dead.append(f"a data worker {how}: {self.name(worker)}")
+        return dead
+
+    def close(self) -> None:
+        """End the workers; those that do not answer are killed."""
+        atexit.unregister(self.close)
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return
+        rows._workers_done_event.set()
+        for queue in rows._index_queues:
+            queue.put(None)
+        deadline = time.monotonic() + STOP_S
+        for process in rows._workers:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+        rows._shutdown_workers()
+
+
+class InProcess:
+    """The one worker of a lane, in this process.
+
+    Args:
+        dataset: for the worker configuration of one lane with one worker.
+        starts: by global worker id.
+        board: what it writes on.
+        notes: of the data set.
+
+    Attributes:
+        workers: its global worker id.
+    """
+
+    def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], board: Board, notes: Notes) -> None:
+        rank = dataset.worker_config.rank
+        self.workers = range(rank, rank + 1)
+        self._board = board
+        self._stream = RowStream(dataset, starts, notes)
+        self._rows: Iterator[Any] | None = None
+
+    def start(self) -> None:
+        """Open the data set."""
+        self._rows = iter(self._stream)
+
+    def name(self, worker: int) -> str:
+        """The worker for messages."""
+        _, seconds, text = self._board.read(worker)
+        return f"lane {worker}, read in the training process, for {seconds:.0f} s: {text}"
+
+    def holds_up(self, worker: int) -> int:
+        """The worker that keeps `pull` waiting."""
+        return worker
+
+    def pull(self, worker: int) -> Arrival:
+        """Its next row. Errors come through as they are."""
+        assert self._rows is not None, "not started"
+        with ONE_WORKER:
+            return next(self._rows)
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._rows = None

@@ -1,0 +1,96 @@
+"""Errors that every rank learns of, so that all stop for the reason that one of them has seen."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo.grid.groups import Grids
+from mimo.watchdog.process_exit import ReportedElsewhereError
+
+
+def gather(grids: Grids, value: Any) -> list[Any]:
+    """`value` of every rank, in rank order."""
+    values: list[Any] = [None] * grids.layout.world_size
+    dist.all_gather_object(values, value, group=grids.host)
+    return values
+
+
+def from_first_rank(grids: Grids, value: Any) -> Any:
+    """`value` of rank 0."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=grids.host)
+    return box[0]
+
+
+def raise_together(grids: Grids, error: str | None) -> None:
+    """Raise on every rank if any has an error.
+
+    Raises:
+        ValueError: on the first rank that has one; with what the others say where that differs.
+        ReportedElsewhereError: on the other ranks.
+    """
+    raise_any(grids, gather(grids, error))
+
+
+def raise_any(grids: Grids, errors: list[str | None]) -> None:
+    """`raise_together` of errors, in rank order, that every rank knows already."""
+    found = [rank for rank, message in enumerate(errors) if message is not None]
+    if not found:
+        return
+    if grids.rank != found[0]:
+        raise ReportedElsewhereError(f"rank {found[0]} reports what is wrong")
+    message = "\n".join(dict.fromkeys(message for message in errors if message is not None))
+    raise ValueError(message)
+
+
+# Messages between ranks over the host.
+
+
+class HostChannel:
+    """Python objects from rank to rank, in order for each pair. One thread of a rank uses it.
+
+    Args:
+        group: a gloo group of the whole world.
+        tag: tells the messages of this channel from those of others on the group; the same on all ranks.
+
+    Attributes:
+        waits_for: ranks that have to send or take a message now, for whoever asks why nothing goes on.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        self._group = group
+        self._tag = tag
+        self._pending: list[tuple[dist.Work, torch.Tensor, int]] = []
+        self.waits_for: tuple[int, ...] = ()
+
+    def send(self, rank: int, value: Any) -> None:
+        """Start sending; `flush` waits for it."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+        size = torch.tensor([payload.numel()], dtype=torch.int64)
+        for tensor in (size, payload):
+            work = dist.isend(tensor, rank, group=self._group, tag=self._tag)
+            assert work is not None, "the sender is a member of the group"
+            self._pending.append((work, tensor, rank))
+
+    def flush(self) -> None:
+        """Wait until everything sent has been received."""
+        while self._pending:
+            work, _, rank = self._pending[0]
+            self.waits_for = (rank,)
+            work.wait()
+            self._pending.pop(0)
+        self.waits_for = ()
+
+    def receive(self, rank: int) -> Any:
+        """The next message of `rank`; waits for it."""
+        self.waits_for = (rank,)
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._group, tag=self._tag)
+        payload = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.recv(payload, rank, group=self._group, tag=self._tag)
+        self.waits_for = ()
+        return pickle.loads(payload.numpy().tobytes())

@@ -1,0 +1,433 @@
+"""All flags of a run in one frozen object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+
+import tyro
+
+from mimo import registry
+from mimo.config.toml_file import field_name
+
+# Flags of checkpoints: where they go, when, and what is taken from one.
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints: saving, resuming, pretrained weights."""
+
+    save: str | None = None
+    """Folder of the run's checkpoints; left out: nothing is saved."""
+    load: str | None = None
+    """Folder of checkpoints to go on from. Where it is also --save and still empty, the run starts fresh. Where it is
+    another folder, the run starts from it once: as soon as --save has a checkpoint of the run, it goes on from that."""
+    save_interval: int | None = None
+    """Iterations between checkpoints; left out: only at the end and when the run is told to stop."""
+    keep_last: int | None = None
+    """Complete checkpoints to keep; older ones are deleted after each save, later ones, of a run that --ckpt-step went
+    back from, are not. Left out: all."""
+    async_save: bool = False
+    """Write checkpoints in the background; training stops only while its state is copied to host memory."""
+    save_optim: bool = True
+    """--no-save-optim leaves the optimizers out."""
+    load_optim: bool = True
+    """--no-load-optim starts with fresh optimizers."""
+    load_scheduler: bool = True
+    """--no-load-scheduler starts the learning-rate schedule anew."""
+    save_rng: bool = True
+    """--no-save-rng leaves the random generators out."""
+    load_rng: bool = True
+    """--no-load-rng keeps the generators as --seed sets them."""
+    load_data: bool = True
+    """--no-load-data starts the data set from its beginning, so that data, blend weights and data flags may change."""
+    finetune: bool = False
+    """Take only the weights; iteration, optimizers, schedule, generators and data start anew. --save has to be another
+    folder than --load; a run that is started again goes on from its own checkpoint there, with everything in it."""
+    ckpt_step: int | None = None
+    """Iteration to load from --load instead of the latest."""
+    dist_ckpt_optim_fully_reshardable: bool = True
+    """Taken for scripts written for Megatron-LM: optimizer state is always saved so that every layout can load it."""
+    ckpt_verify: bool = True
+    """Compare every tensor that is read with the checksum it was saved with."""
+    checkpoint_timeout_s: float = 3600.0
+    """Seconds that one save, or one load of a checkpoint or of pretrained weights, may take before the run reports what
+    it waits for and ends with code 17; 0: any time. With --async-save: that training waits for the files of a save."""
+    exit_duration_in_mins: float | None = None
+    """Minutes after which the run saves and exits, counted from its start."""
+    load_hf: str = ""
+    """Folder of a Hugging Face model (safetensors) whose weights the run starts from."""
+    load_vision_from: str = ""
+    """Folder of a Hugging Face vision tower (CLIP, SigLIP) or model whose tower the encoders start from."""
+    load_language_from: str = ""
+    """Folder of a Hugging Face language model, or model whose language part the language module starts from."""
+    allow_difference: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Name of a flag, such as norm-epsilon, whose value may differ from that of the weights or the checkpoint that the
+    run starts from. May be given several times. Any other difference that changes what the model computes or which
+    samples come next is refused."""
+
+    @property
+    def load_is_save(self) -> bool:
+        """Whether --load and --save are one folder, however each is spelled."""
+        return self.load is not None and self.save is not None and _real(self.load) == _real(self.save)
+
+    @property
+    def starts_elsewhere(self) -> bool:
+        """Whether --load names neither the folder of --save nor a checkpoint in it: the run starts there the first
+        time, and goes on from --save. False without one of the two."""
+        if self.load is None or self.save is None or self.load_is_save:
+            return False
+        folder, name = os.path.split(_real(self.load))
+        return folder != _real(self.save) or not (name.startswith("iter_") or name == "release")
+
+    @property
+    def allowed_differences(self) -> frozenset[str]:
+        """The field names of the flags that --allow-difference lists, with or without dashes."""
+        return frozenset(field_name(key) for key in self.allow_difference)
+
+    @property
+    def has_pretrained(self) -> bool:
+        """Whether some weights come from a Hugging Face folder."""
+        return bool(self.load_hf or self.load_vision_from or self.load_language_from)
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(path)
+
+
+# Flags of the data that do not depend on the data set.
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data: which data set."""
+
+    dataset_provider: str = "digits"
+    """Data set: a name (arithmetic, digits, energon, mock) or pkg.module:attr."""
+    lane_loader: Literal["routed", "per-lane"] = "routed"
+    """Who reads data that is costly to read. routed: one rank for each lane, which hands the samples to the others;
+    per-lane: every rank opens the lanes that it needs. Both give the same batches."""
+
+
+# Flags of the gradient and parameter communication of each module.
+
+
+@dataclass(frozen=True)
+class DdpConfig:
+    """Data parallelism inside a module."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce the language model's gradients while its backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather the language model's updated parameters during the next forward pass; needs --overlap-grad-reduce."""
+    encoder_ddp_overlap: bool = False
+    """Reduce the encoders' gradients with overlap too; their parameters are always gathered without."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in float32."""
+    ddp_num_buckets: int | None = None
+    """Number of gradient buckets."""
+    ddp_bucket_size: int | None = None
+    """Parameters in a gradient bucket."""
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets to a multiple of 2^16 per rank, where NCCL's bus bandwidth is highest."""
+
+
+# Flags that place modules on ranks.
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """Grids: which ranks hold the encoder, which the language model, and how each is split."""
+
+    layout: Literal["disjoint", "colocated"] = "disjoint"
+    """disjoint: encoder and language ranks differ; colocated: every rank holds both, each with its own tp and dp."""
+    llm_only: bool = False
+    """Train the language model alone, on text. A data set with images is refused."""
+    encoder_tp: int = 1
+    """Tensor parallel size of the encoder."""
+    encoder_dp: int = 1
+    """Data parallel size of the encoder."""
+    encoder_pp: int = 1
+    """Pipeline stages of the encoder."""
+    llm_offset: int | None = None
+    """First rank of the language grid; left out: right after the encoder (disjoint) or 0."""
+    llm_tp: int = 1
+    """Tensor parallel size of the language model."""
+    llm_cp: int = 1
+    """Context parallel size of the language model; only 1 for now."""
+    llm_pp: int = 1
+    """Pipeline stages of the language model."""
+    llm_dp: int = 1
+    """Data parallel size of the language model, the number of data lanes."""
+    llm_ep: int = 1
+    """Expert parallel size of the language model."""
+    llm_expt_tp: int = 1
+    """Tensor parallel size inside an expert."""
+    sequence_parallel: bool = False
+    """Sequence parallelism in the language model; needs --llm-tp above 1, and MoE with --llm-tp above 1 needs it."""
+
+
+# Flags of the model that do not depend on its family.
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model: which family, precision, implementation, what is frozen."""
+
+    model_provider: str = "llava"
+    """Model family: a built-in name (docs/providers.md lists them) or pkg.module:attr."""
+    bf16: bool = True
+    """Parameters and activations in bfloat16 (fp32 master weights); --no-bf16 trains in float32."""
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Layer implementation; auto: Transformer Engine on CUDA where it is installed, else local."""
+    freeze: str = ""
+    """Comma-separated parts that do not train: vision (an encoder's name), projector, language."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation in the language model."""
+    moe_permute_fusion: bool = True
+    """Sort tokens by expert and back with Transformer Engine's fused kernels; --no-moe-permute-fusion uses several
+    PyTorch kernels, as do --deterministic-mode and local layers."""
+    moe_router_fusion: bool = False
+    """Choose the experts and compute the load-balancing loss with Transformer Engine's fused kernels, which compute in
+    float32 as the unfused code does. Two experts whose scores agree to the last bits of float32 may be ranked
+    differently. --deterministic-mode and local layers use several PyTorch kernels all the same."""
+    moe_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
+    """How Transformer Engine's layers multiply by the weights of a layer's experts. packed: one cuBLASLt product for
+    all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer); cutlass: one CUTLASS
+    kernel where Transformer Engine has one, which leaves out weight gradients; separate: one cuBLAS kernel for each
+    expert. auto: packed where it can run, else cutlass; separate with --deterministic-mode. Local layers ignore it."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parts named by --freeze."""
+        return frozenset(part.strip() for part in self.freeze.split(",") if part.strip())
+
+
+# Flags of what a run leaves behind and shows.
+
+
+# MLflow tracking URIs that look like the name of a folder and mean a server.
+NO_FOLDERS = ("databricks", "databricks-uc", "uc")
+
+
+def is_folder(uri: str) -> bool:
+    """Return whether MLflow keeps the runs of a tracking URI in files: it is a path or a `file:` URI."""
+    return urlsplit(uri).scheme in ("", "file") and uri not in NO_FOLDERS
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """Logging: the run folder, TensorBoard, the console."""
+
+    run_dir: str = ""
+    """Folder for metrics.jsonl, run_config.toml and other records. Left out: a new folder runs/DATE-TIME-MODEL-DATA
+    (runs/latest links to the newest), or the earlier folder of a run that resumes from its own checkpoint."""
+    tensorboard_dir: str | None = None
+    """TensorBoard folder; left out: none."""
+    tensorboard_by_samples: bool = False
+    """Also plot every TensorBoard curve against consumed samples (TAG vs samples)."""
+    log_interval: int = 1
+    """Iterations between console lines; metrics.jsonl has every iteration."""
+    progress: bool = True
+    """Progress bar when the console is a terminal."""
+    timeline: bool = True
+    """Time what each rank does in a step; metrics.jsonl gets it by module, `timeline/step-N.json` all of an early step,
+    and of the one under way when a rank gets SIGUSR2."""
+    timeline_interval: int = 0
+    """Iterations between further files of that kind; 0: none."""
+    profile_steps: str | None = None
+    """FIRST:LAST iteration to trace with torch's profiler, both included; RUN_DIR/profile/rank-R.json.gz."""
+    profile_ranks: str | None = None
+    """Ranks to trace, such as 0,2; left out: rank 0, and all for --memory-snapshot."""
+    memory_snapshot: bool = False
+    """Record GPU memory and write it at the end of the run, or where it runs out, to RUN_DIR/memory/rank-R.pickle."""
+    nvtx: bool = False
+    """NVTX ranges that name module, stage and microbatch, for Nsight Systems."""
+    wandb_project: str | None = None
+    """Weights & Biases project that gets the figures; left out: none."""
+    wandb_name: str | None = None
+    """Name of the run there."""
+    mlflow_uri: str | None = None
+    """MLflow tracking URI that gets the figures: http(s) of a server, a folder, or a database such as sqlite:///FILE;
+    left out: none."""
+    mlflow_experiment: str | None = None
+    """Experiment there; left out: mimo-hetero."""
+    peak_tflops: float | None = None
+    """TFLOP/s that a GPU can reach, for MFU; left out: dense bf16 of H100, H200, B200, GB200 by the device's name, else
+    no MFU."""
+    moe_per_layer_logging: bool = False
+    """Also log MoE auxiliary losses of each layer."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """Iterations of --profile-steps; none where it is left out. Raises ValueError for what is no such range."""
+        if self.profile_steps is None:
+            return range(0)
+        first, separator, last = self.profile_steps.partition(":")
+        if not (separator and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ValueError(f"--profile-steps {self.profile_steps} is not FIRST:LAST with 1 <= FIRST <= LAST, such as "
+                             "10:12")
+        return range(int(first), int(last) + 1)
+
+    @property
+    def profiled_ranks(self) -> tuple[int, ...]:
+        """Ranks of --profile-ranks; none where it is left out. Raises ValueError for what is no list of ranks."""
+        if self.profile_ranks is None:
+            return ()
+        words = self.profile_ranks.split(",")
+        if not all(word.isdecimal() for word in words):
+            raise ValueError(f"--profile-ranks {self.profile_ranks} is not a list of ranks, such as 0,2")
+        return tuple(int(word) for word in words)
+
+
+# Flags of the optimizers and of the learning-rate schedule.
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer: one per module, clipped by one global norm."""
+
+    lr: float = 3e-4
+    """Peak learning rate of the language model, and of every part without its own."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay; other parts keep the ratio min_lr / lr."""
+    encoder_lr: float | None = None
+    """Peak learning rate of the encoders; left out: --lr."""
+    projector_lr: float | None = None
+    """Peak learning rate of the projectors; left out: that of the encoders."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay (not on biases and one-dimensional parameters)."""
+    encoder_weight_decay: float | None = None
+    """Weight decay of encoders and projectors; left out: --weight-decay."""
+    adam_beta1: float = 0.9
+    """Adam beta1."""
+    adam_beta2: float = 0.95
+    """Adam beta2."""
+    adam_eps: float = 1e-8
+    """Adam epsilon."""
+    clip_grad: float = 1.0
+    """Global gradient norm over all modules; 0 does not clip."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over each module's data-parallel ranks."""
+    log_num_zeros_in_grad: bool = False
+    """Count zero gradients (num-zeros)."""
+    correct_encoder_grad_for_partial_participation: bool = False
+    """Multiply encoder gradients by dp / (encoder ranks that saw an image).
+    This is NOT the gradient of the loss: the uncorrected one already is the exact per-token mean.
+    It exists to reproduce recipes that were tuned with it."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning-rate schedule, counted in iterations or, with --train-samples, in samples."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the decay."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the first step of the warm-up."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """Samples of linear warm-up."""
+    lr_decay_iters: int | None = None
+    """Iteration at which the decay ends, counted from the start of the run, warm-up included; afterwards --min-lr. Left
+    out: the whole run."""
+    lr_decay_samples: int | None = None
+    """Samples at which the decay ends, counted from the start of the run, warm-up included; afterwards --min-lr. Left
+    out: the whole run."""
+    lr_wsd_decay_iters: int | None = None
+    """WSD: length of the final decay in iterations; it ends where the decay ends."""
+    lr_wsd_decay_samples: int | None = None
+    """WSD: length of the final decay in samples; it ends where the decay ends."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """WSD: shape of the final decay."""
+
+
+# Flags of the run: batch, length, evaluation, safety.
+
+
+# A week: limits of waits are numbers that sockets, process groups and timers take.
+MAX_TIMEOUT_S = 604800.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Run: batch sizes, length, evaluation, device, safety."""
+
+    micro_batch_size: int = 1
+    """Samples of one lane in one microbatch."""
+    global_batch_size: int = 8
+    """Samples of all lanes in one iteration; a multiple of micro-batch-size times llm-dp."""
+    seq_length: int = 2048
+    """Tokens per sample after image expansion and padding."""
+    train_iters: int | None = None
+    """Length of the run in iterations (exclusive with --train-samples)."""
+    train_samples: int | None = None
+    """Length of the run in samples; schedules then count samples."""
+    eval_interval: int = 0
+    """Iterations between evaluations; 0 evaluates only at the end."""
+    eval_iters: int = 0
+    """Global batches in an evaluation; 0 does not evaluate."""
+    num_generations: int = 20
+    """Held-out samples decoded greedily and printed after the last evaluation."""
+    seed: int = 1234
+    """Seed of parameters, dropout and sample order."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: CUDA where there is one. cpu runs the same Megatron code under emulation, over gloo."""
+    encoder_prefetch_depth: int = 0
+    """Microbatches, of coming iterations too, whose features a frozen encoder computes while it waits; 0: none."""
+    deterministic_mode: bool = False
+    """Only kernels and reductions that give the same bits every time (slower); a resumed run then repeats exactly."""
+    check_for_nan_in_loss: bool = True
+    """Stop with an error when the loss is not finite."""
+    watchdog_timeout_s: float = 600.0
+    """Seconds without progress after which a rank says what it waits for and exits."""
+    dry_run: bool = False
+    """Print grids, lanes, parameters per rank and bridge bytes, then exit; needs no GPU."""
+    world_size: int | None = None
+    """World size for --dry-run; otherwise torchrun's."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run: one section per concern, plus the provider's and the data set's own flags.
+
+    Attributes:
+        reads_prompts: the data set is one of prompts, which the first rank alone opens.
+        family_defaults: defaults of the model provider's fields that are others in this kind of run, where it has them.
+        model_family: an instance of the model provider's `Config`.
+        dataset: an instance of the data provider's `Config`.
+    """
+
+    reads_prompts: ClassVar[bool] = False
+    family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    model_family: Any = None
+    dataset: Any = None
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of a lane's microbatch, which encoder ranks share where several serve one lane."""
+        return self.train.micro_batch_size
+
+    def resolved(self) -> Self:
+        """The configuration with defaults filled in that depend on other flags."""
+        return self
+
+    @staticmethod
+    def find_dataset(name: str) -> Any:
+        """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
+        return registry.dataset_provider(name)

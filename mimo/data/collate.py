@@ -1,0 +1,397 @@
+"""Samples to tensors: the language side and the encoder side of one microbatch.
+
+Both sides count image tokens with the model provider's `num_image_tokens` from the declared image sizes, so they agree
+without talking to each other; everything a data set can get wrong is refused here, with the sample's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
+from mimo.protocols import Sample
+
+# What an encoder takes of a microbatch: the images of each lane as tensors, and the lanes of a rank as one batch.
+#
+# How each field of several lanes becomes one is written down here, field by field. It is never guessed from shapes:
+# two lanes whose tensors happen to be equally long would be stacked instead of joined.
+
+
+# The fields of `EncoderBatch.inputs`; the axis on which lanes are joined, where a field has one.
+WHOLE_IMAGES = {"pixel_values": 0}
+PACKED_PATCHES = {"pixel_values": 1, "imgs_sizes": 0}
+PACKED_SEQ_PARAMS = "packed_seq_params"
+
+
+def whole_images(images: Sequence[np.ndarray], dtype: torch.dtype) -> dict[str, Any]:
+    """Images of one size, float32 `[C, H, W]` each, as `pixel_values` `[images, C, H, W]`; empty without images."""
+    return {"pixel_values": torch.from_numpy(np.stack(images)).to(dtype)} if images else {}
+
+
+def patchify(image: np.ndarray, patch_size: int) -> np.ndarray:
+    """An image `[C, H, W]` as patches `[H / P * W / P, C * P * P]`, row by row; a patch is flattened as `[C, P, P]`."""
+    channels, height, width = image.shape
+    assert height % patch_size == 0 and width % patch_size == 0, (image.shape, patch_size)
+    grid = image.reshape(channels, height // patch_size, patch_size, width // patch_size, patch_size)
+    return grid.transpose(1, 3, 0, 2, 4).reshape(-1, channels * patch_size**2)
+
+
+def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[int, int]], patch_size: int,
+                   dtype: torch.dtype) -> dict[str, Any]:
+    """Images of any size as one sequence of patches.
+
+    Args:
+        images: float32 `[C, height, width]` each; None where only their sizes are needed.
+        sizes: `(height, width)` of each image, multiples of `patch_size`.
+        patch_size: pixels a side of a patch.
+        dtype: dtype of the patches.
+
+    Returns:
+        The fields of packed patches in `EncoderBatch.inputs`, `pixel_values` only with images; empty without sizes.
+    """
+    if not sizes:
+        return {}
+    imgs_sizes = np.array(sizes, np.int64)
+    patches = (imgs_sizes // patch_size).prod(axis=1)
+    inputs: dict[str, Any] = {}
+    if images is not None:
+        pixels = np.concatenate([patchify(image, patch_size) for image in images])
+        inputs["pixel_values"] = torch.from_numpy(pixels)[None].to(dtype)
+    cu_seqlens = torch.tensor([0, *patches.cumsum()], dtype=torch.int32)
+    return inputs | {"imgs_sizes": imgs_sizes, PACKED_SEQ_PARAMS: PackedSequences(cu_seqlens, int(patches.max()))}
+
+
+def merge_sequences(parts: Sequence[PackedSequences]) -> PackedSequences:
+    """Packed sequences one behind the other: starts shifted by what lies before, the longest of all."""
+    starts, offset = [parts[0].cu_seqlens[:1]], 0
+    for part in parts:
+        starts.append(part.cu_seqlens[1:] + offset)
+        offset += int(part.cu_seqlens[-1])
+    return PackedSequences(torch.cat(starts), max(part.max_seqlen for part in parts))
+
+
+def merge_inputs(lanes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The inputs of several lanes as one batch, in lane order. Lanes without images are empty.
+
+    Raises:
+        TypeError: a field that has no rule, or lanes that do not have the same fields.
+    """
+    present = [lane for lane in lanes if lane]
+    if not present:
+        return {}
+    fields = list(present[0])
+    for lane in present:
+        if lane.keys() != present[0].keys():
+            raise TypeError(f"lanes of one encoder with the fields {fields} and {list(lane)} cannot be merged")
+    axes = PACKED_PATCHES if PACKED_SEQ_PARAMS in fields else WHOLE_IMAGES
+    merged: dict[str, Any] = {}
+    for name in fields:
+        values = [lane[name] for lane in present]
+        if name == PACKED_SEQ_PARAMS and all(isinstance(value, PackedSequences) for value in values):
+            merged[name] = merge_sequences(values)
+        elif name in axes and all(isinstance(value, torch.Tensor) for value in values):
+            merged[name] = values[0] if len(values) == 1 else torch.cat(values, dim=axes[name])
+        elif name in axes and all(isinstance(value, np.ndarray) for value in values):
+            merged[name] = np.concatenate(values, axis=axes[name])
+        else:
+            raise TypeError(f"encoder input {name!r} ({type(values[0]).__name__}): there is no rule for merging lanes")
+    return merged
+
+
+# (encoder module, height, width in pixels) -> language tokens.
+TokenCounter = Callable[[str, int, int], int]
+
+
+def image_owners(sample: Sample, modules: dict[str, int]) -> list[str]:
+    """The encoder module of each image of a sample: the one whose placeholder stands for it.
+
+    Raises:
+        ValueError: placeholders and images do not match, a placeholder is a target, or there is no encoder.
+    """
+    if not modules:
+        if sample.image_sizes:
+            raise ValueError(
+                f"sample {sample.key}: has {len(sample.image_sizes)} images, but the layout has no encoder "
+                "(--llm-only): the data set must be text only"
+            )
+        return []
+    ids = list(modules.values())
+    is_image = np.isin(sample.tokens, ids)
+    named = f"token id {ids[0]}" if len(ids) == 1 else f"token ids {ids}"
+    if is_image.sum() != len(sample.image_sizes):
+        raise ValueError(
+            f"sample {sample.key}: {is_image.sum()} image placeholders ({named}) but {len(sample.image_sizes)} images"
+        )
+    if (is_image & sample.target_mask).any():
+        raise ValueError(f"sample {sample.key}: an image placeholder ({named}) is marked as a target")
+    module_of = {token: module for module, token in modules.items()}
+    return [module_of[token] for token in sample.tokens[is_image].tolist()]
+
+
+def image_token_counts(sample: Sample, owners: Sequence[str], num_image_tokens: TokenCounter) -> list[int]:
+    """Language tokens of each image of a sample. Raises ValueError for a size that its encoder cannot take."""
+    counts = []
+    for position, (module, (height, width)) in enumerate(zip(owners, sample.image_sizes, strict=True)):
+        try:
+            counts.append(num_image_tokens(module, height, width))
+        except ValueError as error:
+            raise ValueError(f"sample {sample.key}: image {position} of {height}x{width} pixels: {error}") from error
+    return counts
+
+
+def check_tokens(sample: Sample, vocab_size: int) -> None:
+    """Raise ValueError unless tokens are int `[T]` ids of the vocabulary with a bool mask `[T]`."""
+    tokens, mask = sample.tokens, sample.target_mask
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"sample {sample.key}: tokens are {tokens.dtype} {list(tokens.shape)}, expected integers [T]")
+    if mask.shape != tokens.shape or mask.dtype != np.bool_:
+        raise ValueError(
+            f"sample {sample.key}: target_mask is {mask.dtype} {list(mask.shape)}, expected bool {list(tokens.shape)}"
+        )
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"sample {sample.key}: token id {outside[0]} is not below --vocab-size {vocab_size}")
+
+
+@dataclass
+class Expanded:
+    """A row with every image placeholder repeated once per token of its image.
+
+    Attributes:
+        tokens: int64 `[n]`.
+        targets: bool `[n]`.
+        images: of each module, the image tokens of each of its images.
+        ends: where each sample of a pack ends, one past its last token; `(n,)` for a single sample.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    images: dict[str, list[int]]
+    ends: np.ndarray
+
+    @property
+    def image_tokens(self) -> dict[str, int]:
+        """How many of the tokens are image tokens of each module."""
+        return {module: sum(counts) for module, counts in self.images.items()}
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample of a pack."""
+        return tuple(np.diff(self.ends, prepend=0).tolist())
+
+
+def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter) -> Expanded:
+    """Repeat each image placeholder once per token of its image. Raises ValueError as the functions above."""
+    owners = image_owners(sample, modules)
+    counts = image_token_counts(sample, owners, num_image_tokens)
+    repeats = np.ones(len(sample.tokens), np.int64)
+    repeats[np.isin(sample.tokens, list(modules.values()))] = counts
+    images: dict[str, list[int]] = {module: [] for module in modules}
+    for module, count in zip(owners, counts, strict=True):
+        images[module].append(count)
+    tokens = np.repeat(sample.tokens.astype(np.int64), repeats)
+    ends = np.array([len(tokens)])
+    if sample.lengths:
+        if sum(sample.lengths) != len(sample.tokens) or min(sample.lengths) < 1:
+            raise ValueError(f"sample {sample.key}: a pack of {len(sample.tokens)} tokens says that its samples have "
+                             f"{list(sample.lengths)}")
+        ends = np.cumsum(repeats)[np.cumsum(sample.lengths) - 1]
+    return Expanded(tokens, np.repeat(sample.target_mask, repeats), images, ends)
+
+
+def collate_text(
+    samples: Sequence[Sample],
+    *,
+    modules: dict[str, int],
+    num_image_tokens: TokenCounter,
+    seq_length: int,
+    vocab_size: int,
+    pad_token_id: int,
+) -> TextBatch:
+    """Language side of a microbatch: images expanded, labels shifted by one, padded on the right.
+
+    Args:
+        samples: the lane's samples, in order.
+        modules: encoder names and their placeholder ids; empty without an encoder.
+        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
+        seq_length: tokens per sample after expansion and padding.
+        vocab_size: ids are below it.
+        pad_token_id: fills `input_ids` and `labels` after a sample's end, where the loss mask is 0.
+
+    Raises:
+        ValueError: naming the sample, for anything wrong with it.
+    """
+    if pad_token_id in modules.values():
+        raise ValueError(f"--image-token-id {pad_token_id}: is the padding token, which would count as images")
+    if len(samples) > 1 and any(sample.lengths for sample in samples):
+        raise ValueError(f"sample {samples[0].key}: packed rows need --micro-batch-size 1, it is {len(samples)}")
+    rows = [_row(sample, modules, num_image_tokens, seq_length, vocab_size) for sample in samples]
+    input_ids = np.full((len(samples), seq_length), pad_token_id, np.int64)
+    labels = input_ids.copy()
+    loss_mask = np.zeros(input_ids.shape, np.float32)
+    for index, row in enumerate(rows):
+        length = len(row.tokens)
+        input_ids[index, :length] = row.tokens
+        labels[index, : max(length - 1, 0)] = row.tokens[1:]
+        loss_mask[index, : max(length - 1, 0)] = row.targets[1:]
+        # The last token of a sample predicts nothing: what follows in a pack belongs to another.
+        labels[index, row.ends - 1], loss_mask[index, row.ends - 1] = pad_token_id, 0
+    packed = packed_sequences(rows[0].ends, seq_length) if samples and samples[0].lengths else None
+    return TextBatch(
+        keys=tuple(sample.key for sample in samples),
+        token_counts={module: tuple(row.image_tokens[module] for row in rows) for module in modules},
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(loss_mask),
+        position_ids=positions_of(packed, seq_length).expand(len(samples), seq_length).contiguous(),
+        placeholders={
+            module: placeholder_positions(torch.from_numpy(input_ids), token) for module, token in modules.items()
+        },
+        num_tokens=sum(len(row.tokens) for row in rows),
+        packed=packed,
+        skipped=tuple(message for sample in samples for message in sample.skipped),
+        unbalanced_image_tokens=sum(sample.unbalanced_image_tokens or 0 for sample in samples),
+        lengths=tuple(row.lengths for row in rows),
+        image_lengths={module: tuple(count for row in rows for count in row.images[module]) for module in modules},
+    )
+
+
+def _row(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter, seq_length: int,
+         vocab_size: int) -> Expanded:
+    """One sample, checked and expanded. Raises ValueError for anything wrong with it."""
+    check_tokens(sample, vocab_size)
+    row = expand_images(sample, modules, num_image_tokens)
+    length = len(row.tokens)
+    if length > seq_length:
+        raise ValueError(
+            f"sample {sample.key}: {length} tokens, {sum(row.image_tokens.values())} of them from images, are "
+            f"{length - seq_length} more than --seq-length {seq_length}"
+        )
+    return row
+
+
+def positions_of(packed: PackedSequences | None, row_length: int) -> torch.Tensor:
+    """Position of each token of a row, int64 `[row_length]`; it starts over with every sample of a packed row."""
+    if packed is None:
+        return torch.arange(row_length)
+    return torch.cat([torch.arange(int(length)) for length in packed.cu_seqlens.diff()])
+
+
+def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
+    """The sequences of a packed row, padding as one of its own. `ends`: one past the last token of each sample."""
+    stops = [int(end) for end in ends]
+    if stops[-1] < row_length:
+        stops.append(row_length)
+    cu_seqlens = torch.tensor([0, *stops], dtype=torch.int32)
+    lengths = cu_seqlens.diff()
+    # Here rather than on the device, where the wheel would wait for it.
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths.long())[None]
+    return PackedSequences(cu_seqlens, int(lengths.max()), seq_idx)
+
+
+def placeholder_positions(input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
+    """Where a placeholder stands, in sample order, as indices into `[s * b]` of a sequence-first tensor.
+
+    Args:
+        input_ids: int64 `[b, s]`, on the host: on a device this would synchronise.
+        token_id: the placeholder.
+    """
+    sample, position = (input_ids == token_id).nonzero(as_tuple=True)
+    return position * input_ids.shape[0] + sample
+
+
+def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
+    """The images of a sample. Raises ValueError for one that is missing or is not what the sample declares."""
+    num_present = 0 if sample.images is None else len(sample.images)
+    if sample.images is None or num_present != len(sample.image_sizes):
+        raise ValueError(f"sample {sample.key}: declares {len(sample.image_sizes)} images but holds {num_present}")
+    for position, (image, size) in enumerate(zip(sample.images, sample.image_sizes, strict=True)):
+        expected = (num_channels, *size)
+        if image.shape != expected or image.dtype != np.float32:
+            raise ValueError(
+                f"sample {sample.key}: image {position} is {image.dtype} {list(image.shape)}, declared float32 "
+                f"{list(expected)} (channels, height, width)"
+            )
+        if not np.isfinite(image).all():
+            raise ValueError(f"sample {sample.key}: image {position} has pixels that are not finite")
+    return sample.images
+
+
+def collate_encoder(
+    samples: Sequence[Sample],
+    *,
+    module: str,
+    modules: dict[str, int],
+    num_image_tokens: TokenCounter,
+    num_channels: int,
+    lane_sizes: Sequence[int],
+    dtype: torch.dtype,
+    patch_size: int = 0,
+    pixels: bool = True,
+) -> EncoderBatch:
+    """Encoder side of a microbatch.
+
+    Args:
+        samples: samples of all lanes served, by lane, then in lane order.
+        module: the encoder.
+        modules: names and placeholder ids of all encoders.
+        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
+        num_channels: channels the encoder takes.
+        lane_sizes: samples of each lane; sums to `len(samples)`.
+        dtype: dtype of `pixel_values`.
+        patch_size: pixels a side of a patch, where the encoder takes packed patches; 0: it takes whole images.
+        pixels: False on pipeline stages after the first, which receive activations instead of pixels.
+
+    Raises:
+        ValueError: naming the sample, for a missing image or one that differs from what its sample declares.
+    """
+    assert sum(lane_sizes) == len(samples), (lane_sizes, len(samples))
+    token_counts, lanes = [], []
+    first: tuple[str, Any] | None = None
+    for stop, size in zip(accumulate(lane_sizes), lane_sizes, strict=True):
+        images, sizes = [], []
+        for sample in samples[stop - size : stop]:
+            owners = image_owners(sample, modules)
+            counts = image_token_counts(sample, owners, num_image_tokens)
+            token_counts.append(sum(count for count, owner in zip(counts, owners, strict=True) if owner == module))
+            held = checked_images(sample, num_channels) if pixels else [None] * len(owners)
+            for image, shape, owner in zip(held, sample.image_sizes, owners, strict=True):
+                if owner == module:
+                    first = first or (sample.key, shape)
+                    _check_size(sample.key, shape, first, patch_size)
+                    images.append(image)
+                    sizes.append(shape)
+        lanes.append(_lane_inputs(images if pixels else None, sizes, patch_size, dtype))
+    return EncoderBatch(
+        keys=tuple(sample.key for sample in samples),
+        token_counts=tuple(token_counts),
+        lane_sizes=tuple(lane_sizes),
+        inputs=merge_inputs(lanes),
+    )
+
+
+def _check_size(key: str, size: tuple[int, int], first: tuple[str, tuple[int, int]], patch_size: int) -> None:
+    """Raise ValueError for an image that its microbatch cannot hold; `first`: key and size of its first image."""
+    height, width = size
+    if patch_size and (height % patch_size or width % patch_size):
+        raise ValueError(f"sample {key}: an image of {height}x{width} pixels is not whole patches of "
+                         f"{patch_size}x{patch_size}")
+    if not patch_size and size != first[1]:
+        raise ValueError(
+            f"sample {key}: an image of {height}x{width} pixels cannot share a microbatch with one of "
+            f"{first[1][0]}x{first[1][1]} (sample {first[0]}); the data set must give one size"
+        )
+
+
+def _lane_inputs(images: Sequence[Any] | None, sizes: Sequence[tuple[int, int]], patch_size: int,
+                 dtype: torch.dtype) -> dict[str, Any]:
+    """The images of one lane as an encoder takes them; without `images` what later pipeline stages need of them."""
+    if patch_size:
+        return packed_patches(images, sizes, patch_size, dtype)
+    return {} if images is None else whole_images(images, dtype)

@@ -1,0 +1,307 @@
+"""The data of one rank: the lanes and sides it needs, one iteration at a time, prepared in the background."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from itertools import islice
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimo.comm.host import HostChannel
+from mimo.config.trainer import DataConfig
+from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.collate import collate_encoder, collate_text
+from mimo.data.sources import ReaderSource, RoutedSource, Source, StepSamples, StreamSource
+from mimo.grid.lanes import data_request, lanes_read_by, needs_of
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, DataProvider, DataRequest, ModelProvider, RoutedDataProvider
+from mimo.watchdog.status import LoaderStatus
+
+
+class StepLoader:
+    """Microbatches of one rank, iteration by iteration.
+
+    Args:
+        layout: all grids; must be valid.
+        rank: this process.
+        source: where this rank's samples come from.
+        model_provider, model_config: the model family and its flags.
+        micro_batch_size: samples of a lane in a microbatch.
+        num_microbatches: microbatches of an iteration.
+        seq_length: tokens per sample after image expansion and padding.
+        pad_token_id: fills the end of short samples.
+        dtype: dtype of pixel values.
+        pin_memory: give tensors in page-locked memory, from which copies to a GPU do not block the host.
+        prefetch: prepare the next iteration in a background thread while the current one is used.
+
+    Attributes:
+        consumed_samples: samples of all lanes that `next_step` has handed out.
+        last_wait_s: seconds that the last `next_step`, and `peek` since then, waited for data.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        source: Source,
+        *,
+        model_provider: ModelProvider,
+        model_config: Any,
+        micro_batch_size: int,
+        num_microbatches: int,
+        seq_length: int,
+        pad_token_id: int = 0,
+        dtype: torch.dtype = torch.float32,
+        prefetch: bool = True,
+        pin_memory: bool = False,
+    ) -> None:
+        self._source = source
+        self._needs = needs_of(layout, rank, micro_batch_size)
+        self._num_microbatches = num_microbatches
+        self.samples_per_step = micro_batch_size * num_microbatches * layout.num_lanes
+        tokens = model_provider.token_spec(model_config)
+        ids = model_provider.special_token_ids(model_config)
+        modules = {grid.name: ids[grid.name] for grid in layout.encoders}
+        num_image_tokens = partial(model_provider.num_image_tokens, model_config)
+        self._collate_text = partial(
+            collate_text,
+            modules=modules,
+            num_image_tokens=num_image_tokens,
+            seq_length=seq_length,
+            vocab_size=tokens.vocab_size,
+            pad_token_id=pad_token_id,
+        )
+        self._collate_encoder = partial(
+            collate_encoder,
+            modules=modules,
+            num_image_tokens=num_image_tokens,
+            num_channels=tokens.num_channels,
+            patch_size=tokens.patch_size if tokens.packs_patches else 0,
+            dtype=dtype,
+        )
+        self._pin_memory = pin_memory
+        self.consumed_samples = 0
+        self.last_wait_s = 0.0
+        self._streams = self._streams_now()
+        self._started = self._broken = self._closed = self._closing = False
+        self._pool = ThreadPool(1) if prefetch else None
+        self._pending: AsyncResult[tuple[list[Microbatch], dict[str, Any]]] | None = None
+        # Iterations that were waited for and not handed out yet.
+        self._ready: deque[tuple[list[Microbatch], dict[str, Any]]] = deque()
+
+    def _encoder_batch(self, module: str, samples: StepSamples, index: int) -> EncoderBatch:
+        needs = [need for need in self._needs if need.module == module]
+        by_lane = [samples[module, need.share.lane][index] for need in needs]
+        return self._collate_encoder(
+            [sample for lane in by_lane for sample in lane],
+            module=module,
+            lane_sizes=[len(lane) for lane in by_lane],
+            pixels=needs[0].pixels,
+        )
+
+    def _text_batch(self, samples: StepSamples, index: int) -> TextBatch | None:
+        lanes = [need.share.lane for need in self._needs if need.module == LANGUAGE]
+        return self._collate_text(samples[LANGUAGE, lanes[0]][index]) if lanes else None
+
+    def _streams_now(self) -> dict[str, Any]:
+        return self._source.state_dict(self._source.mark())
+
+    def _produce(self) -> tuple[list[Microbatch], dict[str, Any]]:
+        """The next iteration, and the state of the streams after it.
+
+        The state is taken with every iteration: a save that asked the source later would wait until the iteration that
+        is then being read is complete.
+        """
+        samples = self._source.read()
+        encoders = dict.fromkeys(need.module for need in self._needs if need.module != LANGUAGE)
+        microbatches = [
+            Microbatch(
+                text=self._text_batch(samples, index),
+                encoders={module: self._encoder_batch(module, samples, index) for module in encoders},
+            )
+            for index in range(self._num_microbatches)
+        ]
+        if self._pin_memory:
+            microbatches = [batch.pin_memory() for batch in microbatches]
+        return microbatches, self._streams_now()
+
+    def next_step(self) -> list[Microbatch]:
+        """The microbatches of one iteration, as host tensors.
+
+        Raises:
+            ValueError: a sample is wrong; the message names it. Any other error of the data set comes through with its
+                own type. After an error the loader stands between samples and only `load_state_dict` revives it.
+            RuntimeError: the loader is closed, or failed before.
+        """
+        self.last_wait_s = 0.0
+        self._have_ready(1)
+        microbatches, self._streams = self._ready.popleft()
+        self.consumed_samples += self.samples_per_step
+        return microbatches
+
+    def peek(self, num_steps: int) -> list[list[Microbatch]]:
+        """The iterations that the next calls of `next_step` will hand out, which they still do: nothing is consumed.
+
+        Waits for all of them. Where lanes are routed, all ranks have to ask for as many.
+
+        Raises:
+            ValueError, RuntimeError: as `next_step`.
+        """
+        self._have_ready(num_steps)
+        return [microbatches for microbatches, _ in islice(self._ready, num_steps)]
+
+    def _have_ready(self, num_steps: int) -> None:
+        """Wait until so many iterations are ready; the background thread, if any, then works on one more."""
+        if self._closed or self._broken:
+            raise RuntimeError("the loader is closed" if self._closed else "the loader failed in an earlier step")
+        started = time.perf_counter()
+        self._broken = True  # stays so if the next lines raise
+        if not self._started:
+            self._source.start()
+            self._started = True
+        while len(self._ready) < num_steps:
+            if self._pool is None:
+                self._ready.append(self._produce())
+            else:
+                pending = self._pending or self._pool.apply_async(self._produce)
+                self._pending = None
+                self._ready.append(pending.get())
+        if self._pool is not None and self._pending is None:
+            self._pending = self._pool.apply_async(self._produce)
+        self._broken = False
+        self.last_wait_s += time.perf_counter() - started
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands after the last step handed out; what was only prefetched or peeked at does not count.
+
+        Waits for nothing.
+
+        Returns:
+            `consumed_samples`, and `streams`: the state of each stream that this rank reads, by `module/lane`.
+        """
+        return {"consumed_samples": self.consumed_samples, "streams": dict(self._streams)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the step at which `state` was taken, by this rank or, merged, by several.
+
+        Raises:
+            ValueError: the data set cannot continue from the state.
+        """
+        if self._pending is not None:
+            self._pending.wait()  # the source belongs to the thread until it is done; what it read is dropped
+            self._pending = None
+        self._ready.clear()
+        if state["streams"]:
+            self._source.load_state_dict(state["streams"])
+        self.consumed_samples = int(state["consumed_samples"])
+        self._streams = self._streams_now()
+        self._broken = False
+
+    def describe(self) -> str:
+        """What `next_step` waits for."""
+        return self._source.describe()
+
+    def status(self) -> LoaderStatus:
+        """What the loader does now; asked from another thread."""
+        pending = self._pending
+        # While `next_step` waits it holds what is pending itself.
+        busy = self._closing or self._broken or (pending is not None and not pending.ready())
+        return LoaderStatus(busy, self.describe(), self._source.waits_for)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Stop the background thread. `next_step` raises from then on; calling it again does nothing.
+
+        Args:
+            failed: the run ends for an error, here or elsewhere: wait for nobody.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if not failed and not self._broken:
+            self._closing = True
+            if self._pending is not None:
+                # Other ranks take part in what is under way. It is short: all of them have asked for it.
+                self._pending.wait()
+            self._source.close()
+            self._closing = False
+        self._pending = None
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool = None
+
+
+# From flags to a rank's data: the source that gives it samples, and the loader that makes tensors of them.
+
+
+def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedDataProvider, data_config: Any,
+                request: DataRequest, *, lane_loader: str = DataConfig.lane_loader, num_microbatches: int,
+                host: dist.ProcessGroup | None = None, tag: int = 0) -> Source:
+    """Open the data of one rank. Collective over the world where lanes are routed.
+
+    Args:
+        layout: all grids; must be valid.
+        rank: this process.
+        data_provider: the data set.
+        data_config: its flags.
+        request: what the run asks of it.
+        lane_loader: `routed` or `per-lane`, for a data set that costs something to read.
+        num_microbatches: microbatches of an iteration.
+        host: gloo group of the whole world, needed where lanes are routed over several ranks.
+        tag: tells this source's messages from those of others that are open on the group.
+
+    Raises:
+        ValueError: the data set refuses the configuration.
+    """
+    sizes = {"micro_batch_size": request.micro_batch_size, "num_microbatches": num_microbatches}
+    needs = needs_of(layout, rank, request.micro_batch_size)
+    if not isinstance(data_provider, RoutedDataProvider):
+        return StreamSource(data_provider, data_config, request.tokens, needs, lanes=request.num_lanes,
+                            seed=request.seed, split=request.split, **sizes)
+    if lane_loader == "per-lane" or layout.world_size == 1:
+        lanes = tuple(sorted({need.share.lane for need in needs}))
+        return ReaderSource(data_provider.reader(data_config, request, lanes), lanes, needs, **sizes)
+    assert host is not None, "routed lanes need the host group"
+    own = lanes_read_by(layout, rank)
+    local = ReaderSource(data_provider.reader(data_config, request, own), own, (), **sizes) if own else None
+    return RoutedSource(local, layout, rank, request.micro_batch_size, HostChannel(host, tag))
+
+
+def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, model_config: Any,
+                data_provider: DataProvider | RoutedDataProvider, data_config: Any, micro_batch_size: int,
+                num_microbatches: int, seq_length: int, seed: int, split: str = "train",
+                lane_loader: str = DataConfig.lane_loader, host: dist.ProcessGroup | None = None, tag: int = 0,
+                **loader: Any) -> StepLoader:
+    """The data of one rank as microbatches. Collective over the world where lanes are routed.
+
+    Args:
+        layout: all grids; must be valid.
+        rank: this process.
+        model_provider: the model family.
+        model_config: its flags.
+        data_provider: the data set.
+        data_config: its flags.
+        micro_batch_size: samples of a lane in a microbatch.
+        num_microbatches: microbatches of an iteration.
+        seq_length: tokens per sample after image expansion and padding.
+        seed: seed of the sample order.
+        split: `train` or `valid`.
+        lane_loader: as `open_source`.
+        host: as `open_source`.
+        tag: as `open_source`.
+        loader: more arguments of `StepLoader`.
+
+    Raises:
+        ValueError: the data set refuses the configuration.
+    """
+    request = data_request(layout, model_provider, model_config, micro_batch_size=micro_batch_size,
+                           seq_length=seq_length, seed=seed, split=split)
+    source = open_source(layout, rank, data_provider, data_config, request, lane_loader=lane_loader,
+                         num_microbatches=num_microbatches, host=host, tag=tag)
+    return StepLoader(layout, rank, source, model_provider=model_provider, model_config=model_config,
+                      micro_batch_size=micro_batch_size, num_microbatches=num_microbatches, seq_length=seq_length,
+                      **loader)

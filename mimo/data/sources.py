@@ -1,0 +1,348 @@
+"""Where the samples of a rank come from: its own streams, lanes that it reads, or another rank's reader.
+
+A step's samples are `{(module, lane): [samples of each microbatch]}`, each list the share of the module on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+from mimo.checkpoint.paths import SHARED_STREAM
+from mimo.comm.host import HostChannel, gather, raise_any
+from mimo.data.batch import Microbatch
+from mimo.grid.lanes import Need, lanes_read_by, needs_from, needs_of, reader_of
+from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE, DataProvider, Lane, LaneReader, RoutedDataProvider, Sample, SampleStream, TokenSpec
+from mimo.training.step import TrainerParts
+from mimo.watchdog.process_exit import ReportedElsewhereError
+
+StepSamples = dict[tuple[str, int], list[list[Sample]]]
+
+
+class Source(Protocol):
+    """The samples of one rank. One thread uses it at a time."""
+
+    def start(self) -> None:
+        """Before the first `read`, from the main thread."""
+        ...
+
+    def read(self) -> StepSamples:
+        """The samples of the next iteration."""
+        ...
+
+    def mark(self) -> Any:
+        """Where it stands, taken after every iteration."""
+        ...
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        """State of each open stream at one of the last marks, by the stream's name."""
+        ...
+
+    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
+        """Continue from the streams of a checkpoint."""
+        ...
+
+    def describe(self) -> str:
+        """What a rank that waits for its data waits for."""
+        ...
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """Ranks whose loaders it waits for now."""
+        ...
+
+    def close(self) -> None:
+        """Stop. Nobody reads any more."""
+        ...
+
+
+def _named(streams: Mapping[str, Any], name: str) -> Any:
+    """The state of stream `name`, or of any other: all streams of an indexed data set stand at the same sample."""
+    return streams[name] if name in streams else next(iter(streams.values()))
+
+
+class StreamSource:
+    """Streams that cost little to read: this rank opens every lane that it needs, and skips what others encode.
+
+    Args:
+        provider, config: the data set and its flags.
+        tokens: what the model takes.
+        needs: what this rank needs.
+        lanes: number of lanes.
+        seed, split: of the sample order.
+        micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
+    """
+
+    def __init__(self, provider: DataProvider, config: Any, tokens: TokenSpec, needs: Sequence[Need], *, lanes: int,
+                 seed: int, split: str, micro_batch_size: int, num_microbatches: int) -> None:
+        self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
+        self._streams: dict[str, tuple[Need, SampleStream]] = {}
+        for need in needs:
+            # A lane opened as the language side never builds images.
+            lane = Lane(need.module if need.pixels else LANGUAGE, need.share.lane, lanes, seed, split)
+            self._streams[f"{need.module}/{need.share.lane}"] = need, provider.stream(config, tokens, lane)
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def read(self) -> StepSamples:
+        """The samples of the next iteration."""
+        return {(need.module, need.share.lane): [self._microbatch(need, stream) for _ in range(self._num_microbatches)]
+                for need, stream in self._streams.values()}
+
+    def _microbatch(self, need: Need, stream: SampleStream) -> list[Sample]:
+        wanted = need.share.stop - need.share.start
+        stream.skip(need.share.start)
+        samples = list(islice(stream, wanted))
+        if len(samples) != wanted:
+            raise ValueError(f"lane {need.share.lane}: the data set ended inside a microbatch; it must start over")
+        stream.skip(self._micro_batch_size - need.share.stop)
+        return samples
+
+    def mark(self) -> Any:
+        """The states themselves: they are small."""
+        return {name: stream.state_dict() for name, (_, stream) in self._streams.items()}
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        """State of each stream."""
+        return dict(mark)
+
+    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
+        """Every stream takes its own state or, where the layout changed, that of another."""
+        for name, (_, stream) in self._streams.items():
+            stream.load_state_dict(_named(streams, name))
+
+    def describe(self) -> str:
+        """The streams of this rank."""
+        return f"streams {', '.join(self._streams)} of this rank"
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """No other rank."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def _share(rows: Mapping[int, list[list[Sample]]], need: Need) -> list[list[Sample]]:
+    """What `need` takes of the lanes in `rows`."""
+    share = need.share
+    chosen = [samples[share.start : share.stop] for samples in rows[share.lane]]
+    return chosen if need.pixels else [[replace(sample, images=None) for sample in samples] for samples in chosen]
+
+
+class ReaderSource:
+    """Lanes that this rank reads itself, whole.
+
+    Args:
+        reader: reads `lanes`.
+        lanes: what it reads.
+        needs: what this rank needs of them.
+        micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
+    """
+
+    def __init__(self, reader: LaneReader, lanes: Sequence[int], needs: Sequence[Need], *, micro_batch_size: int,
+                 num_microbatches: int) -> None:
+        self._reader, self._lanes, self._needs = reader, lanes, needs
+        self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
+
+    def start(self) -> None:
+        """Start the reader's workers."""
+        self._reader.start()
+
+    def read_lanes(self) -> dict[int, list[list[Sample]]]:
+        """All rows of the next iteration, by lane and microbatch. Lanes advance together, row by row."""
+        rows: dict[int, list[list[Sample]]] = {lane: [] for lane in self._lanes}
+        for _ in range(self._num_microbatches):
+            for lane in self._lanes:
+                rows[lane].append([])
+            for _ in range(self._micro_batch_size):
+                for lane in self._lanes:
+                    rows[lane][-1].append(self._reader.read(lane))
+        return rows
+
+    def read(self) -> StepSamples:
+        """The samples of the next iteration."""
+        rows = self.read_lanes()
+        return {(need.module, need.share.lane): _share(rows, need) for need in self._needs}
+
+    def mark(self) -> Any:
+        """Where the reader stands."""
+        return self._reader.mark()
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        """State of each lane."""
+        return {f"{SHARED_STREAM}/{lane}": state for lane, state in self._reader.state_dict(mark).items()}
+
+    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
+        """Hand the reader the lanes of a checkpoint. Raises ValueError for another data set's, and as the reader."""
+        other = [name for name in streams if not name.startswith(f"{SHARED_STREAM}/")]
+        if other:
+            raise ValueError(f"the checkpoint's data state ({', '.join(other)}) is of an indexed data set, this one is "
+                             "read by lanes; --no-load-data starts the data anew")
+        self._reader.load_state_dict({int(name.split("/")[1]): state for name, state in streams.items()})
+
+    def describe(self) -> str:
+        """What the reader is doing."""
+        return self._reader.describe()
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """No other rank."""
+        return ()
+
+    def close(self) -> None:
+        """Stop the reader's workers."""
+        self._reader.close()
+
+
+class RoutedSource:
+    """Lanes read once: each by one rank, which hands every other rank what that needs of it.
+
+    Messages travel in the background, one iteration ahead of the one that is trained on. An error of a reader travels
+    in place of the samples, so no rank waits for a reader that has stopped.
+
+    Args:
+        local: the lanes that this rank reads; None where it reads none.
+        layout: all grids.
+        rank: this process.
+        micro_batch_size: rows of a lane in a microbatch.
+        channel: to the other ranks.
+    """
+
+    def __init__(self, local: ReaderSource | None, layout: Layout, rank: int, micro_batch_size: int,
+                 channel: HostChannel) -> None:
+        self._local, self._layout, self._channel = local, layout, channel
+        needs = needs_of(layout, rank, micro_batch_size)
+        self._own = needs_from(layout, rank, rank, micro_batch_size)
+        self._from: dict[int, list[Need]] = {}
+        for need in needs:
+            reader = reader_of(layout, need.share.lane)
+            if reader != rank:
+                self._from.setdefault(reader, []).append(need)
+        others = [other for other in range(layout.world_size) if other != rank] if lanes_read_by(layout, rank) else []
+        self._to = {other: wanted for other in others
+                    if (wanted := needs_from(layout, rank, other, micro_batch_size))}
+        self._waiting_for: int | None = None
+
+    def start(self) -> None:
+        """Start the workers of the lanes that this rank reads."""
+        if self._local is not None:
+            self._local.start()
+
+    def read(self) -> StepSamples:
+        """The samples of the next iteration.
+
+        Raises:
+            ReportedElsewhereError: the reader of a lane has failed; it says why.
+        """
+        samples = {} if self._local is None else self._serve(self._local)
+        for reader, needs in self._from.items():
+            self._waiting_for = reader
+            shares, error = self._channel.receive(reader)
+            self._waiting_for = None
+            if error is not None:
+                raise ReportedElsewhereError(
+                    f"{self._layout.describe(reader)}, which reads {_lanes(needs)}, has stopped: {error}")
+            samples |= {(need.module, need.share.lane): share for need, share in zip(needs, shares, strict=True)}
+        return samples
+
+    def _serve(self, local: ReaderSource) -> StepSamples:
+        """Read this rank's lanes and send the others theirs."""
+        self._channel.flush()  # of the iteration before: at most one is under way
+        try:
+            rows = local.read_lanes()
+        except Exception as error:  # whatever it is, the others wait for samples that will not come
+            for other in self._to:
+                self._channel.send(other, ([], f"{type(error).__name__}: {error}"))
+            self._channel.flush()
+            raise
+        for other, needs in self._to.items():
+            self._channel.send(other, ([_share(rows, need) for need in needs], None))
+        return {(need.module, need.share.lane): _share(rows, need) for need in self._own}
+
+    def mark(self) -> Any:
+        """Where this rank's reader stands; None where it reads no lane."""
+        return None if self._local is None else self._local.mark()
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        """State of each lane that this rank reads."""
+        return {} if self._local is None else self._local.state_dict(mark)
+
+    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
+        """Continue this rank's lanes; nothing to do where it reads none."""
+        if self._local is not None:
+            self._local.load_state_dict(streams)
+
+    def describe(self) -> str:
+        """Which rank's samples are missing, or what this rank's reader is doing."""
+        reader = self._waiting_for
+        if reader is not None:
+            return f"samples of {_lanes(self._from[reader])} from rank {reader}, their reader"
+        return "nothing" if self._local is None else self._local.describe()
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """The rank that has to send samples, or to take those of the iteration before."""
+        return self._channel.waits_for
+
+    def close(self) -> None:
+        """Wait until the others have what was sent, and stop the workers."""
+        self._channel.flush()
+        if self._local is not None:
+            self._local.close()
+
+
+def _lanes(needs: Sequence[Need]) -> str:
+    numbers = sorted({need.share.lane for need in needs})
+    return f"lane{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+# The end of a run that has passed over too many bad samples.
+
+
+SHOWN = 3
+
+
+@runtime_checkable
+class SkippingDataProvider(Protocol):
+    """A data set that passes over bad samples (`mimo.protocols.Sample.skipped`), up to a number."""
+
+    def max_bad_samples(self, config: Any) -> int:
+        """How many a run may pass over, over all its ranks and restarts."""
+        ...
+
+
+def check_bad_samples(parts: TrainerParts, dataset: DataProvider | RoutedDataProvider, total: int,
+                      microbatches: Sequence[Microbatch]) -> None:
+    """Stop every rank where a run has passed over more samples than its data set allows.
+
+    A reader knows of its own lanes alone and starts over with the process, so only the total says it of the run.
+    Collective over the world where the run ends.
+
+    Args:
+        parts: this rank's trainer.
+        dataset: the data set.
+        total: samples that the run has passed over, earlier starts included; the same on all ranks.
+        microbatches: this rank's side of the last iteration.
+
+    Raises:
+        ValueError: on the first rank; names flag, values and the last samples that are known.
+        ReportedElsewhereError: as above, on the others.
+    """
+    if not isinstance(dataset, SkippingDataProvider):
+        return
+    limit = dataset.max_bad_samples(parts.config.dataset)
+    if total <= limit:
+        return
+    own = [message for batch in microbatches if batch.text is not None for message in batch.text.skipped]
+    with parts.watchdog.waiting("names of bad samples of all ranks"):
+        # Several ranks read the text of a lane.
+        named = list(dict.fromkeys(message for of_rank in gather(parts.grids, own) for message in of_rank))
+    last = f"; the last: {'; '.join(named[-SHOWN:])}" if named else "; the log names them"
+    error = f"--max-bad-samples {limit}: {total} samples of the run could not be used{last}"
+    raise_any(parts.grids, [error] * parts.grids.layout.world_size)

@@ -1,0 +1,245 @@
+"""What `--dry-run` prints: who does what, how much each rank holds, what crosses the bridge."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import num_microbatches
+from mimo.grid.lanes import describe_images
+from mimo.grid.spec import GridSpec, Layout, lane_shares
+from mimo.protocols import ModelProvider, ParameterShape
+
+# Sizes of a run from plain data: parameters per rank and bytes over the bridge.
+
+
+def total_parameters(shapes: Iterable[ParameterShape]) -> int:
+    """Parameters of a whole module."""
+    return sum(math.prod(shape.shape) * shape.count for shape in shapes)
+
+
+def parameters_per_rank(shapes: Iterable[ParameterShape], grid: GridSpec, stage: int) -> int:
+    """Parameters that one rank of a pipeline stage holds (the fullest one where a split is uneven).
+
+    Args:
+        shapes: every parameter of the module.
+        grid: the module's grid.
+        stage: pipeline stage, 0 to `grid.pp - 1`.
+    """
+    if not 0 <= stage < grid.pp:
+        raise ValueError(f"stage {stage} is not in 0-{grid.pp - 1} of grid {grid.name!r}")
+    return sum(_on_rank(shape, grid, stage) for shape in shapes)
+
+
+def _on_rank(shape: ParameterShape, grid: GridSpec, stage: int) -> int:
+    ways = {"none": 1, "tp": grid.tp, "expert": grid.ep * grid.expt_tp}[shape.split]
+    if shape.stage == "layer":
+        # Consecutive runs of layers whose lengths differ by at most one.
+        count = (stage + 1) * shape.count // grid.pp - stage * shape.count // grid.pp
+    else:
+        count = shape.count if stage == {"first": 0, "last": grid.pp - 1}[shape.stage] else 0
+    return -(-math.prod(shape.shape) * count // ways)
+
+
+def bridge_bytes(*, image_tokens: int, hidden_size: int, dtype_bytes: int) -> int:
+    """Bytes of activations that cross the bridge forward for one microbatch; the gradients going back are as many.
+
+    Args:
+        image_tokens: encoder output tokens of the microbatch, summed over its samples.
+        hidden_size: width of the language model.
+        dtype_bytes: bytes of an element (2 for bfloat16, 4 for float32).
+
+    The copies inside the receiving replica (to its other tensor-parallel ranks) are not counted.
+    """
+    return image_tokens * hidden_size * dtype_bytes
+
+
+# Tables, counts, sizes and ranges as text.
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, the first flush left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def format_bytes(count: int) -> str:
+    """Bytes, and the same in binary units from 1 KiB up."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count:,} B ({count / 1024**power:.1f} {unit})"
+    return f"{count} B"
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Bytes of a size such as `5GB` (10^9 each), `512MiB` (2^20 each) or `1000`.
+
+    Raises:
+        ValueError: not a size, or nothing; names the flag.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{flag} {text}: not a size such as 5GB, 512MiB or 1000000")
+    unit = (match[2] or "B").upper()
+    size = int(float(match[1]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+    if size < 1:
+        raise ValueError(f"{flag} {text}: must be above 0")
+    return size
+
+
+def span(numbers: range) -> str:
+    """`none`, `3` or `3-7`."""
+    if len(numbers) == 0:
+        return "none"
+    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
+
+
+AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
+MAX_RANKS_LISTED = 16
+MAX_LINES = 10
+ANY_IMAGE_SIZE = 512
+"""Pixels a side of the example image for an encoder that takes any size; the next multiple below that it takes."""
+
+
+def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -> str:
+    """The plan of a run as text, a few dozen lines for any world size.
+
+    Args:
+        config: the validated run.
+        layout: its layout.
+        provider: the model provider that `config` names.
+    """
+    parts = [*grid_parts(config, layout, provider), _batch_lines(config, layout, provider)]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def grid_parts(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[list[str]]:
+    """Return the lines about the layout, the grids, their lanes and ranks, and the parameters, part by part."""
+    return [
+        [f"layout {layout.kind}, {counted(layout.world_size, 'rank')}, {counted(layout.num_lanes, 'lane')}"],
+        _grid_table(layout),
+        _lane_lines(config, layout),
+        _rank_map(layout),
+        _parameter_table(config, layout, provider),
+    ]
+
+
+def _grid_table(layout: Layout) -> list[str]:
+    rows = [["grid", "ranks", *AXES]]
+    rows += [[name, span(grid.ranks), *(str(getattr(grid, axis)) for axis in AXES)]
+             for name, grid in layout.grids.items()]
+    return table(rows)
+
+
+def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
+    """Which encoder data-parallel rank serves which lane."""
+    if not layout.encoders:
+        return [f"lanes: language dp rank l reads lane l of {layout.num_lanes}"]
+    size, lines = config.train.micro_batch_size, []
+    for encoder in layout.encoders:
+        lines.append(f"lanes of {encoder.name} (lane l is language dp rank l)")
+        served = []
+        for dp in range(encoder.dp):
+            shares = lane_shares(encoder.dp, layout.num_lanes, size, dp)
+            lanes = span(range(shares[0].lane, shares[-1].lane + 1))
+            samples = span(range(shares[0].start, shares[0].stop))
+            part = f", samples {samples}" if encoder.dp > layout.num_lanes else ""
+            served.append(f"  {encoder.name} dp {dp} -> lane{'s' if len(shares) > 1 else ''} {lanes}{part}")
+        lines += _shortened(served)
+    return lines
+
+
+def _rank_map(layout: Layout) -> list[str]:
+    """Every rank of a small world; ranges of ranks per replica and stage of a big one."""
+    if layout.world_size <= MAX_RANKS_LISTED:
+        return ["rank map", *(f"  rank {rank:>2}  " + "; ".join(_place(layout.grids[name], rank)
+                                                               for name in layout.modules_of(rank))
+                              for rank in range(layout.world_size))]
+    lines = ["rank map (tp varies fastest, then cp, dp, pp)"]
+    for name, grid in layout.grids.items():
+        blocks = []
+        for stage in range(grid.pp):
+            for dp in range(grid.dp):
+                first = grid.rank_at(dp=dp, pp=stage)
+                ranks = span(range(first, first + grid.tp * grid.cp))
+                blocks.append(f"  {name} dp {dp}" + (f" pp {stage}" if grid.pp > 1 else "") + f"  ranks {ranks}")
+        lines += _shortened(blocks)
+    return lines
+
+
+def _place(grid: GridSpec, rank: int) -> str:
+    position = grid.coordinates(rank)
+    axes = [axis for axis in position if axis != "cp" or grid.cp > 1]
+    return f"{grid.name} " + " ".join(f"{axis} {position[axis]}" for axis in axes)
+
+
+def _parameter_table(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
+    rows = [["parameters", "total", "on a rank (largest stage)"]]
+    for name, grid in layout.grids.items():
+        shapes = provider.parameter_shapes(config.model_family, name)
+        largest = max(parameters_per_rank(shapes, grid, stage) for stage in range(grid.pp))
+        frozen = " (frozen)" if name in config.model.frozen else ""
+        rows.append([name + frozen, f"{total_parameters(shapes):,}", f"{largest:,}"])
+    return table(rows)
+
+
+def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
+    train = config.train
+    lines = [f"batch: {counted(num_microbatches(config), 'microbatch', 'es')} per iteration "
+             f"(--global-batch-size {train.global_batch_size} = {num_microbatches(config)} * --micro-batch-size "
+             f"{train.micro_batch_size} * {counted(layout.num_lanes, 'lane')})"]
+    if not layout.encoders:
+        return lines
+    images = describe_images(config, provider)
+    if images is not None:
+        lines.append(images)
+    spec = provider.token_spec(config.model_family)
+    side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
+    height, width = spec.image_shape if spec.image_size else (side, side)
+    hidden, dtype, dtype_bytes = _element(config, provider)
+    for encoder in layout.encoders:
+        tokens = provider.num_image_tokens(config.model_family, encoder.name, height, width)
+        lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
+        whose = "bridge" if len(layout.encoders) == 1 else f"bridge of {encoder.name}"
+        lines.append(f"{whose}: {format_bytes(lane)} per lane and microbatch, "
+                     f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
+        lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
+        lines += _prefetch_lines(config, layout, provider, encoder, tokens * dtype_bytes)
+    return lines
+
+
+def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, encoder: GridSpec,
+                    column_bytes: int) -> list[str]:
+    """What a queue of features takes, for a family that lists a projector. `column_bytes`: of an image's features."""
+    depth, size = config.train.encoder_prefetch_depth, config.train.micro_batch_size
+    widths = [shape.shape[1] for shape in provider.parameter_shapes(config.model_family, encoder.name)
+              if shape.name == "projector.linear_fc1.weight"]
+    if not depth or not widths:
+        return []
+    samples = max(sum(share.stop - share.start for share in lane_shares(encoder.dp, layout.num_lanes, size, dp))
+                  for dp in range(encoder.dp))
+    return [f"encoder prefetch: up to {counted(depth, 'microbatch', 'es')} of features on each rank of {encoder.name}, "
+            f"{format_bytes(depth * samples * column_bytes * widths[0])} ({widths[0]} columns)"]
+
+
+def _element(config: RunConfig, provider: ModelProvider) -> tuple[int, str, int]:
+    hidden = provider.hidden_size(config.model_family)
+    return (hidden, "bf16", 2) if config.model.bf16 else (hidden, "fp32", 4)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """The first and last lines of a long list."""
+    if len(lines) <= MAX_LINES:
+        return lines
+    return [*lines[: MAX_LINES - 2], f"  ... {len(lines) - MAX_LINES + 1} more ...", lines[-1]]

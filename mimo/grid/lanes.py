@@ -1,0 +1,102 @@
+"""Which rank reads which lane, and which samples of a lane each rank needs. Pure: ranks and sizes only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mimo.config.trainer import RunConfig
+from mimo.grid.spec import LaneShare, Layout, lane_shares
+from mimo.protocols import LANGUAGE, DataRequest, ImageDataProvider, ModelProvider, RoutedDataProvider
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one module on one rank needs of one lane.
+
+    Attributes:
+        module: the module.
+        share: the lane, and the samples of each of its microbatches.
+        pixels: whether the images are needed too: on the first pipeline stage of an encoder.
+    """
+
+    module: str
+    share: LaneShare
+    pixels: bool
+
+
+def needs_of(layout: Layout, rank: int, micro_batch_size: int) -> tuple[Need, ...]:
+    """All that a rank needs, module by module, lanes in order.
+
+    Language ranks need the text of their lane on every pipeline stage: only the first uses the tokens and only the last
+    the labels, but text is small, and one rule for all stages keeps keys and counts at hand everywhere.
+    """
+    needs = []
+    for module in layout.modules_of(rank):
+        grid = layout.grids[module]
+        position = grid.coordinates(rank)
+        if module == LANGUAGE:
+            shares: tuple[LaneShare, ...] = (LaneShare(position["dp"], 0, micro_batch_size),)
+        else:
+            assert max(grid.dp, layout.num_lanes) % min(grid.dp, layout.num_lanes) == 0, (grid.dp, layout.num_lanes)
+            shares = lane_shares(grid.dp, layout.num_lanes, micro_batch_size, position["dp"])
+        pixels = module != LANGUAGE and position["pp"] == 0
+        needs += [Need(module, share, pixels) for share in shares]
+    return tuple(needs)
+
+
+def reader_of(layout: Layout, lane: int) -> int:
+    """The one rank that reads a lane for all.
+
+    On disjoint grids it is the rank of the first encoder that encodes the lane (its first samples, where several share
+    it), so pixels are decoded where they are used; elsewhere the lane's first language rank.
+    """
+    if layout.encoders and layout.kind == "disjoint":
+        encoder = layout.encoders[0]
+        return encoder.rank_at(dp=lane * encoder.dp // layout.num_lanes)
+    return layout.language.rank_at(dp=lane)
+
+
+def lanes_read_by(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The lanes of which `rank` is the reader, in order."""
+    return tuple(lane for lane in range(layout.num_lanes) if reader_of(layout, lane) == rank)
+
+
+def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) -> tuple[Need, ...]:
+    """What `rank` needs of the lanes that `reader` reads, in the order of `needs_of`."""
+    return tuple(need for need in needs_of(layout, rank, micro_batch_size)
+                 if reader_of(layout, need.share.lane) == reader)
+
+
+# What a run asks of a data set that is read once for all ranks.
+
+
+def data_request(layout: Layout, model_provider: ModelProvider, model_config: Any, *, micro_batch_size: int,
+                 seq_length: int, seed: int, split: str) -> DataRequest:
+    """What a run asks of a data set that is read once for all ranks."""
+    module = layout.encoders[0].name if layout.encoders else ""
+    return DataRequest(
+        tokens=model_provider.token_spec(model_config),
+        num_image_tokens=partial(model_provider.num_image_tokens, model_config, module),
+        num_lanes=layout.num_lanes, micro_batch_size=micro_batch_size, seq_length=seq_length, seed=seed, split=split)
+
+
+def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | None:
+    """A line that says how image files become pixels in a run; None where no such files are read."""
+    dataset = config.find_dataset(config.data.dataset_provider)
+    tokens = model_provider.token_spec(config.model_family)
+    if not isinstance(dataset, ImageDataProvider) or not isinstance(dataset, RoutedDataProvider) or (
+            tokens.image_token_id < 0):
+        return None
+    chosen = dataset.image_processing(config.dataset, tokens)
+    details = [f"--image-tiling {chosen.tiling}", f"--image-resample {chosen.resample}"]
+    if tokens.image_size:
+        details.insert(1, f"(the encoder takes {tokens.image_shape[0]} x {tokens.image_shape[1]} pixels)")
+    for name in ("max_tiles", "min_patches", "max_patches", "min_side"):
+        if value := vars(chosen)[name]:
+            details.append(f"--{name.replace('_', '-')} {value}")
+    if chosen.use_thumbnail:
+        details.append("--use-thumbnail")
+    mean, std = (" ".join(map(str, values)) for values in (chosen.mean, chosen.std))
+    return f"images: {' '.join(details)} --image-mean {mean} --image-std {std}"

@@ -1,0 +1,162 @@
+"""Activation functions of vision transformers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELayerNormColumnParallelLinear
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import attention
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """OpenAI CLIP's activation, `x * sigmoid(1.702 x)`.
+
+    Not the wheel's: that one is wrapped in torch.compile, which compiles anew as the number of images changes.
+    """
+    return x * torch.sigmoid(1.702 * x)
+
+
+class _QuickGelu(torch.autograd.Function):
+    """`quick_gelu` by Transformer Engine: one kernel a pass instead of three and five, one saved tensor of three."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        import transformer_engine_torch as kernels
+
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        return kernels.qgelu(x, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        import transformer_engine_torch as kernels
+
+        (x,) = ctx.saved_tensors
+        return kernels.dqgelu(grads[0].contiguous(), x, None)
+
+
+def fused_quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """`quick_gelu` of a tensor on a GPU, by Transformer Engine."""
+    return _QuickGelu.apply(x)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU's tanh approximation (Hugging Face `gelu_pytorch_tanh`)."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "quick_gelu": quick_gelu, "gelu": torch.nn.functional.gelu, "gelu_tanh": gelu_tanh}
+
+
+def activation(name: str, impl: str) -> Activation:
+    """An activation function.
+
+    Args:
+        name: `quick_gelu`, `gelu` or `gelu_tanh`.
+        impl: `local` or `transformer_engine`.
+    """
+    if name == "quick_gelu" and impl == "transformer_engine":
+        return fused_quick_gelu
+    return _ACTIVATIONS[name]
+
+
+# Weight gradients that Transformer Engine's matrix products add to the buffer of gradients themselves.
+
+
+def accumulate_into_main_grad(module: torch.nn.Module) -> None:
+    """Have the layers of a wrapped module add weight gradients to `main_grad` inside the matrix product.
+
+    The wheel's flag for this, `gradient_accumulation_fusion`, asks for a kernel of apex too, for the output layer; and
+    it makes layers without a buffer of gradients fail in their backward pass. Here it is a matter of the layers that
+    have both. Without it every microbatch writes its gradients once in the parameters' precision, to be read and added.
+
+    Args:
+        module: a module in `DistributedDataParallel`, whose trainable parameters have `main_grad`; in place.
+    """
+    layer: Any
+    for layer in module.modules():
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            layer.fuse_wgrad_accumulation = True
+            # Else the first pass of all would overwrite the buffer, and an encoder may have several before its first
+            # backward one. (It is about copies of FP8 weights, of which there are none.)
+            layer.disable_parameter_transpose_cache = True
+
+
+# Rotary positions of packed rows in one go.
+#
+# The wheel's PyTorch path applies them sequence by sequence and asks the device where each begins: hundreds of
+# completions of a few tokens each then take seconds of launches in every pass.
+
+
+_one_by_one = rope_utils._apply_rotary_pos_emb_thd
+
+
+def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any,
+                        cp_group: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Rotary positions of a packed row; as the wheel's function for `thd`, bit for bit, without waiting for the device.
+
+    Args:
+        t: `[t, heads, channels]`.
+        cu_seqlens: int32 `[sequences + 1]`, where each sequence starts; the last entry is `t`.
+        freqs: `[positions, 1, 1, rotated channels]`; as many positions as `t` are those of the row, else of a sequence.
+        args: further arguments of the wheel's function.
+        cp_group: ranks that share a sequence; where there are several the wheel does it.
+        kwargs: as `args`.
+    """
+    if cp_group is None or cp_group.size() > 1:
+        return _one_by_one(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
+    if len(freqs) != len(t):
+        places = torch.arange(len(t), device=t.device)
+        starts = cu_seqlens[:-1].long()
+        freqs = freqs[places - starts[torch.searchsorted(cu_seqlens[1:].long(), places, right=True)]]
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
+
+
+def install_packed_rotary() -> None:
+    """Have the wheel's attention layers use `apply_packed_rotary`."""
+    rope_utils._apply_rotary_pos_emb_thd = apply_packed_rotary
+
+
+# Queries, keys and values of one matrix product, whose gradients need not be copied together again.
+
+
+def install_split() -> None:
+    """Have the wheel's attention layers split by Transformer Engine's function, where it is installed.
+
+    Gradients of a split that already lie in one tensor, as cuDNN's attention leaves them, are that tensor. The wheel
+    looks for the function under a name that Transformer Engine has given up, and then takes `torch.split`.
+    """
+    if attention.SplitAlongDim is not None:
+        return
+    try:
+        from transformer_engine.pytorch.utils import SplitAlongDim
+    except ImportError:
+        return
+    attention.SplitAlongDim = SplitAlongDim.apply
+
+
+# Linear layers of Transformer Engine for MLPs whose activation does not add the bias. Imports Transformer Engine.
+
+
+class ColumnParallelWithBias(TEColumnParallelLinear):
+    """A column-parallel linear layer that adds its bias inside the matrix product.
+
+    The wheel's MLP asks its first layer for the bias instead, to be added together with the activation; for activations
+    that it has no such kernel of it then adds it by itself, which reads and writes the widest tensor of all once more.
+    """
+
+    def __init__(self, *sizes: int, skip_bias_add: bool, **further: Any) -> None:
+        super().__init__(*sizes, skip_bias_add=False, **further)
+
+
+class LayerNormColumnParallelWithBias(TELayerNormColumnParallelLinear):
+    """A norm and a `ColumnParallelWithBias`, in one layer."""
+
+    def __init__(self, *sizes: int, skip_bias_add: bool, **further: Any) -> None:
+        super().__init__(*sizes, skip_bias_add=False, **further)

@@ -1,0 +1,125 @@
+"""The wheel's Mamba-2 layer where there are no kernels for it.
+
+`MambaMixer` refuses to exist without the packages mamba_ssm and causal_conv1d, which are CUDA only. Its module looks
+its kernels up when it uses them, so that it works with others put in their places.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.ssm import mamba_mixer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mimo.model.torch_layers.ssd import split_conv1d_scan, ssd_scan
+from mimo.platform import current_platform
+
+logger = logging.getLogger(__name__)
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """RMSNorm (Zhang and Sennrich, arXiv:1910.07467) over groups of channels, with a gate (mamba_ssm's RMSNormGated).
+
+    `norm(x silu(z)) * weight`, or with `norm_before_gate` `norm(x) * weight * silu(z)`; without `z` just
+    `norm(x) * weight`. Computed in float32 (float64 for float64 inputs) and returned in the dtype of `x`.
+
+    Args:
+        hidden_size: channels on this tensor-parallel rank.
+        eps: added to the mean square.
+        group_size: channels normalised together, a divisor of `hidden_size`; None: all.
+        norm_before_gate: see above.
+        device: of the weight.
+        dtype: of the weight.
+
+    Attributes:
+        weight: `[hidden_size]`, ones at first.
+        tp_group: over which the channels are spread. Set by whoever builds the norm, before `sharded_state_dict`.
+    """
+
+    tp_group: ProcessGroup
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, norm_before_gate: bool = True,
+        device: torch.device | int | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group_size = group_size or hidden_size
+        self.norm_before_gate = norm_before_gate
+        assert hidden_size % self.group_size == 0, (hidden_size, group_size)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalise `x` of shape `[..., hidden_size]`, gated by `z` of the same shape; same shape and dtype back."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        out = x.to(dtype)
+        gate = None if z is None else F.silu(z.to(dtype))
+        if gate is not None and not self.norm_before_gate:
+            out = out * gate
+        out = F.rms_norm(out.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps).flatten(-2)
+        out = out * self.weight.to(dtype)
+        if gate is not None and self.norm_before_gate:
+            out = out * gate
+        return out.to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The weight, spread over the tensor-parallel group; `metadata["dp_cp_group"]` holds its copies."""
+        assert metadata is not None, "metadata names the group of the copies, dp_cp_group"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
+
+
+def log_mamba_kernels() -> None:
+    """Say on the first rank what Mamba-2 layers run on; with a warning where a GPU goes without a kernel."""
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    packages = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if current_platform().name != "cuda":
+        logger.info("Mamba-2 layers: scan and convolution are plain PyTorch's, as there are no kernels for the CPU")
+    elif missing:
+        slow = "the convolution is" if missing == ["causal_conv1d"] else "scan and convolution are"
+        logger.warning("Mamba-2 layers: %s plain PyTorch's, which is slower, as there is no package %s; pip install %s",
+                       slow, " and ".join(missing), " ".join(packages[name] for name in missing))
+    else:
+        logger.info("Mamba-2 layers: scan and convolution are the kernels of mamba_ssm and causal_conv1d")
+
+
+def use_torch_mamba() -> None:
+    """Let the wheel's `MambaMixer` train with plain PyTorch in place of kernels, packed rows included.
+
+    On a GPU with mamba_ssm but without causal_conv1d the scan is the kernel's, and the rest is PyTorch. Call it before
+    a mixer is built; more calls change nothing.
+    """
+    scan: Callable[..., Any] = ssd_scan
+    if current_platform().name == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
+        scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+    mamba_mixer.HAVE_MAMBA_SSM = True
+    # States are float32 here; the switch stands for a choice of their dtype.
+    mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
+    mamba_mixer.mamba_split_conv1d_scan_combined = partial(split_conv1d_scan, scan=scan)
+    mamba_mixer.mamba_chunk_scan_combined = scan
+    mamba_mixer.causal_conv1d_fn = None  # the mixer then calls torch's convolution
+    mamba_mixer.ExtendedRMSNorm = GatedRMSNorm
+    mamba_mixer._check_mamba_sequence_packing_support = _packed_rows
+
+
+def _packed_rows(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
+    """Whether rows may be packed, and why not."""
+    if for_inference_not_training:
+        return False, "packed inference needs the kernels of mamba_ssm and causal_conv1d"
+    return True, None

@@ -1,0 +1,411 @@
+"""The figures of an iteration, and the one object that hands them to console, metrics.jsonl and trackers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from mimo.config.trainer import ObserveConfig
+from mimo.observability.remote_trackers import BackgroundTracker, open_remote
+from mimo.observability.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, Tracker, Value
+
+# What a person sees: one line a step, and a progress bar where the console is a terminal.
+
+
+def short_count(value: float) -> str:
+    """A count in at most five characters or so: `950`, `12.3k`, `4.5M`."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
+    """The console line of the iterations since the last one.
+
+    Loss, times and rates are means over them (the loss over those that took a step); the rest is the last one's.
+    """
+    last = records[-1]
+    losses = [record.lm_loss for record in records if record.success] or [last.lm_loss]
+    parts = [
+        f"iteration {last.iteration:5d}/{total_iterations:4d}",
+        f"samples {last.consumed_samples}",
+        f"lm loss {fmean(losses):.4E}",
+        f"lr {last.learning_rate:.1E}",
+        "step skipped" if last.grad_norm is None else f"grad norm {last.grad_norm:.2f}",
+        f"{fmean(record.iteration_time_s for record in records):.3f} s",
+        f"{short_count(fmean(record.tokens_per_s_per_gpu for record in records))} tokens/s/gpu",
+        f"data {1e3 * fmean(record.data_wait_s for record in records):.0f} ms",
+        f"bridge {1e3 * fmean(record.bridge_wait_s for record in records):.0f} ms",
+    ]
+    if last.mfu is not None:
+        tflops = fmean(record.tflops or 0.0 for record in records)
+        parts.insert(-2, f"{tflops:.1f} TFLOP/s/gpu, MFU {fmean(record.mfu or 0.0 for record in records):.1%}")
+    if last.loss_scale != 1.0:
+        parts.append(f"loss scale {last.loss_scale:g}")
+    if last.skipped_iterations:
+        parts.append(f"skipped {last.skipped_iterations}")
+    return " | ".join(parts)
+
+
+def format_eval(iteration: int, metrics: Mapping[str, float]) -> str:
+    """The console line of an evaluation."""
+    figures = [f"{name} {value:.6g}" for name, value in metrics.items()]
+    return " | ".join([f"evaluation at iteration {iteration}", *figures])
+
+
+class Console:
+    """Lines on standard output that a progress bar does not garble."""
+
+    def __init__(self, total_iterations: int, resume_iteration: int, *, progress: bool) -> None:
+        """Show a bar over `total_iterations` if `progress` and standard output is a terminal."""
+        self._bar: tqdm | None = None
+        if progress and sys.stdout.isatty():
+            self._bar = tqdm(total=total_iterations, initial=resume_iteration, unit="it", file=sys.stdout,
+                             dynamic_ncols=True)
+
+    def line(self, text: str) -> None:
+        """Print `text` (above the bar, if there is one)."""
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            tqdm.write(text, file=sys.stdout)
+
+    def advance(self, iteration: int, figure: str) -> None:
+        """Move the bar to `iteration`, with a figure beside it."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(figure, refresh=False)
+            self._bar.update(iteration - self._bar.n)
+
+    def close(self) -> None:
+        """End the bar; later lines are printed plainly."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Record(Protocol):
+    """One iteration, as `RunLogger` takes it."""
+
+    @property
+    def iteration(self) -> int:
+        """1 for the first."""
+        ...
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples trained on so far."""
+        ...
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Iterations without an update so far."""
+        ...
+
+    @property
+    def headline(self) -> str:
+        """The figure to follow, beside a progress bar."""
+        ...
+
+    def to_dict(self) -> dict[str, Value]:
+        """All figures, flat."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One iteration. Dictionaries are by module name, except `moe_losses` and `mtp_losses`.
+
+    Attributes:
+        iteration: 1 for the first.
+        consumed_samples: samples trained on so far, this iteration included if it took a step.
+        lm_loss: mean loss per target token over the global batch, nats.
+        grad_norm: norm before clipping, over all modules; None where the step was skipped.
+        learning_rate: of the language model, or of the first trainable module where it is frozen.
+        batch_size: global batch, samples.
+        iteration_time_s: wall time, seconds.
+        success: the optimizer took the step.
+        skipped_iterations: skipped steps so far.
+        loss_scale: 1.0 where there is none.
+        num_zeros: zeros in the gradient; None where not counted.
+        module_learning_rates: learning rate of each trainable module.
+        tokens_per_s_per_gpu: language tokens of the global batch per second, over the world size.
+        image_tokens, text_tokens: tokens of the global batch of each kind, padding excluded.
+        packing_utilisation: share of the rows' tokens that is not padding.
+        bad_samples: samples that the data set has passed over so far.
+        encoder_imbalance: image tokens of the lane that has most over the mean of all lanes, over the microbatches; 1.0
+            is even. None without images.
+        encoder_imbalance_unbalanced: the same without balanced packing; None where rows are not balanced.
+        data_wait_s, bridge_wait_s: longest wait of any rank, seconds.
+        encoder_prefetch_s: device time of encoder passes ahead of their microbatch, of the rank that has most, seconds;
+            None without encoder prefetch.
+        checkpoint_s: for which training stood still for a checkpoint since the iteration before, seconds.
+        forward_backward_s: device time of the forward and backward passes, bridge waits and gradient reduction
+            included, on the slowest rank of each module, seconds.
+        optimizer_s: device time of the optimizer step, likewise.
+        timeline: what `mimo.observability.timeline.Timeline.figures` gives.
+        peak_memory_bytes: highest memory of any rank of each module.
+        tflops: model TFLOP/s per GPU over the whole iteration (`mimo.observability.flops` says what counts), or None
+            for a model that does not say what it computes.
+        mfu: `tflops` over the peak of a GPU; None where that is not known.
+        flops: model FLOPs of the iteration over all ranks.
+        hardware_flops: FLOPs that were computed, with padding and recomputation, likewise.
+        moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers;
+            with per-layer logging also `moe/<name>_layer_<i>`.
+        mtp_losses: losses of multi-token prediction under Megatron's names (`mtp_1 loss`), each a mean over the target
+            tokens of its depth, nats.
+    """
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    grad_norm: float | None
+    learning_rate: float
+    batch_size: int
+    iteration_time_s: float
+    success: bool = True
+    skipped_iterations: int = 0
+    loss_scale: float = 1.0
+    num_zeros: int | None = None
+    module_learning_rates: dict[str, float] = field(default_factory=dict)
+    tokens_per_s_per_gpu: float = 0.0
+    image_tokens: int = 0
+    text_tokens: int = 0
+    packing_utilisation: float = 0.0
+    bad_samples: int = 0
+    encoder_imbalance: float | None = None
+    encoder_imbalance_unbalanced: float | None = None
+    data_wait_s: float = 0.0
+    bridge_wait_s: float = 0.0
+    encoder_prefetch_s: float | None = None
+    checkpoint_s: float = 0.0
+    forward_backward_s: dict[str, float] = field(default_factory=dict)
+    optimizer_s: dict[str, float] = field(default_factory=dict)
+    timeline: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    tflops: float | None = None
+    mfu: float | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    hardware_flops: dict[str, float] = field(default_factory=dict)
+    moe_losses: dict[str, float] = field(default_factory=dict)
+    mtp_losses: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The loss."""
+        return f"lm loss {self.lm_loss:.3f}"
+
+    def to_dict(self) -> dict[str, Value]:
+        """Flat, under Megatron's key names; figures of a module are `<key>/<module>`."""
+        figures: dict[str, Value] = {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "lm loss": self.lm_loss,
+            "grad-norm": self.grad_norm,
+            "learning-rate": self.learning_rate,
+            **{f"learning-rate/{module}": rate for module, rate in self.module_learning_rates.items()},
+            "loss-scale": self.loss_scale,
+            "num-zeros": self.num_zeros,
+            "batch-size": self.batch_size,
+            "iteration-time": self.iteration_time_s,
+            "tokens-per-s-per-gpu": self.tokens_per_s_per_gpu,
+            "image-tokens": self.image_tokens,
+            "text-tokens": self.text_tokens,
+            "packing-utilisation": self.packing_utilisation,
+            "bad-samples": self.bad_samples,
+            **{key: value for key, value in (("tflops", self.tflops), ("mfu", self.mfu),
+                                             ("encoder-prefetch-s", self.encoder_prefetch_s),
+                                             ("encoder-imbalance", self.encoder_imbalance),
+                                             ("encoder-imbalance-unbalanced", self.encoder_imbalance_unbalanced))
+               if value is not None},
+            **{f"flops/{module}": flops for module, flops in self.flops.items()},
+            **{f"hardware-flops/{module}": flops for module, flops in self.hardware_flops.items()},
+            "data-wait-s": self.data_wait_s,
+            "bridge-wait-s": self.bridge_wait_s,
+            **({"checkpoint-s": self.checkpoint_s} if self.checkpoint_s else {}),
+            **{f"forward-backward-s/{module}": seconds for module, seconds in self.forward_backward_s.items()},
+            **{f"optimizer-s/{module}": seconds for module, seconds in self.optimizer_s.items()},
+            **{f"timeline/{name}": value for name, value in self.timeline.items()},
+            **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},
+            "skipped-iterations": self.skipped_iterations,
+            "success": self.success,
+        }
+        losses = self.moe_losses | self.mtp_losses
+        clash = figures.keys() & losses.keys()
+        assert not clash, f"losses named like other figures: {sorted(clash)}"
+        return {**figures, **losses}
+
+
+def _forget_later(run_dir: Path, iteration: int) -> None:
+    """Delete what an earlier run left of later iterations; readers would take it for this one's."""
+    for old in run_dir.glob("timeline/step-*.json"):
+        number = old.stem.removeprefix("step-")
+        if number.isdigit() and int(number) > iteration:
+            old.unlink(missing_ok=True)
+    if iteration == 0:
+        (run_dir / "startup.json").unlink(missing_ok=True)
+
+
+class RunLogger:
+    """Writes a run's figures on the logging rank; on every other rank each call returns at once.
+
+    Once it is open, a disk or server that fails ends no run: that is said once, and later figures are tried again.
+    """
+
+    def __init__(self, observe: ObserveConfig, *, active: bool, total_iterations: int, config_toml: str,
+                 resume_iteration: int = 0, format_records: Callable[[Sequence[Any], int], str] = format_steps) -> None:
+        """Open the run folder.
+
+        Args:
+            observe: what to write and where.
+            active: this is the logging rank.
+            total_iterations: length of the run.
+            config_toml: the run's flags as TOML, written to run_config.toml.
+            resume_iteration: iteration of the checkpoint the run goes on from; 0 starts a fresh metrics.jsonl, above 0
+                keeps its lines up to that iteration.
+            format_records: the console line of the iterations since the last one, of the length of the run.
+
+        Raises:
+            ValueError: a flag is out of range, or a folder it names cannot be written.
+        """
+        if observe.log_interval < 1:
+            raise ValueError(f"--log-interval {observe.log_interval}: must be at least 1")
+        self._log_interval = observe.log_interval
+        self._total_iterations = total_iterations
+        self._resume_iteration = resume_iteration
+        self._trackers: list[Tracker] = []
+        self._format_records = format_records
+        self._pending: list[Record] = []
+        self._last: Record | None = None
+        self._console: Console | None = None
+        self._start = time.monotonic()
+        self._places: dict[str, Path] = {}
+        if active:
+            self._open(observe, config_toml)
+            self._console = Console(total_iterations, resume_iteration, progress=observe.progress)
+
+    def _open(self, observe: ObserveConfig, config_toml: str) -> None:
+        run_dir = Path(observe.run_dir)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _forget_later(run_dir, self._resume_iteration)
+            (run_dir / "run_config.toml").write_text(config_toml, encoding="utf-8")
+            self._keep(run_dir / "metrics.jsonl", JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
+        except OSError as error:
+            raise ValueError(f"--run-dir {observe.run_dir}: cannot be written: {error}") from error
+        self._places["metrics"] = run_dir / "metrics.jsonl"
+        if observe.tensorboard_dir is not None:
+            try:
+                self._keep(Path(observe.tensorboard_dir), TensorBoardTracker(
+                    Path(observe.tensorboard_dir), by_samples=observe.tensorboard_by_samples))
+            except OSError as error:
+                self.close()
+                raise ValueError(f"--tensorboard-dir {observe.tensorboard_dir}: cannot be written: {error}") from error
+            self._places["tensorboard"] = Path(observe.tensorboard_dir)
+        try:
+            self._trackers += open_remote(observe, config_toml, self.message)
+        except ValueError:
+            self.close()
+            raise
+
+    def _keep(self, path: Path, tracker: Tracker) -> None:
+        self._trackers.append(FileTracker(path, tracker, self.message))
+
+    def log_step(self, record: Record) -> None:
+        """Write one iteration: always to the trackers, every `log_interval` and at the end to the console."""
+        if self._console is None:
+            return
+        self._last = record
+        figures = record.to_dict()
+        for tracker in self._trackers:
+            tracker.log(record.iteration, record.consumed_samples, figures)
+        self._pending.append(record)
+        self._console.advance(record.iteration, record.headline)
+        if record.iteration % self._log_interval == 0 or record.iteration >= self._total_iterations:
+            self._flush_pending()
+
+    def log_eval(self, iteration: int, metrics: Mapping[str, float], *, consumed_samples: int | None = None) -> None:
+        """Write an evaluation; each figure is tracked as `"<name> validation"`, Megatron's key.
+
+        Args:
+            iteration: last iteration trained.
+            metrics: figures by name, for example `{"lm loss": 0.3, "exact match": 0.95}`.
+            consumed_samples: samples trained on so far; left out: those of the last `log_step`.
+        """
+        if self._console is None:
+            return
+        if consumed_samples is None:
+            consumed_samples = 0 if self._last is None else self._last.consumed_samples
+        figures = {f"{name} validation": value for name, value in metrics.items()}
+        for tracker in self._trackers:
+            tracker.log(iteration, consumed_samples, figures)
+        self._console.line(format_eval(iteration, metrics))
+
+    def log_generations(self, iteration: int, generations: Sequence[Generation]) -> None:
+        """Print answers of the model, and add them to TensorBoard."""
+        for each in generations:
+            self.message(f"  {each.key}: {each.said}")
+        for tracker in self._trackers:
+            if isinstance(tracker, FileTracker):
+                tracker.show(iteration, generations)
+
+    def message(self, text: str) -> None:
+        """Print `text` on the logging rank."""
+        if self._console is not None:
+            self._console.line(text)
+
+    def summary(self, figures: Mapping[str, float | str], *, stopped: str | None = None) -> None:
+        """Print the final lines: what was trained, where its files are, then `name: value` of each figure, in order.
+
+        Args:
+            figures: the run's results; floats are shown with four digits after the point.
+            stopped: why the run ended early, for example `SIGTERM`; None where it reached its end.
+        """
+        if self._console is None:
+            return
+        self._flush_pending()
+        self._console.close()
+        iteration = self._resume_iteration if self._last is None else self._last.iteration
+        ending = f"stopped by {stopped} after" if stopped is not None else "finished"
+        parts = [f"{ending} iteration {iteration}/{self._total_iterations}"]
+        if self._last is not None:
+            parts += [f"samples {self._last.consumed_samples}", f"skipped iterations {self._last.skipped_iterations}"]
+        self._console.line(" | ".join([*parts, f"{time.monotonic() - self._start:.1f} s"]))
+        for name, place in self._places.items():
+            self._console.line(f"{name}: {place}")
+        for name, value in figures.items():
+            self._console.line(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and close every destination. A second call does nothing.
+
+        Args:
+            failed: the run ends with an error: servers are not waited for, which may keep it from being said.
+        """
+        if self._console is not None:
+            self._flush_pending()
+            self._console.close()
+        if failed:
+            self.mark_failed()
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+    def mark_failed(self) -> None:
+        """Tell servers that the run ends with an error; they get nothing more. On any thread."""
+        for tracker in self._trackers:
+            if isinstance(tracker, BackgroundTracker):
+                tracker.mark_failed()
+
+    def _flush_pending(self) -> None:
+        """Print the line of the iterations that have none yet."""
+        if self._console is not None and self._pending:
+            self._console.line(self._format_records(self._pending, self._total_iterations))
+            self._pending = []

@@ -1,0 +1,197 @@
+"""Where the time of a step went, by module: parts that sum to the step, agreed over ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from mimo.data.batch import Microbatch
+from mimo.grid.groups import Grids
+from mimo.grid.spec import Layout
+from mimo.observability.spans import Interval, Kind, clock_offsets, host_of_clock
+
+# What a rank does for one module alone. Grids that share ranks have each other's as one more part.
+OWN_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.GRADIENT_SYNC)
+OTHER_MODULES = "other-modules"
+STEP = "step"
+PARTS = (*(str(kind) for kind in Kind), OTHER_MODULES)
+
+
+def parts_of(intervals: Iterable[Interval], module: str) -> dict[str, float]:
+    """Seconds of a rank's step in each of `PARTS`, as one of its modules sees it; they sum to the step."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    for interval in intervals:
+        label = interval.label
+        others = label.module != module and label.kind in OWN_KINDS
+        parts[OTHER_MODULES if others else label.kind] += interval.end_s - interval.begin_s
+    return parts
+
+
+class Timeline:
+    """Turns the intervals of every rank into figures of modules and lanes.
+
+    Each rank gives a row of numbers (`own`); the caller takes maximum and sum of it over all ranks, and every rank
+    reads the figures from these (`figures`).
+
+    Args:
+        layout: all grids.
+        rank: this one.
+        reports_lane: whether this rank speaks for its lane: one of each lane's ranks.
+    """
+
+    def __init__(self, layout: Layout, rank: int, *, reports_lane: bool) -> None:
+        self.layout, self.rank = layout, rank
+        self._lane = layout.language.coordinates(rank)["dp"] if reports_lane else None
+        self.parts = (*(part for part in PARTS if part != OTHER_MODULES or layout.kind == "colocated"), STEP)
+
+    def own(self, intervals: Sequence[Interval], microbatches: Sequence[Microbatch]) -> list[float]:
+        """This rank's row: of each module its parts, 0 where the rank does not hold it; tokens of each lane."""
+        row: list[float] = []
+        for name, grid in self.layout.grids.items():
+            if self.rank in grid.ranks:
+                parts = parts_of(intervals, name)
+                parts[STEP] = intervals[-1].end_s - intervals[0].begin_s
+                row += [parts[part] for part in self.parts]
+            else:
+                row += [0.0] * len(self.parts)
+        for tokens in lane_tokens(microbatches):
+            row += [tokens if lane == self._lane else 0.0 for lane in range(self.layout.num_lanes)]
+        return row
+
+    def figures(self, largest: Sequence[float], summed: Sequence[float]) -> dict[str, float]:
+        """Figures by name, from the maximum and the sum of all ranks' rows.
+
+        Returns:
+            `<module>/<part>-s` and `<module>/<part>-max-s`: mean and maximum over the module's ranks, seconds;
+            `image-tokens-per-lane/min` and `/max`, `text-tokens-per-lane/...`: of the step.
+        """
+        found, index = {}, 0
+        for name, grid in self.layout.grids.items():
+            for part in self.parts:
+                found[f"{name}/{part}-s"] = summed[index] / grid.size
+                found[f"{name}/{part}-max-s"] = largest[index]
+                index += 1
+        for kind, tokens in self.lanes(summed).items():
+            found[f"{kind}-tokens-per-lane/min"], found[f"{kind}-tokens-per-lane/max"] = min(tokens), max(tokens)
+        return found
+
+    def lanes(self, summed: Sequence[float]) -> dict[str, list[float]]:
+        """`image` and `text` tokens of each lane, from the sum of all ranks' rows."""
+        images, texts = 2 * self.layout.num_lanes, self.layout.num_lanes
+        return {"image": list(summed[-images:-texts]), "text": list(summed[-texts:])}
+
+
+def lane_tokens(microbatches: Sequence[Microbatch]) -> tuple[float, float]:
+    """Image and text tokens of this rank's lane in a step, padding excluded; zero on ranks without text."""
+    images = total = 0
+    for batch in microbatches:
+        if batch.text is not None:
+            images += sum(map(sum, batch.text.token_counts.values()))
+            total += batch.text.num_tokens
+    return float(images), float(total - images)
+
+
+# One step of all ranks, interval by interval, as a JSON file that a Gantt chart is drawn from.
+
+
+# The step that is always written: late enough for kernels, caches and loaders to be warm.
+EARLY_ITERATION = 10
+
+
+class TimelineSignal:
+    """SIGUSR2 to any rank asks for the Gantt of the iteration under way. Main thread only."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._old_handler = signal.signal(signal.SIGUSR2, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+
+    def take(self) -> bool:
+        """Whether the signal has come since the last call."""
+        requested, self._requested = self._requested, False
+        return requested
+
+    def close(self) -> None:
+        """Restore the former handler."""
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL if self._old_handler is None else self._old_handler)
+
+
+class Gantt:
+    """Writes `RUN_DIR/timeline/step-N.json` on the logging rank.
+
+    Args:
+        grids: process groups; everything travels over the host.
+        writer: the rank that writes.
+        run_dir: folder of the run.
+        interval: iterations between files; 0 for the early one alone.
+        first: the run's first iteration here.
+        last: its last.
+    """
+
+    def __init__(self, grids: Grids, writer: int, run_dir: str, *, interval: int, first: int, last: int) -> None:
+        self._grids, self._writer, self._interval = grids, writer, interval
+        self._folder = Path(run_dir) / "timeline"
+        self._early = min(first + EARLY_ITERATION - 1, last)
+        self._hosts: list[str] = []
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether an iteration is written without being asked for; the same on all ranks."""
+        return iteration == self._early or bool(self._interval) and iteration % self._interval == 0
+
+    def write(self, iteration: int, intervals: Sequence[Interval], lanes: Mapping[str, Sequence[float]]) -> str | None:
+        """Write an iteration's file. Collective over the world.
+
+        Args:
+            iteration: 1 for the first.
+            intervals: of this rank.
+            lanes: tokens of each lane, by kind.
+
+        Returns:
+            What to tell the reader of the run's log, on the writing rank.
+        """
+        grids = self._grids
+        if not self._hosts:
+            self._hosts = [""] * grids.layout.world_size
+            dist.all_gather_object(self._hosts, host_of_clock(), group=grids.host)
+        offsets = clock_offsets(self._hosts, grids.rank, grids.host)
+        writes = grids.rank == self._writer
+        gathered: list[Any] | None = [None] * grids.layout.world_size if writes else None
+        dist.gather_object((grids.describe(), _rows(intervals, offsets[grids.rank])), gathered, dst=self._writer,
+                           group=grids.host)
+        if gathered is None:
+            return None
+        path = self._folder / f"step-{iteration}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self._document(iteration, gathered, lanes)), encoding="utf-8")
+        except OSError as error:
+            return f"timeline of iteration {iteration}: cannot be written: {error}"
+        return f"timeline of iteration {iteration}: {path}"
+
+    def _document(self, iteration: int, gathered: list[Any], lanes: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        layout = self._grids.layout
+        began = min(rows[0]["begin_s"] for _, rows in gathered)
+        for _, rows in gathered:
+            for row in rows:
+                row["begin_s"], row["end_s"] = round(row["begin_s"] - began, 7), round(row["end_s"] - began, 7)
+        ranks = []
+        for rank, (place, rows) in enumerate(gathered):
+            modules = {name: layout.grids[name].coordinates(rank) for name in layout.modules_of(rank)}
+            ranks.append({"rank": rank, "place": place, "modules": modules, "intervals": rows})
+        return {"iteration": iteration, "tokens_per_lane": {kind: list(tokens) for kind, tokens in lanes.items()},
+                "ranks": ranks}
+
+
+def _rows(intervals: Sequence[Interval], offset_s: float) -> list[dict[str, Any]]:
+    """Intervals as plain data on the clock of rank 0."""
+    return [{"kind": str(each.label.kind), "name": each.label.name, "module": each.label.module,
+             "microbatch": each.label.microbatch, "begin_s": each.begin_s + offset_s, "end_s": each.end_s + offset_s}
+            for each in intervals if each.end_s > each.begin_s]

@@ -1,0 +1,131 @@
+"""Whole Hugging Face tensors of a running trainer, one at a time, gathered on its first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from mimo.model.build import BuiltModel
+from mimo.refit.tensor_slices import Box, Entry, Slot
+from mimo.refit.trainer_shards import Holdings, LiveTensors, finish_gathers
+
+
+class WholeTensors:
+    """Whole tensors of a model whose ranks hold parts of them; every iteration gathers them as they are then.
+
+    Each holder sends its boxes of a tensor to the first rank of the world in one message, in the dtype of the wire.
+    Iterating is collective over the world.
+
+    Args:
+        built: this rank's model.
+        holdings: of the same model.
+        device: where whole tensors are put together: that of the model.
+        everywhere: the first rank hands every whole tensor on to all others; else those get tensors on the meta device.
+
+    Attributes:
+        entries: what iterating gives, in that order.
+    """
+
+    def __init__(self, built: BuiltModel, holdings: Holdings, device: torch.device, everywhere: bool = False) -> None:
+        self._built = built
+        self._live = LiveTensors(built)
+        self._device = device
+        self._everywhere = everywhere
+        self._holders = holdings.holders
+        self.entries = holdings.entries
+        self._mine: dict[str, dict[Box, Slot]] = {}
+        for slot in holdings.slots:
+            self._mine.setdefault(slot.name, {})[slot.box] = slot
+
+    def __iter__(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Every whole tensor; at most one is alive here. Collective."""
+        finish_gathers(self._built)
+        for number, entry in enumerate(self.entries):
+            whole = self._gathered(entry, self._boxes_of_senders(number, entry))
+            if self._everywhere:
+                dist.broadcast(_bytes(whole), src=0)
+            yield entry, whole
+
+    def _boxes_of_senders(self, number: int, entry: Entry) -> dict[int, list[Box]]:
+        """Rank -> the boxes that come from it, the same on every rank; replicas take turns."""
+        found: dict[int, list[Box]] = {}
+        for held in self._holders[entry.name]:
+            rank = 0 if 0 in held.ranks else held.ranks[number % len(held.ranks)]
+            found.setdefault(rank, []).append(held.box)
+        return found
+
+    @torch.no_grad()
+    def _gathered(self, entry: Entry, boxes: dict[int, list[Box]]) -> torch.Tensor:
+        """The whole tensor on the first rank; elsewhere one of its shape."""
+        rank, dtype = dist.get_rank(), entry_dtype(entry)
+        if rank != 0:
+            if rank in boxes:
+                parts = [self._held(entry, box).to(dtype).flatten() for box in boxes[rank]]
+                dist.send(_bytes(parts[0] if len(parts) == 1 else torch.cat(parts)), dst=0)
+            return torch.empty(entry.shape, dtype=dtype, device=self._device if self._everywhere else "meta")
+        whole = torch.empty(entry.shape, dtype=dtype, device=self._device)
+        for sender, sent in sorted(boxes.items()):
+            places = [whole[tuple(map(slice, box.starts, box.stops))] for box in sent]
+            if sender == 0:
+                for place, box in zip(places, sent, strict=True):
+                    place.copy_(self._held(entry, box))
+            elif len(places) == 1 and places[0].is_contiguous():
+                dist.recv(_bytes(places[0]), src=sender)
+            else:
+                packed = whole.new_empty(sum(box.numel for box in sent))
+                dist.recv(_bytes(packed), src=sender)
+                for place, part in zip(places, packed.split([box.numel for box in sent]), strict=True):
+                    place.copy_(part.view(place.shape))
+        return whole
+
+    def _held(self, entry: Entry, box: Box) -> torch.Tensor:
+        return self._live.view(self._mine[entry.name][box].address, box.sizes)
+
+
+def entry_dtype(entry: Entry) -> torch.dtype:
+    """dtype of a tensor on the wire."""
+    found = vars(torch)[entry.dtype]
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: every backend sends bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# The trainer's weights as vLLM's own weight-transfer trainers take them. Imports vLLM.
+
+
+class MegatronSource(WeightSource):
+    """Whole tensors of a running trainer; every rank of the world iterates, and the first is vLLM's sender.
+
+    The other ranks get tensors of the right dtype and shape on the meta device, which vLLM's NCCL trainer passes over.
+    Its IPC trainer reads those of every rank: there `WholeTensors` has `everywhere=True`.
+
+    Args:
+        tensors: of this rank's model.
+    """
+
+    def __init__(self, tensors: WholeTensors) -> None:
+        self._tensors = tensors
+        self._metadata = [ParamMeta(entry.name, entry_dtype(entry), entry.shape) for entry in tensors.entries]
+
+    def metadata(self) -> list[ParamMeta]:
+        """Name, dtype on the wire and shape of every tensor, in order; known without communication or memory."""
+        return list(self._metadata)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor as it is now, one at a time. Collective over the world.
+
+        Raises:
+            RuntimeError: a tensor is not what `metadata` says.
+        """
+        for (entry, tensor), announced in zip(self._tensors, self._metadata, strict=True):
+            if ParamMeta(entry.name, tensor.dtype, tuple(tensor.shape)) != announced:
+                raise RuntimeError(f"{entry.name} {tensor.dtype} {list(tensor.shape)} comes where {announced} was "
+                                   "announced")
+            yield entry.name, tensor

@@ -1,0 +1,341 @@
+"""What each checkpoint tensor becomes in a vLLM worker, told by the worker's own loader.
+
+The model's `load_weights` runs once on meta tensors, on a model whose tensors have their loading-time shapes, under a
+mode that notes every copy and does none (`mimo.refit.dispatch_trace`). So vLLM itself says which box of which tensor
+this worker wants and where: fused projections, expert stacks, every kind of parallelism, vocabulary padding. Imports
+vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, capture_layer_to_meta, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+from mimo.refit.dispatch_trace import Tracer, View, Write, box_of, subtract, view_of
+from mimo.refit.tensor_slices import Box, Entry, Slot
+
+# What loaders raise for a name, a shape or a value that they cannot take; all of it is reported under the name.
+LOADER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MESSAGE_CHARACTERS = 200  # vLLM lists every parameter after a name that it does not know
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor of the model as it is when weights are loaded into it.
+
+    Attributes:
+        view: sizes, strides and offset in its storage.
+        dtype: of its elements, `bfloat16`.
+        loaded: elements that a loader has to write: all but the padding that the model declares.
+        parameter: whether it is a parameter; else a buffer that a checkpoint may hold.
+    """
+
+    view: View
+    dtype: str
+    loaded: int
+    parameter: bool
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one worker's loader does with the entries, name by name; each name is in one of the first four.
+
+    Attributes:
+        slots: of names that are copied as they are, the boxes, in the order of the entries.
+        copies: the writes behind these slots.
+        computed: of names that the loader computes with (loader only), what they and others write together.
+        untaken: names that write nothing here: another pipeline stage's, another rank's experts, or unknown ones that
+            the loader ignores. Which of it, only all workers together can say.
+        refused: of names that the loader cannot take, the error.
+        constants: writes that read no checkpoint tensor: padding rows.
+        layouts: of every tensor that a loader may write, by path; one path for tensors that are shared.
+    """
+
+    slots: dict[str, tuple[Slot, ...]]
+    copies: tuple[Write, ...]
+    computed: dict[str, tuple[Write, ...]]
+    untaken: tuple[str, ...]
+    refused: dict[str, str]
+    constants: tuple[Write, ...]
+    layouts: dict[str, Layout]
+
+
+def record(model: torch.nn.Module, entries: Sequence[Entry], max_refused: int | None = None) -> Recording:
+    """Runs a model's loader without any effect on it.
+
+    A name on which the loader raises does not hide the others: it is tried alone, on a meta tensor and then on zeros
+    (a loader may read values), and is loader only if that works, else refused.
+
+    Args:
+        model: a live vLLM model, or one that is only built.
+        entries: whole tensors of the checkpoint. Names are unique.
+        max_refused: gives up at so many refused names; the other names may then be missing from the result.
+    """
+    assert len({entry.name for entry in entries}) == len(entries), "names of entries are not unique"
+    with loading_time(model), torch.no_grad():
+        targets = dict(_tensors(model))
+        run = _Run(model, Tracer(targets.items()))
+        pending = [list(entries)]
+        while pending and (max_refused is None or len(run.refused) < max_refused):
+            pending += run.batch(pending.pop())
+        layouts = {path: _layout(tensor) for path, tensor in _unique(targets).items()}
+    return _recording(entries, run, layouts)
+
+
+class _Run:
+    def __init__(self, model: Any, tracer: Tracer) -> None:
+        self.model = model
+        self.tracer = tracer
+        self.refused: dict[str, str] = {}
+        self.inexact: set[str] = set()
+
+    def batch(self, entries: list[Entry]) -> list[list[Entry]]:
+        """Loads names together; gives those that have to be loaded again."""
+        if len(entries) < 2:
+            for entry in entries:
+                self.alone(entry)
+            return []
+        error, last = self.load(entries)
+        if error is None:
+            return []
+        names = {entry.name for entry in entries}
+        blamed = (self.tracer.failed & names) or {last}
+        innocent = all([self.alone(entry) for entry in entries if entry.name in blamed])
+        done = blamed.union(*(write.names for write in self.tracer.writes))
+        rest = [entry for entry in entries if entry.name not in done]
+        middle = len(rest) // 2 if innocent else 0
+        return [part for part in (rest[:middle], rest[middle:]) if part]
+
+    def alone(self, entry: Entry) -> bool:
+        """Loads one name; whether the loader takes it without looking at its values."""
+        self.tracer.forget([entry.name])
+        error, _ = self.load([entry])
+        if error is None:
+            return True
+        self.tracer.forget([entry.name])
+        error, _ = self.load([entry], device="cpu")
+        if error is None:
+            self.inexact.add(entry.name)
+        else:
+            self.tracer.forget([entry.name])
+            self.refused[entry.name] = f"{type(error).__name__}: {str(error)[:MESSAGE_CHARACTERS]}"
+        return False
+
+    def load(self, entries: Sequence[Entry], device: str = "meta") -> tuple[Exception | None, str | None]:
+        """Runs the loader; gives the error it raised and the name that it had taken last."""
+        taken: list[str] = []
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for entry in entries:
+                kind = torch.empty if device == "meta" else torch.zeros
+                tensor = kind(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+                self.tracer.watch(entry.name, tensor)
+                taken.append(entry.name)
+                yield entry.name, tensor
+
+        with self.tracer:
+            try:
+                self.model.load_weights(weights())
+            except LOADER_ERRORS as error:
+                return error, taken[-1] if taken else entries[0].name
+        return None, None
+
+
+def _recording(entries: Sequence[Entry], run: _Run, layouts: dict[str, Layout]) -> Recording:
+    writes: dict[str, list[Write]] = {entry.name: [] for entry in entries}
+    constants: list[Write] = []
+    computed = set(run.inexact)
+    for write in run.tracer.writes:
+        for name in write.names:
+            writes[name].append(write)
+        if write.slot is None:
+            computed |= write.names
+        if not write.names:
+            constants.append(write)
+            computed |= _overwritten(write, run.tracer.writes, layouts)
+    taken = [entry.name for entry in entries if writes[entry.name]]
+    copies = tuple({write.slot: write for name in taken if name not in computed for write in writes[name]}.values())
+    slots: dict[str, list[Slot]] = {}
+    for write in copies:
+        assert write.slot is not None
+        slots.setdefault(write.slot.name, []).append(write.slot)
+    return Recording(
+        slots={name: tuple(group) for name, group in slots.items()}, copies=copies,
+        computed={name: tuple(writes[name]) for name in taken if name in computed},
+        untaken=tuple(entry.name for entry in entries if not writes[entry.name] and entry.name not in run.refused),
+        refused=run.refused, constants=tuple(constants), layouts=layouts)
+
+
+def _overwritten(constant: Write, writes: Sequence[Write], layouts: dict[str, Layout]) -> frozenset[str]:
+    """Names of earlier writes that a constant falls upon: then the last word is the loader's."""
+    earlier = itertools.takewhile(lambda write: write is not constant, writes)
+    box = target_box(constant, layouts)
+    return frozenset().union(*(write.names for write in earlier if write.path == constant.path
+                               and _meet(box, target_box(write, layouts))))
+
+
+def _meet(one: Box | None, other: Box | None) -> bool:
+    return one is None or other is None or one.intersection(other) is not None
+
+
+def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
+    """Where a write went, in coordinates of the tensor it went to; None for what is no box of it."""
+    view = layouts[write.path].view
+    if write.region is None:
+        return None
+    found = box_of(View(0, view.sizes, view.strides), write.region, write.region)
+    return found[0] if found else None
+
+
+@contextmanager
+def loading_time(model: torch.nn.Module) -> Iterator[None]:
+    """Gives a model's modules the tensors, on the meta device, and the loaders that they had when it was loaded.
+
+    Processing after loading repacks, frees or replaces parameters. vLLM keeps what they were for its own reloading;
+    where it has kept nothing (a model that is only built), they are as they are. What vLLM never moves to meta stays
+    live. Everything in the modules is as before at the end.
+    """
+    saved = [_Saved(module) for module in model.modules()]
+    kept = any(one.module in layerwise.LAYERWISE_INFO for one in saved)
+    shared: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+    try:
+        for one in saved:
+            info = layerwise.LAYERWISE_INFO.get(one.module)
+            # A module that vLLM does not know came after loading, with nothing that could be loaded.
+            metas: Any = info.restore_metadata if info else ({}, {}) if kept else capture_layer_to_meta(one.module)
+            for place, live, meta in zip(one.places, one.contents, metas, strict=True):
+                for name in [name for name in place if name not in SKIP_TENSORS]:
+                    del place[name]
+                for name, tensor in meta.items():
+                    vars(one.module).pop(name, None)
+                    place[name] = _restored(one.module, tensor, live.get(name), shared)
+        vars(model)["_do_torchao_reload"] = False  # else load_weights quantizes what it has loaded
+        yield
+    finally:
+        for one in saved:
+            one.restore()
+
+
+class _Saved:
+    """What a module refers to."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.attributes = dict(vars(module))
+        self.places: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
+        self.contents = tuple(dict(place) for place in self.places)
+        self.transient = set(module._non_persistent_buffers_set)
+
+    def restore(self) -> None:
+        """Makes the module refer to that again."""
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for place, content in zip(self.places, self.contents, strict=True):
+            place.clear()
+            place.update(content)
+        self.module._non_persistent_buffers_set.clear()
+        self.module._non_persistent_buffers_set.update(self.transient)
+
+
+def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | None,
+              shared: dict[tuple[int, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+    """A copy of a kept meta tensor, one for all modules that share the live one."""
+    key = (id(live), tuple(meta.shape))
+    if live is not None and key in shared:
+        return shared[key]
+    tensor = restore_layer_refs(to_meta_tensor(meta), module)
+    loader = layerwise._get_weight_loader(tensor)
+    original = layerwise._get_original_loader(tensor)
+    if original is not loader:
+        tensor.weight_loader = original  # type: ignore[attr-defined]
+    if live is not None:
+        shared[key] = tensor
+    return tensor
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor under every path, parameters first."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the later paths of shared ones."""
+    paths: dict[int, str] = {}
+    for path, tensor in tensors.items():
+        paths.setdefault(id(tensor), path)
+    return {path: tensors[path] for path in paths.values()}
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    declared = vars(tensor).get("weight_loader_numel", tensor.numel())
+    return Layout(view_of(tensor), str(tensor.dtype).removeprefix("torch."), declared,
+                  isinstance(tensor, torch.nn.Parameter))
+
+
+# Proof, before any byte moves, that a worker's tensors are written whole: each element once, none left as it was.
+
+
+def check_coverage(model: torch.nn.Module, recording: Recording) -> None:
+    """Raises unless a recording fills every parameter, and every buffer that a checkpoint may hold, exactly once.
+
+    A tensor that is shared counts once. Padding that the model declares may stay unwritten.
+
+    Raises:
+        ValueError: names that the loader refuses; elements written twice or never, with their number, by tensor.
+    """
+    faults = [f"{name} is refused: {reason}" for name, reason in recording.refused.items()]
+    writes = _writes(recording)
+    for path, layout in recording.layouts.items():
+        needed = layout.parameter or _is_loadable_buffer(model, path, layout)
+        faults += _faults(path, layout, writes.get(path, []), needed, recording.layouts)
+    if faults:
+        raise ValueError("the engine's weights are not all written once: " + "; ".join(faults))
+
+
+def _writes(recording: Recording) -> dict[str, list[tuple[Write, bool]]]:
+    """What is written to each tensor, and whether it is a box that has to be the only one there."""
+    writes: dict[str, list[tuple[Write, bool]]] = {}
+    for write in recording.copies:
+        writes.setdefault(write.path, []).append((write, True))
+    others = [write for group in recording.computed.values() for write in group] + list(recording.constants)
+    for write in others:
+        writes.setdefault(write.path, []).append((write, False))
+    return writes
+
+
+def _faults(path: str, layout: Layout, writes: list[tuple[Write, bool]], needed: bool,
+            layouts: dict[str, Layout]) -> list[str]:
+    left, twice = [Box.whole(layout.view.sizes)], 0
+    names: set[str] = set()
+    for write, alone in writes:
+        box = target_box(write, layouts)
+        if box is None:
+            return []  # a part that only the loader knows; it is written by the loader
+        left, removed = subtract(left, box)
+        if alone and removed < box.numel:
+            twice += box.numel - removed
+            names |= write.names
+    faults = [f"{path}: {twice} elements are written twice, again by {', '.join(sorted(names))}"] if twice else []
+    total = math.prod(layout.view.sizes)
+    missing = sum(box.numel for box in left) - (total - layout.loaded)
+    if missing > 0 and (needed or missing < total):
+        faults.append(f"{path}: {missing} of {total} elements are never written")
+    return faults
+
+
+def _is_loadable_buffer(model: torch.nn.Module, path: str, layout: Layout) -> bool:
+    """Whether a checkpoint may hold a buffer: it is part of the state dict, floating and not private to its module."""
+    parent, _, name = path.rpartition(".")
+    module = model.get_submodule(parent)
+    persistent = name not in module._non_persistent_buffers_set and not name.startswith("_")
+    return persistent and getattr(torch, layout.dtype).is_floating_point

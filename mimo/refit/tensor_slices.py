@@ -1,0 +1,278 @@
+"""What both ends of a refit say about the weights: plain data, in the coordinates of whole Hugging Face tensors.
+
+The trainer's ranks and the engine's workers each describe the part they hold as `Slot`s: which box of which Hugging
+Face tensor lies where in which of their own tensors. Planning is then the intersection of boxes and knows neither
+Megatron nor vLLM. Nothing here needs torch, and slots and entries turn into JSON and back;
+`mimo.refit.tensor_slices` has what is sent of many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned part of a tensor.
+
+    Attributes:
+        starts: first index on each axis.
+        stops: one past the last, at least `starts`.
+    """
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements on each axis."""
+        return tuple(map(int.__sub__, self.stops, self.starts))
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+    def intersection(self, other: Box) -> Box | None:
+        """What two boxes of one tensor share; None where that is nothing."""
+        assert len(self.starts) == len(other.starts), f"boxes of {len(self.starts)} and {len(other.starts)} axes"
+        starts = tuple(map(max, self.starts, other.starts))
+        stops = tuple(map(min, self.stops, other.stops))
+        return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a box lies in a rank's own tensor, in elements counted from that tensor's first one.
+
+    Attributes:
+        tensor: its name on that rank (a parameter's or buffer's path).
+        offset: of the box's first element.
+        strides: of the box's axes; element `i` of the box is at `offset + sum(i[axis] * strides[axis])`.
+    """
+
+    tensor: str
+    offset: int
+    strides: tuple[int, ...]
+
+    def inside(self, outer: Box, inner: Box) -> Address:
+        """Where `inner`, a part of `outer`, lies if this is where `outer` lies."""
+        moved = sum((start - origin) * stride
+                    for start, origin, stride in zip(inner.starts, outer.starts, self.strides, strict=True))
+        return Address(self.tensor, self.offset + moved, self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A box of a Hugging Face tensor and the place of its elements on a rank.
+
+    Attributes:
+        name: of the whole tensor, as the engine's loader spells it.
+        box: in the whole tensor.
+        address: on the rank.
+    """
+
+    name: str
+    box: Box
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One whole tensor of the chunk plan, announced before any byte of it moves.
+
+    Attributes:
+        name: as the engine's loader spells it.
+        dtype: on the wire: `float32` for what must keep it, else that of the engine's model.
+        shape: of the whole tensor.
+        keep_fp32: routing-critical: float32 from the trainer's tensor to the engine's.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    keep_fp32: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire, of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A box of a tensor and the trainer's ranks that have it, all with the same values.
+
+    Attributes:
+        box: in the whole tensor.
+        ranks: global trainer ranks, ascending.
+    """
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+Holders = dict[str, list[Holder]]
+"""Name -> the boxes that make up the tensor: they do not overlap and leave no gap."""
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What one worker of the engine takes in.
+
+    Attributes:
+        direct: boxes written straight into its live tensors; in the order of the chunk plan's entries.
+        loader: names that go whole through the engine's own loading, in the order of the chunk plan's entries.
+    """
+
+    direct: tuple[Slot, ...]
+    loader: tuple[str, ...]
+
+    def digest(self) -> str:
+        """Equal for workers that take in the same."""
+        return hashlib.sha256(json.dumps([list(map(slot_as_json, self.direct)), self.loader]).encode()).hexdigest()[:32]
+
+
+def slot_as_json(slot: Slot) -> list[Any]:
+    """A slot as plain lists."""
+    return [slot.name, list(slot.box.starts), list(slot.box.stops), slot.address.tensor, slot.address.offset,
+            list(slot.address.strides)]
+
+
+def slot_from_json(value: Sequence[Any]) -> Slot:
+    """The other way."""
+    name, starts, stops, tensor, offset, strides = value
+    return Slot(name, Box(tuple(starts), tuple(stops)), Address(tensor, offset, tuple(strides)))
+
+
+def entry_as_json(entry: Entry) -> list[Any]:
+    """An entry as plain lists."""
+    return [entry.name, entry.dtype, list(entry.shape), entry.keep_fp32]
+
+
+def entry_from_json(value: Sequence[Any]) -> Entry:
+    """The other way."""
+    name, dtype, shape, keep_fp32 = value
+    return Entry(name, dtype, tuple(shape), keep_fp32)
+
+
+def contiguous_strides(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(list(sizes)):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+# The tables that the two ends of a refit exchange, as JSON of a size that does not grow with equal layers.
+#
+# Layers that are alike differ in one number of their names. A table is therefore patterns, the rows of a layer with
+# `*` for its number, and blocks, which pattern each layer follows. Whoever needs only some names reads only their
+# layers.
+
+
+# The first number of a name: of its layer.
+LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
+MARK = "*"
+
+
+def wants_table(wants: Wants) -> dict[str, Any]:
+    """What a worker wants, to send."""
+    return {"direct": folded([slot_as_json(slot) for slot in wants.direct]),
+            "loader": folded([[name] for name in wants.loader])}
+
+
+def wants_from_table(table: dict[str, Any], names: Collection[str] | None = None) -> Wants:
+    """What a worker wants, as received; of these names alone where they are given."""
+    return Wants(tuple(map(slot_from_json, unfolded(table["direct"], names))),
+                 tuple(row[0] for row in unfolded(table["loader"], names)))
+
+
+def wanted_names(table: dict[str, Any]) -> set[str]:
+    """Every name in a table of wants."""
+    return {row[0] for route in ("direct", "loader") for row in unfolded(table[route])}
+
+
+def holders_table(holders: Holders) -> dict[str, Any]:
+    """What the trainer's ranks hold, to send."""
+    return folded([[name, [[list(held.box.starts), list(held.box.stops), list(held.ranks)] for held in boxes]]
+                   for name, boxes in sorted(holders.items(), key=lambda item: _layer(item[0]) or "")])
+
+
+def holders_from_table(table: dict[str, Any]) -> Holders:
+    """What the trainer's ranks hold, as received."""
+    return {name: [Holder(Box(tuple(starts), tuple(stops)), tuple(ranks)) for starts, stops, ranks in boxes]
+            for name, boxes in unfolded(table)}
+
+
+def folded(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    """Rows, each of which begins with a name, as patterns and blocks.
+
+    Raises:
+        ValueError: a name has the mark of a layer's number in it.
+    """
+    patterns: dict[str, int] = {}
+    blocks: list[list[Any]] = []
+    block: list[list[Any]] = []
+    layer = None
+
+    def close() -> None:
+        if block:
+            blocks.append([patterns.setdefault(json.dumps(block), len(patterns)), layer])
+            block.clear()
+
+    for row in rows:
+        here = _layer(row[0])
+        if here != layer:
+            close()
+            layer = here
+        block.append([_masked(item, layer) for item in row])
+    close()
+    return {"patterns": [json.loads(pattern) for pattern in patterns], "blocks": blocks}
+
+
+def unfolded(table: dict[str, Any], names: Collection[str] | None = None) -> Iterator[list[Any]]:
+    """The rows; of these names alone where they are given."""
+    layers = None if names is None else {_layer(name) for name in names}
+    for number, layer in table["blocks"]:
+        if layers is not None and layer not in layers:
+            continue
+        for row in table["patterns"][number]:
+            if layer is None:
+                found = row
+            else:
+                found = [item.replace(MARK, layer) if isinstance(item, str) else item for item in row]
+            if names is None or found[0] in names:
+                yield found
+
+
+def _layer(name: str) -> str | None:
+    found = LAYER.search(name)
+    return found.group(1) if found else None
+
+
+def _masked(item: Any, layer: str | None) -> Any:
+    """A name with the mark in place of its layer's number, where that is the one of its row."""
+    if not isinstance(item, str):
+        return item
+    if MARK in item:
+        raise ValueError(f"{item}: a name with {MARK!r}")
+    found = LAYER.search(item)
+    if layer is None or found is None or found.group(1) != layer:
+        return item
+    return f"{item[:found.start()]}{MARK}{item[found.end():]}"

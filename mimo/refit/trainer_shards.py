@@ -1,0 +1,392 @@
+"""What the trainer's ranks hold of each Hugging Face tensor, and where in their parameters it lies.
+
+Everything here is topology: it is worked out once, at set-up, and holds names, shapes and places, never a tensor.
+Weights change and are re-allocated between syncs; `mimo.refit.trainer_shards` looks them up again at every read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from mimo.comm.host import gather
+from mimo.grid.groups import Grids
+from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
+from mimo.protocols import ModelProvider
+from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Box, Entry, Holder, Holders, Slot
+from mimo.weights.export import ExportOptions, infos_of, plan_rules
+from mimo.weights.load import agree
+from mimo.weights.match import SHAPE_ERRORS, ModelPiece, fitted, module_pieces
+from mimo.weights.rules import Rule, Style, WeightMap
+
+_LAYER = re.compile(r"(.*?)\.(\d+)\.")
+Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+"""Module -> Megatron name -> shape and dtype of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Where the model is, as far as a refit must know it. `entries` and `holders` are the same on every rank.
+
+    Attributes:
+        entries: every whole tensor, in the order in which all of them move.
+        holders: which ranks hold which boxes of it.
+        slots: this rank's boxes and their places.
+    """
+
+    entries: list[Entry]
+    holders: Holders
+    slots: list[Slot]
+
+
+def holdings(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, wire_dtype: str = "bfloat16",
+             styles: Mapping[str, str] | None = None) -> Holdings:
+    """Take stock of a trainer's model. Collective over the world, through host memory; once, at set-up.
+
+    Args:
+        built: this rank's model.
+        grids: process groups.
+        provider: the model family.
+        family_config: its configuration.
+        wire_dtype: dtype in which floating tensors travel: `bfloat16`, `float16`, `float32`.
+        styles: module -> name of the spelling of its tensors (`Style.name`); a module's first where it is not given.
+
+    Raises:
+        ValueError: on the first rank: everything in which the weight map and the model do not fit each other, by name.
+        ReportedElsewhereError: on the other ranks then.
+    """
+    maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
+    spellings = choose_styles(maps, styles or {})
+    pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
+    slots, problems = _rank_slots(pieces, built, maps, spellings)
+    shapes, holders = _gather(grids, {module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
+                                      for module, held in pieces.items()}, slots)
+    found, misfits = plan_entries(maps, spellings, shapes, wire_dtype)
+    # Where a tensor was not understood, that others lack it says nothing more.
+    problems += misfits or ([] if problems else uncovered(found, holders))
+    agree(grids, "the weight map does not fit the model", problems)
+    return Holdings(found, holders, slots)
+
+
+def choose_styles(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> dict[str, Style]:
+    """Each module's spelling: the named one, or the map's first.
+
+    Raises:
+        ValueError: a module or a spelling of it is not known, with those that are.
+    """
+    for module in names:
+        if module not in maps:
+            raise ValueError(f"a spelling is given for module {module!r}; the model has {', '.join(maps)}")
+    chosen = {}
+    for module, weight_map in maps.items():
+        known = {style.name: style for style in weight_map.styles}
+        name = names.get(module, weight_map.styles[0].name)
+        if name not in known:
+            raise ValueError(f"{module} has no spelling {name!r}: known are {', '.join(map(repr, known))}")
+        chosen[module] = known[name]
+    return chosen
+
+
+# The chunk plan
+
+
+def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes: Shapes,
+                 wire_dtype: str) -> tuple[list[Entry], list[str]]:
+    """The chunk plan: every whole Hugging Face tensor once, in the order of modules and of their weight maps.
+
+    A layer's tensors follow each other: an engine that loads layer by layer keeps a layer until it has all of it.
+    Shapes come from rules applied to meta tensors: no communication, and no memory.
+
+    Args:
+        maps: each module's map, encoders first.
+        styles: how each module's names are spelled.
+        shapes: whole Megatron tensors of all ranks together.
+        wire_dtype: see `holdings`.
+
+    Returns:
+        The entries; and a line for each tensor without a rule, rule without a tensor, and what else does not fit.
+    """
+    found: list[Entry] = []
+    problems: list[str] = []
+    options = ExportOptions(dtype=wire_dtype)
+    for module, weight_map in maps.items():
+        names = {rule.megatron for rule in weight_map.rules}
+        problems += [f"no parameter: {module} {name} of the weight map is not in the model"
+                     for name in names - shapes[module].keys()]
+        problems += [f"no rule: {module} {name} {list(shape)} of the model is in no rule of its weight map"
+                     for name, (shape, _) in shapes[module].items() if name not in names]
+        planned, unfit = plan_rules(module, weight_map, styles[module], shapes[module], options)
+        problems += unfit
+        for rule in planned:
+            dtype = shapes[module][rule.rule.megatron][1]
+            if rule.rule.keep_fp32 and dtype is not torch.float32:
+                problems.append(f"dtype: {module} {rule.rule.megatron} must be float32 in the model, which has it in "
+                                f"{dtype_name(dtype)}")
+        kept = {info.name for rule in planned if rule.rule.keep_fp32 for info in rule.infos}
+        found += by_layer([Entry(info.name, dtype_name(info.dtype), info.shape, info.name in kept)
+                           for info in infos_of(planned)])
+    problems += [f"dtype: {entry.name} is {entry.dtype}, which does not travel: only {', '.join(DTYPE_BYTES)} do"
+                 for entry in found if entry.dtype not in DTYPE_BYTES]
+    problems += [f"twice: {name} is made by {count} rules" for name, count in
+                 Counter(entry.name for entry in found).items() if count > 1]
+    return found, problems
+
+
+def by_layer(found: Sequence[Entry]) -> list[Entry]:
+    """The entries with those of a layer together, layers of a stack ascending; else in their order.
+
+    A layer is known by the first number in a name, so that a layer's experts are in it.
+    """
+    layers = [_LAYER.match(entry.name) for entry in found]
+    stacks: dict[str, int] = {}
+    places = []
+    for position, layer in enumerate(layers):
+        places.append((position, 0) if layer is None else (stacks.setdefault(layer[1], position), int(layer[2])))
+    return [found[position] for position in sorted(range(len(found)), key=places.__getitem__)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, as entries call it."""
+    return str(dtype).removeprefix("torch.")
+
+
+# What this rank holds
+
+
+def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
+                styles: Mapping[str, Style]) -> tuple[list[Slot], list[str]]:
+    """Every box that this rank has, replicas included, in the order of the weight maps; and a line for each piece or
+    parameter that makes none."""
+    slots: dict[tuple[str, Box], Slot] = {}
+    problems = []
+    for module, part in named_modules_of(built.model):
+        rules = {rule.megatron: (number, rule) for number, rule in enumerate(maps[module].rules)}
+        places = _Places(module, unwrap_model(part))
+        made: list[tuple[int, list[Slot]]] = []
+        for piece in pieces[module]:
+            address = places.find(piece.tensor)
+            if address is None:
+                problems.append(f"a copy: {module} {piece.name} {list(piece.tensor.shape)} is a view of no parameter "
+                                "or buffer of the model")
+            elif piece.name in rules:  # `_entries` tells of others
+                number, rule = rules[piece.name]
+                try:
+                    made.append((number, list(piece_slots(rule, styles[module], piece, address))))
+                except SHAPE_ERRORS as error:
+                    problems.append(f"shape: {module} {piece.name} {list(piece.shape)}: {error}")
+        problems += places.missing()
+        for _, cut in sorted(made, key=lambda entry: entry[0]):
+            for slot in cut:
+                # A rank may have a tensor twice (an embedding that is tied, or shared by stages): one will do.
+                slots.setdefault((slot.name, slot.box), slot)
+    return list(slots.values()), problems
+
+
+def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -> Iterator[Slot]:
+    """A piece cut into boxes of Hugging Face tensors.
+
+    Args:
+        rule: of the piece's tensor.
+        style: how names are spelled.
+        piece: a slice of a whole Megatron tensor.
+        address: of its first element, with its own strides.
+
+    Raises:
+        ValueError: its numbers make no boxes: it is cut where the whole tensor is reshaped.
+    """
+    rule = fitted(rule, piece.shape)
+    parts = [tuple(part.shape) for part in rule.convert.to_hf(torch.empty(piece.shape, device="meta"))]
+    first_row = 0 if rule.rows is None else rule.rows.first
+    segments = rule.convert.segments(piece.shape[0]) if piece.shape else None
+    if segments is None:
+        (name,), (part,) = rule.hf, parts
+        strides = _reshaped_strides(piece, piece.slices, part)
+        starts = (first_row, *(0,) * (len(part) - 1)) if part else ()
+        box = Box(starts, tuple(start + size for start, size in zip(starts, part, strict=True)))
+        yield Slot(style.spell(name), box, Address(address.tensor, address.offset, strides))
+        return
+    rows = piece.slices[0]
+    for segment in segments:
+        start, stop = max(rows.start, segment.first), min(rows.stop, segment.first + segment.count)
+        if start >= stop:
+            continue
+        rest, strides = _rest_of_rows(piece, parts[segment.part][1:])
+        row = first_row + segment.part_first + start - segment.first
+        yield Slot(style.spell(rule.hf[segment.part]),
+                   Box((row, *(part.start for part in rest)), (row + stop - start, *(part.stop for part in rest))),
+                   Address(address.tensor, address.offset + (start - rows.start) * strides[0], strides))
+
+
+def _rest_of_rows(piece: ModelPiece, wanted: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+    """Slices of a row's axes in a part whose rows have the shape `wanted`, and strides of all its axes."""
+    if piece.shape[1:] == wanted:
+        return piece.slices[1:], piece.tensor.stride()
+    strides = _reshaped_strides(piece, piece.slices[1:], (piece.tensor.shape[0], *wanted))
+    return tuple(slice(0, size) for size in wanted), strides
+
+
+def _reshaped_strides(piece: ModelPiece, whole_axes: Sequence[slice], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of the piece in another shape. Raises ValueError where it is cut on axes that the reshape mixes."""
+    sizes = piece.shape[len(piece.shape) - len(whole_axes):]
+    if any(part.stop - part.start != size for part, size in zip(whole_axes, sizes, strict=True)):
+        held = ", ".join(f"{part.start}:{part.stop}" for part in piece.slices)
+        raise ValueError(f"becomes {list(shape)}, which a rank must hold whole; this one holds [{held}]")
+    return piece.tensor.view(shape).stride()
+
+
+class _Places:
+    """Finds the parameter or buffer of a module that a tensor is a view of, by its memory.
+
+    Parameters are often views of one large buffer themselves: the range in it decides.
+    """
+
+    def __init__(self, module: str, part: torch.nn.Module) -> None:
+        self.module = module
+        self._by_storage: dict[int, list[tuple[int, int, str, torch.Tensor]]] = defaultdict(list)
+        self._left = {name: parameter.numel() for name, parameter in part.named_parameters()}
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+            first, last = _extent(tensor)
+            if last > first:
+                self._by_storage[tensor.untyped_storage()._cdata].append((first, last, name, tensor))
+        for held in self._by_storage.values():
+            held.sort(key=lambda entry: entry[:3])
+
+    def find(self, tensor: torch.Tensor) -> Address | None:
+        """Where a tensor lies; None where it is no view of anything that the module has."""
+        held = self._by_storage.get(tensor.untyped_storage()._cdata, [])
+        first, last = _extent(tensor)
+        index = bisect_right(held, first, key=lambda entry: entry[0]) - 1
+        if index < 0 or last > held[index][1] or tensor.dtype != held[index][3].dtype:
+            return None
+        start, _, name, _ = held[index]
+        if name in self._left:
+            self._left[name] -= tensor.numel()
+        return Address(f"{self.module}/{name}", first - start, tensor.stride())
+
+    def missing(self) -> list[str]:
+        """A line for each parameter that `find` was not asked for all of."""
+        return [f"not saved: {count} elements of {self.module}/{name} are in no sharded state dict"
+                for name, count in self._left.items() if count > 0]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Numbers of a tensor's first element in its memory and of the one after its last."""
+    first = int(tensor.storage_offset())
+    if not tensor.numel():
+        return first, first
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return first, first + 1 + sum(int((size - 1) * stride) for size, stride in steps)
+
+
+# What all ranks hold
+
+
+def _gather(grids: Grids, shapes: Shapes, slots: Iterable[Slot]) -> tuple[Shapes, Holders]:
+    """Shapes and boxes of all ranks; ranks that hold the same, such as replicas, say it once."""
+    mine = (shapes, [(slot.name, slot.box) for slot in slots])
+    digests = gather(grids, hashlib.sha256(repr(mine).encode()).hexdigest())
+    told = gather(grids, mine if digests.index(digests[grids.rank]) == grids.rank else None)
+    ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+    whole: Shapes = {module: {} for module in grids.layout.grids}
+    for digest in dict.fromkeys(digests):
+        ranks = [rank for rank, other in enumerate(digests) if other == digest]
+        tensors_of, boxes = told[ranks[0]]
+        for name, box in boxes:
+            ranks_of[name][box] += ranks
+        for module, tensors in tensors_of.items():
+            whole[module] |= tensors
+    return whole, {name: [Holder(box, tuple(sorted(boxes[box]))) for box in sorted(boxes, key=lambda box: box.starts)]
+                   for name, boxes in ranks_of.items()}
+
+
+def uncovered(found: Iterable[Entry], holders: Holders) -> list[str]:
+    """A line for each tensor whose boxes overlap, leave gaps or lie outside of it."""
+    lines = []
+    for entry in found:
+        whole, boxes = Box.whole(entry.shape), [held.box for held in holders.get(entry.name, [])]
+        if (any(box.intersection(whole) != box for box in boxes) or sum(box.numel for box in boxes) != whole.numel
+                or _overlap(boxes)):
+            lines.append(f"not whole: boxes of {entry.name} {list(entry.shape)} on all ranks are not each of its "
+                         f"elements once: {[(box.starts, box.stops) for box in boxes]}")
+    return lines
+
+
+def _overlap(boxes: Iterable[Box]) -> bool:
+    """Whether two boxes share an element."""
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.starts):
+        if not box.starts:
+            open_boxes.append(box)
+            continue
+        open_boxes = [other for other in open_boxes if other.stops[0] > box.starts[0]]
+        if any(other.intersection(box) is not None for other in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+# This rank's weights as they are now.
+
+
+def finish_gathers(built: BuiltModel) -> None:
+    """Finish the gathers of parameters that an overlapped optimizer step left open. Collective; before every sync.
+
+    Raises:
+        OffloadedError: there are no weights to gather.
+    """
+    built.residency.require("a refit", WEIGHTS)
+    built.model.disable_forward_pre_hook()
+    built.model.enable_forward_pre_hook()
+
+
+class LiveTensors:
+    """Views of a rank's parameters and buffers by address, looked up afresh at every call.
+
+    Only shapes and strides are remembered, against which what is found is checked: a parameter may be given new memory
+    between two syncs, but an address is void where its layout changes.
+
+    Args:
+        built: this rank's model.
+    """
+
+    def __init__(self, built: BuiltModel) -> None:
+        self._owners = {}
+        for module, part in named_modules_of(built.model):
+            for prefix, owner in unwrap_model(part).named_modules():
+                for name, tensor in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):
+                    path = f"{module}/{prefix}.{name}" if prefix else f"{module}/{name}"
+                    self._owners[path] = owner, name, tuple(tensor.shape), tensor.stride()
+
+    def tensor(self, path: str) -> torch.Tensor:
+        """The tensor at `MODULE/PATH`, detached: writing into it changes the model.
+
+        Raises:
+            RuntimeError: there is none, its layout is not that of the set-up, or its memory is gone; naming it.
+        """
+        if path not in self._owners:
+            raise RuntimeError(f"{path} is not a tensor of this rank's model")
+        owner, name, shape, strides = self._owners[path]
+        tensor = owner._parameters.get(name)
+        if tensor is None:
+            tensor = owner._buffers.get(name)
+        if tensor is None:
+            raise RuntimeError(f"{path} was a tensor of this rank's model at set-up and is none now")
+        if (tensor.shape, tensor.stride()) != (shape, strides):
+            raise RuntimeError(f"{path} has shape and strides {(tuple(tensor.shape), tensor.stride())}; at set-up it "
+                               f"had {(shape, strides)}")
+        if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
+            raise RuntimeError(f"{path} has no memory: its weights are offloaded")
+        return tensor.detach()
+
+    def view(self, address: Address, sizes: Sequence[int]) -> torch.Tensor:
+        """The box of these sizes at an address. Raises RuntimeError as `tensor`."""
+        tensor = self.tensor(address.tensor)
+        return torch.as_strided(tensor, tuple(sizes), address.strides, tensor.storage_offset() + address.offset)

@@ -1,0 +1,274 @@
+"""The trainer's weights on a disk that engines elsewhere can read: safetensors and a manifest for each version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from mimo.checkpoint.paths import write_file
+from mimo.comm.host import from_first_rank, raise_together
+from mimo.grid.groups import Grids
+from mimo.model.build import BuiltModel
+from mimo.protocols import ModelProvider
+from mimo.refit.gather_full import WholeTensors, entry_dtype
+from mimo.refit.rendezvous import RefitError
+from mimo.refit.sender import module_spellings
+from mimo.refit.tensor_slices import Entry, entry_as_json, entry_from_json
+from mimo.refit.trainer_shards import holdings
+from mimo.weights.safetensors_io import MAX_SHARD_BYTES, ShardWriter, TensorInfo, plan_shards, write_index
+
+# A folder of weights for engines elsewhere: one subfolder for each policy version, complete once it has a manifest.
+#
+# The manifest is the chunk plan of `mimo.refit.trainer_shards` as a file. It is written last and appears at once, so
+# what has one is whole; it says what the files beside it hold, so that an engine can refuse them before it touches its
+# weights.
+
+
+MANIFEST = "refit_manifest.json"
+FORMAT = 1
+POLL_S = 0.05
+_NUMBERED = re.compile(r"weights_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one subfolder holds.
+
+    Attributes:
+        version: policy version of the weights.
+        entries: every tensor, in the order of the chunk plan.
+        spellings: see `mimo.refit.sender.module_spellings`.
+        file_bytes: size of each file of weights.
+    """
+
+    version: str
+    entries: tuple[Entry, ...]
+    spellings: Sequence[Mapping[str, Any]]
+    file_bytes: Mapping[str, int]
+
+    def sequence(self) -> str:
+        """Checksum of names, dtypes and shapes in their order, and of how else they may be spelled."""
+        return _digest([[entry_as_json(entry) for entry in self.entries], list(self.spellings)])
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain lists, with a checksum of everything."""
+        content = {"format": FORMAT, "version": self.version, "files": dict(self.file_bytes),
+                   "entries": [entry_as_json(entry) for entry in self.entries], "spellings": list(self.spellings)}
+        return content | {"checksum": _digest(content)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """The other way. Raises ValueError for anything else, and where the checksum is another."""
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ValueError(f"it is no manifest of format {FORMAT}")
+        content = {key: part for key, part in value.items() if key != "checksum"}
+        if _digest(content) != value.get("checksum"):
+            raise ValueError("its checksum is not that of its contents")
+        return cls(value["version"], tuple(map(entry_from_json, value["entries"])), value["spellings"], value["files"])
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a subfolder complete, in one step. Raises OSError."""
+    temporary = folder / f".{MANIFEST}.writing"
+    write_file(temporary, json.dumps(manifest.as_json()).encode())
+    temporary.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a subfolder. Raises RefitError where there is none, or it is damaged."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise RefitError(f"{path} cannot be read, the weights are incomplete or deleted: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise RefitError(f"{path} is damaged: {error}") from error
+
+
+def subfolders(root: Path) -> list[Path]:
+    """Those of all versions, complete or not, in the order in which they were begun."""
+    if not root.is_dir():
+        return []
+    numbered = [(int(match[1]), path) for path in root.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a subfolder has its manifest."""
+    return (folder / MANIFEST).is_file()
+
+
+def next_subfolder(root: Path) -> Path:
+    """The name for the weights to be written now."""
+    begun = subfolders(root)
+    number = int(begun[-1].name.rpartition("_")[2]) + 1 if begun else 1
+    return root / f"weights_{number:07d}"
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the last `keep` complete versions, and what was begun before the last and never finished."""
+    begun = subfolders(root)
+    kept = [path for path in begun if is_complete(path)][-keep:]
+    for path in begun[:begun.index(kept[-1])] if kept else ():
+        if path not in kept:
+            (path / MANIFEST).unlink(missing_ok=True)  # first: a folder that has one is whole
+            shutil.rmtree(path)
+
+
+def wait_for_weights(root: Path, version: str | None, timeout_s: float) -> Path:
+    """The newest complete subfolder; of a version if one is given.
+
+    Args:
+        root: the folder that a trainer writes into; it may not be there yet.
+        version: policy version to wait for; None: any.
+        timeout_s: seconds to wait.
+
+    Raises:
+        RefitError: there is none in time, with what is there instead; or the manifest of the newest is damaged.
+    """
+    deadline = time.monotonic() + timeout_s
+    versions: dict[Path, str | None] = {}
+    while True:
+        for folder in reversed(subfolders(root)):
+            if folder not in versions and is_complete(folder):
+                versions[folder] = _version_of(folder)
+            if folder in versions and versions[folder] is not None and version in (None, versions[folder]):
+                return folder
+        if time.monotonic() > deadline:
+            raise RefitError(f"no complete weights{f' of version {version!r}' if version is not None else ''} in "
+                             f"{root} within {timeout_s:g} s: {_described(root)}")
+        time.sleep(POLL_S)
+
+
+def _version_of(folder: Path) -> str | None:
+    """Of a complete subfolder; None where it has been deleted meanwhile."""
+    try:
+        return read_manifest(folder).version
+    except RefitError:
+        if is_complete(folder):
+            raise
+        return None
+
+
+def _described(root: Path) -> str:
+    if not root.is_dir():
+        return "there is no such folder"
+    begun = subfolders(root)
+    if not begun:
+        return "no trainer has written there"
+    told = [f"{path.name} has version {read_manifest(path).version!r}" if is_complete(path)
+            else f"{path.name} has no {MANIFEST} yet, it is being written or was given up" for path in begun[-3:]]
+    return ", ".join(told)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+KEEP = 2
+
+
+class DiskWriter:
+    """Writes a running trainer's weights, version after version. Construct it and `write` on all ranks together.
+
+    The first rank gathers one whole tensor at a time and writes it. Names are those of each module's first spelling;
+    the engine finds out which one its loader wants.
+
+    Args:
+        built: this rank's model.
+        grids: process groups.
+        provider: the model family.
+        family_config: its configuration.
+        folder: where versions are written; only the first rank sees it.
+        dtype: of weights: `bfloat16`, `float16`, `float32`; what must stay float32 does.
+        keep: complete versions that are kept. An engine reads one while the next is written: at least 2.
+        max_shard_bytes: data of a file, at most.
+
+    Raises:
+        ValueError: on the first rank: the weight map and the model do not fit each other, or `keep` is below 1.
+        ReportedElsewhereError: on the other ranks then.
+    """
+
+    def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
+                 folder: str | Path, dtype: str, keep: int = KEEP, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        if keep < 1:
+            raise ValueError(f"of the versions written to {folder}, {keep} are to be kept: it must be at least 1")
+        held = holdings(built, grids, provider, family_config, dtype)
+        maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
+        self._grids, self._root, self._keep = grids, Path(folder), keep
+        self._entries = tuple(held.entries)
+        self._spellings = module_spellings(maps, [entry.name for entry in held.entries])
+        (self._shards,) = plan_shards([[TensorInfo(entry.name, entry_dtype(entry), entry.shape)
+                                        for entry in held.entries]], max_shard_bytes)
+        self._whole = WholeTensors(built, held, next(built.model.parameters()).device)
+
+    def write(self, version: str) -> Path:
+        """Write the weights as they are now. Collective.
+
+        Args:
+            version: policy version that an engine returns with what it generates from them.
+
+        Returns:
+            The version's own folder.
+
+        Raises:
+            ValueError: on the first rank: the disk cannot be written; what was begun is removed again.
+            ReportedElsewhereError: on the other ranks then.
+        """
+        target, writer, error = None, None, None
+        if self._grids.rank == 0:
+            try:
+                target = next_subfolder(self._root)
+                writer = ShardWriter(target, self._shards)
+            except OSError as problem:
+                error = f"refit weights of version {version!r} cannot be written to {self._root}: {problem}"
+        raise_together(self._grids, error)
+        try:
+            error = self._write(writer, version)
+        finally:
+            if writer is not None:
+                writer.discard()
+        raise_together(self._grids, error)
+        return Path(from_first_rank(self._grids, str(target)))
+
+    def _write(self, writer: ShardWriter | None, version: str) -> str | None:
+        """What went wrong on this rank. The rest of the tensors is still taken in: other ranks are sending it."""
+        error = None
+        for entry, tensor in self._whole:
+            try:
+                if writer is not None and error is None:
+                    writer.write(entry.name, tensor)
+            except OSError as problem:
+                error = str(problem)
+        if writer is None:
+            return None
+        try:
+            if error is None:
+                self._publish(writer, version)
+        except OSError as problem:
+            error = str(problem)
+        if error is not None:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+            error = f"refit weights of version {version!r} cannot be written to {writer.folder}: {error}"
+        return error
+
+    def _publish(self, writer: ShardWriter, version: str) -> None:
+        writer.finish()
+        writer.publish()
+        write_index(writer.folder, self._shards)
+        file_bytes = {shard.file: (writer.folder / shard.file).stat().st_size for shard in self._shards}
+        write_manifest(writer.folder, Manifest(version, self._entries, self._spellings, file_bytes))
+        prune(self._root, self._keep)
+
+
+def write_weights(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, folder: str | Path,
+                  version: str, dtype: str, keep: int = KEEP) -> Path:
+    """Write one version; see `DiskWriter`, which takes stock of the model only once for many. Collective."""
+    return DiskWriter(built, grids, provider, family_config, folder, dtype, keep).write(version)

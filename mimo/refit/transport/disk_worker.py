@@ -1,0 +1,151 @@
+"""The engine's end of a refit from disk, in each of its workers. Imports vLLM.
+
+Three calls from `RolloutEngine.load_from_disk`, each made of all workers before the next: `probe_weights` and
+`plan_weights` change nothing, so what they refuse leaves the engine serving what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from vllm.v1.worker import gpu_worker
+
+from mimo.refit.plan import chunks
+from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransferEngine
+from mimo.refit.rendezvous import RefitError
+from mimo.refit.tensor_slices import Entry
+from mimo.refit.transport.disk import Manifest, read_manifest
+from mimo.refit.worker_plan import Taken, probe_spellings, wants_as
+from mimo.weights.safetensors_io import HfSource
+
+# Of tensors that are handed to the model's loading at a time.
+CHUNK_BYTES = 512 << 20
+NAMED = 10  # names in an error message
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a worker takes of the files of one sequence of tensors."""
+
+    sequence: str
+    taken: Taken
+
+
+_plans: WeakKeyDictionary[MimoWeightTransferEngine, _Plan] = WeakKeyDictionary()
+
+
+def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
+    """Look at the files; what this worker's loader makes of each spelling of their names.
+
+    Raises:
+        ValueError, RefitError: files are missing or truncated, or hold other tensors than the manifest says.
+    """
+    engine, (manifest, _) = _engine_of(worker), _opened(Path(folder))
+    if _known(engine, manifest) is not None:
+        return {}
+    return probe_spellings(engine.model, manifest.entries, manifest.spellings)
+
+
+def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of the tensors that this worker takes in.
+
+    Args:
+        worker: vLLM's.
+        folder: of one version.
+        probes: what `probe_weights` gave on every worker.
+
+    Raises:
+        ValueError: the tensors are not those of this engine's model.
+    """
+    engine, manifest = _engine_of(worker), read_manifest(Path(folder))
+    taken = _known(engine, manifest)
+    if taken is None:
+        taken = wants_as(engine.model, manifest.entries, manifest.spellings, "loader", probes)
+        _plans[engine] = _Plan(manifest.sequence(), taken)
+    return list(taken.wants.loader)
+
+
+def load_weights(worker: Any, folder: str) -> None:
+    """Load the tensors that this worker takes in; while that goes on, and after an error, it serves nothing.
+
+    Raises:
+        ValueError, RefitError: files are not what they were when they were looked at.
+    """
+    engine = _engine_of(worker)
+    engine.guard.arm(complete=engine.vllm_config.load_config.load_format not in DUMMY_FORMATS)
+    engine.guard.close()
+    manifest, source = _opened(Path(folder))
+    taken = _known(engine, manifest)
+    if taken is None:
+        raise RefitError(f"{folder} has other tensors than when it was looked at")
+    wanted = set(taken.wants.loader)
+    with gpu_worker.set_current_vllm_config(engine.vllm_config):
+        _load(engine, taken, [entry for entry in manifest.entries if entry.name in wanted], source)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    engine.guard.received()
+    engine.guard.open()
+
+
+def check_all_taken(folder: Path, taken: Iterable[Sequence[str]]) -> None:
+    """Raise RefitError where tensors of a version are taken by no worker."""
+    manifest, found = read_manifest(folder), set().union(*taken)
+    left = [entry.name for entry in manifest.entries if entry.name not in found]
+    if left:
+        raise RefitError(f"{len(left)} tensors of {folder} are taken by no worker of the engine, which serves another "
+                         f"model: {', '.join(left[:NAMED])}{' ...' if len(left) > NAMED else ''}")
+
+
+def _load(engine: MimoWeightTransferEngine, taken: Taken, entries: Sequence[Entry], source: HfSource) -> None:
+    session = LoaderSession(engine.model, engine.model_config, taken.loader_layers)
+    try:
+        for chunk in chunks(entries, CHUNK_BYTES):
+            session.load([(taken.spelled[entries[number].name], source.read(entries[number].name).to(engine.device))
+                          for number in chunk])
+        session.finish()
+    except BaseException:
+        session.abandon()
+        raise
+    finally:
+        source.close()
+
+
+def _known(engine: MimoWeightTransferEngine, manifest: Manifest) -> Taken | None:
+    """What was planned for the same sequence of tensors."""
+    plan = _plans.get(engine)
+    return plan.taken if plan is not None and plan.sequence == manifest.sequence() else None
+
+
+def _opened(folder: Path) -> tuple[Manifest, HfSource]:
+    """A version, its files compared with its manifest."""
+    manifest = read_manifest(folder)
+    absent = [name for name in manifest.file_bytes if not (folder / name).is_file()]
+    if absent:
+        raise RefitError(f"{folder}: {', '.join(absent)} of its manifest is not there")
+    for name, size in manifest.file_bytes.items():
+        if (folder / name).stat().st_size != size:
+            raise RefitError(f"{folder / name} has {(folder / name).stat().st_size} bytes, its manifest says {size}")
+    source = HfSource(folder)
+    announced = {entry.name: (entry.dtype, entry.shape) for entry in manifest.entries}
+    held = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in source.tensors.items()}
+    for name in sorted(announced.keys() | held.keys()):
+        if announced.get(name) != held.get(name):
+            raise RefitError(f"{folder}: {name} is {_told(announced.get(name))} in the manifest and "
+                             f"{_told(held.get(name))} in the files")
+    return manifest, source
+
+
+def _told(what: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if what is None else f"{what[0]} {list(what[1])}"
+
+
+def _engine_of(worker: Any) -> MimoWeightTransferEngine:
+    own = vars(worker).get("worker") or worker  # vLLM wraps it
+    engine = own.weight_transfer_engine
+    assert isinstance(engine, MimoWeightTransferEngine), type(engine)
+    return engine

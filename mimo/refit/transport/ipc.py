@@ -1,0 +1,375 @@
+"""Weights for an engine on the trainer's own GPUs, where NCCL cannot go: it takes one rank of a group on each GPU.
+
+Every worker has a proxy: the trainer rank on its GPU. Messages travel among the trainer's ranks, in a group of their
+own, to the worker's proxy, which lays those of a chunk side by side into memory that the worker has mapped; on the CPU
+that is the host's memory, and any rank of the worker's machine can be its proxy. The memory is there during a sync
+only. It holds two chunks: while the worker takes one out the next is laid in. For each chunk the proxy says `ready`
+and the worker `taken`, both with the device synchronised before, since neither waits for the other's streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from mimo.refit.messages import ALIGNMENT
+from mimo.refit.rendezvous import MAX_POLL_S, POLL_S, RefitError
+from mimo.refit.transport.p2p import REASON_S, Wire
+from mimo.refit.transport.shared_memory import Staging, make_staging, open_staging
+
+# What both ends of a shared memory know and tell each other: where messages lie in it, and flags in a store.
+
+
+# Chunks that the memory holds.
+SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What comes to a worker, and where each message lies in its staging memory.
+
+    Attributes:
+        chunks: of each chunk, trainer rank -> bytes.
+    """
+
+    chunks: list[dict[int, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory."""
+        return self._start(SLOTS)
+
+    def place(self, number: int, sender: int) -> slice:
+        """Where a trainer rank's message of a chunk lies."""
+        chunk = self.chunks[number]
+        first = self._start(number % SLOTS) + sum(_aligned(chunk[each]) for each in chunk if each < sender)
+        return slice(first, first + chunk[sender])
+
+    def _start(self, slot: int) -> int:
+        """Of a slot: each is as long as the longest of its chunks."""
+        return sum(max((sum(map(_aligned, chunk.values())) for chunk in self.chunks[each::SLOTS]), default=0)
+                   for each in range(slot))
+
+    def as_json(self) -> list[list[list[int]]]:
+        """As plain data."""
+        return [sorted([sender, size] for sender, size in chunk.items()) for chunk in self.chunks]
+
+    @classmethod
+    def from_json(cls, plain: Sequence[Sequence[Sequence[int]]]) -> Incoming:
+        """The inverse."""
+        return cls([{sender: size for sender, size in chunk} for chunk in plain])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def ready(sync: int, worker: int, number: int) -> str:
+    """The proxy's: a chunk lies there; with the memory's handle."""
+    return f"{sync}/ready/{worker}/{number}"
+
+
+def taken(sync: int, worker: int, number: int) -> str:
+    """The worker's: it has a copy of the chunk."""
+    return f"{sync}/taken/{worker}/{number}"
+
+
+def released(sync: int, worker: int) -> str:
+    """The worker's: it has the memory no longer."""
+    return f"{sync}/released/{worker}"
+
+
+class Flags:
+    """Flags in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def set(self, flag: str, value: str = "set") -> None:
+        """Show it to others."""
+        with _reachable():
+            self._store.set(flag, value)
+
+    def has(self, flag: str) -> bool:
+        """Whether somebody has set it."""
+        with _reachable():
+            return self._store.check([flag])
+
+    def take(self, flag: str) -> str:
+        """Its value; nobody else needs it."""
+        with _reachable():
+            value = self._store.get(flag).decode()
+        self.drop(flag)
+        return value
+
+    def drop(self, flag: str) -> None:
+        """Forget it."""
+        with _reachable():
+            self._store.delete_key(flag)
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RefitError(f"the refit store, which the trainer's first rank serves, is gone: {error}") from error
+
+
+class Wait:
+    """Waits of one call, which together take no longer than a limit."""
+
+    def __init__(self, check: Callable[[], None], limit_s: float) -> None:
+        self._check, self._limit_s = check, limit_s
+        self._deadline = time.monotonic() + limit_s
+
+    def until(self, what: str, is_done: Callable[[], bool], missing: Callable[[], str] | None = None) -> None:
+        """Ask again and again.
+
+        Raises:
+            RefitError: somebody failed, or it was not so in time; it then says what is missing.
+        """
+        for turn in itertools.count():
+            if is_done():
+                return
+            pause = min(MAX_POLL_S, POLL_S / 10 * 1.5 ** min(turn, 20))
+            if pause == MAX_POLL_S:
+                self._check()
+            if time.monotonic() > self._deadline:
+                raise RefitError(f"{what} did not come within {self._limit_s:g} s"
+                                 + (f": not yet have {missing()}" if missing else ""))
+            time.sleep(pause)
+
+
+class WorkerEnd:
+    """A worker's end.
+
+    Args:
+        store: for flags.
+        rank: of this worker among all.
+        proxy: what its proxy is called.
+        incoming: what comes.
+        device: where its messages lie.
+        timeout_s: of one wait.
+    """
+
+    def __init__(self, store: Store, rank: int, proxy: str, incoming: Incoming, device: torch.device,
+                 timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._flags, self._rank, self._proxy = Flags(store), rank, proxy
+        self._incoming, self._device = incoming, device
+        self._sync, self._next = 1, 0
+        self._staging: Staging | None = None
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+                 ) -> list[tuple[str, Any]]:
+        """See `Transport`."""
+        assert not sends, "a worker sends nothing"
+        number, self._next = self._next, self._next + 1
+        return [(f"chunk {number} from {self._proxy}", (number, list(receives)))]
+
+    def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
+        """See `Transport`."""
+        wait = Wait(check, self.timeout_s + grace_s)
+        for what, (number, receives) in works:
+            assert {sender: into.numel() for sender, into in receives} == self._incoming.chunks[number]
+            if not receives:
+                continue
+            flag = ready(self._sync, self._rank, number)
+            wait.until(what, partial(self._flags.has, flag))
+            handle = self._flags.take(flag)
+            if self._staging is None:
+                self._staging = open_staging(handle, self._incoming.num_bytes, self._device)
+            for sender, into in receives:
+                into.copy_(self._staging.memory[self._incoming.place(number, sender)])
+            _synchronize(self._device)
+            self._flags.set(taken(self._sync, self._rank, number))
+
+    def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
+        """See `Transport`."""
+        assert self._next == len(self._incoming.chunks), "a chunk was not waited for"
+        self._leave()
+        self._sync, self._next = self._sync + 1, 0
+
+    def close(self) -> None:
+        """See `Transport`; in the midst of a sync, too."""
+        with contextlib.suppress(RuntimeError):
+            self._leave()
+
+    def _leave(self) -> None:
+        """First the memory goes, then the proxy hears of it."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.release()
+            _empty_cache(self._device)
+            self._flags.set(released(self._sync, self._rank))
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Messages of a chunk on their way from this rank, and to it as a proxy.
+
+    Attributes:
+        number: of the chunk in its sync.
+        sends: of this rank.
+        works: of the transfers among ranks, once they have begun.
+        event: after which the messages to its own workers are laid out (CUDA).
+    """
+
+    number: int
+    sends: list[tuple[int, torch.Tensor]]
+    works: list[tuple[str, Any]] = field(default_factory=list)
+    event: Any = None
+
+
+class TrainerEnd:
+    """A trainer rank's end.
+
+    Args:
+        store: for flags.
+        rank: of this one.
+        by_worker: rank of each worker -> its proxy.
+        incoming: of the workers whose proxy this rank is.
+        among: the trainer's ranks; None: there is but this one.
+        device: where messages and staging memory lie.
+        timeout_s: of one wait.
+        names: what each rank is called in messages.
+    """
+
+    def __init__(self, store: Store, rank: int, by_worker: Mapping[int, int], incoming: Mapping[int, Incoming],
+                 among: Wire | None, device: torch.device, timeout_s: float, names: Sequence[str]) -> None:
+        self.timeout_s = timeout_s
+        self._flags, self._rank, self._names = Flags(store), rank, names
+        self._by_worker, self._incoming, self._among = by_worker, incoming, among
+        self._device = device
+        self._sync, self._next = 1, 0
+        self._staging: dict[int, Staging] = {}
+        self._opened: set[int] = set()  # by workers that have seen a flag, and so may have them mapped
+        self._pending: deque[_Chunk] = deque()
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+                 ) -> list[tuple[str, Any]]:
+        """See `Transport`. What has no room yet begins when an earlier chunk is waited for."""
+        assert not receives, "a trainer rank receives nothing"
+        chunk = _Chunk(self._next, list(sends))
+        self._next += 1
+        self._pending.append(chunk)
+        self._begin()
+        return [(f"chunk {chunk.number}", chunk)]
+
+    def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
+        """See `Transport`."""
+        wait = Wait(check, self.timeout_s + grace_s)
+        for _, chunk in works:
+            while chunk in self._pending:
+                number = self._pending[0].number
+                wait.until(f"room for chunk {number}", lambda: not self._late(),
+                           lambda: f"{self._listed(self._late())} taken an earlier one out")
+                self._begin()
+            if self._among is not None:
+                self._among.wait(chunk.works, check, grace_s)
+            if chunk.event is not None:
+                chunk.event.synchronize()
+            for worker in self._receivers(chunk.number):
+                self._opened.add(worker)
+                self._flags.set(ready(self._sync, worker, chunk.number), self._staging[worker].handle)
+
+    def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
+        """See `Transport`: waits until its workers have let go of the memory."""
+        assert not self._pending, "a chunk was not waited for"
+        wait = Wait(check, self.timeout_s + grace_s)
+        wait.until("the end of the sync", lambda: not self._mapped(),
+                   lambda: f"{self._listed(self._mapped())} released the shared memory")
+        for worker in self._incoming:
+            for number in range(max(0, self._next - SLOTS), self._next):
+                self._flags.drop(taken(self._sync, worker, number))
+            self._flags.drop(released(self._sync, worker))
+        self._free()
+        self._sync, self._next = self._sync + 1, 0
+        _empty_cache(self._device)
+
+    def close(self) -> None:
+        """See `Transport`; in the midst of a sync workers have a moment to let go of the memory, those that live."""
+        if self._among is not None:
+            self._among.close()
+        self._pending.clear()
+        with contextlib.suppress(RuntimeError):
+            if self._staging:
+                Wait(lambda: None, REASON_S).until("the end", lambda: not self._mapped())
+        with contextlib.suppress(RuntimeError):
+            self._free()
+
+    def _begin(self) -> None:
+        """Start the transfers of chunks that have room; every rank starts them in the same order."""
+        while self._pending and not self._late():
+            chunk = self._pending.popleft()
+            before = chunk.number - SLOTS
+            for worker in self._receivers(before):
+                self._flags.drop(taken(self._sync, worker, before))
+            own = [(worker, message) for worker, message in chunk.sends if self._by_worker[worker] == self._rank]
+            for worker, message in own:
+                self._room(worker, chunk.number, self._rank).copy_(message)
+            if own and self._device.type == "cuda":
+                chunk.event = torch.cuda.Event()
+                chunk.event.record()
+            if self._among is not None:
+                # Of two messages between the same ranks the one to the lower worker comes first on both sides.
+                chunk.works = self._among.exchange(
+                    [(self._by_worker[worker], message) for worker, message in sorted(chunk.sends, key=_first)
+                     if self._by_worker[worker] != self._rank],
+                    [(sender, self._room(worker, chunk.number, sender)) for worker in self._receivers(chunk.number)
+                     for sender in sorted(self._incoming[worker].chunks[chunk.number]) if sender != self._rank])
+
+    def _room(self, worker: int, number: int, sender: int) -> torch.Tensor:
+        """Where a message for one of its workers goes."""
+        incoming = self._incoming[worker]
+        if worker not in self._staging:
+            self._staging[worker] = make_staging(incoming.num_bytes, self._device)
+        return self._staging[worker].memory[incoming.place(number, sender)]
+
+    def _receivers(self, number: int) -> list[int]:
+        """Its workers that get something in a chunk."""
+        return sorted(worker for worker, incoming in self._incoming.items() if number >= 0 and incoming.chunks[number])
+
+    def _late(self) -> list[int]:
+        """Its workers that have not yet taken out what lies where the next chunk goes."""
+        before = self._pending[0].number - SLOTS
+        return [worker for worker in self._receivers(before) if not self._flags.has(taken(self._sync, worker, before))]
+
+    def _mapped(self) -> list[int]:
+        return [worker for worker in sorted(self._opened) if not self._flags.has(released(self._sync, worker))]
+
+    def _listed(self, workers: Sequence[int]) -> str:
+        return ", ".join(self._names[worker] for worker in workers)
+
+    def _free(self) -> None:
+        staging, self._staging = self._staging, {}
+        self._opened.clear()
+        for each in staging.values():
+            each.release()
+
+
+def _first(pair: tuple[int, torch.Tensor]) -> int:
+    return pair[0]
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for what the device was told to do so far."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _empty_cache(device: torch.device) -> None:
+    """Messages of a sync are of no use until the next, and here trainer and engine share one GPU's memory."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,178 @@
+"""Memory that two processes of one machine share: a GPU's, through CUDA IPC, or the host's.
+
+Neither kind has a name in a file system: it is gone when those who have it are, however they end. CUDA memory is the
+driver's own, not of torch's allocator: what is freed is free for everybody at once, and a process that dies with a
+mapping leaves no reference count behind that would keep it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mimo.refit.rendezvous import RefitError
+
+HOST_NAME = "mimo-refit"  # as it stands in /proc/<pid>/maps
+OPEN_LAZILY = 1  # the only flag that the driver knows
+
+
+class Staging(Protocol):
+    """Shared memory in one of its processes.
+
+    Attributes:
+        handle: by which others open it.
+        memory: all of it, uint8.
+    """
+
+    handle: str
+    memory: torch.Tensor
+
+    def release(self) -> None:
+        """Give it back; no view of `memory` may be used any more."""
+        ...
+
+
+def make_staging(num_bytes: int, device: torch.device) -> Staging:
+    """New memory of a device.
+
+    Raises:
+        RefitError: there is none left.
+    """
+    return _OwnCuda(num_bytes, device) if device.type == "cuda" else _OwnHost(num_bytes)
+
+
+def open_staging(handle: str, num_bytes: int, device: torch.device) -> Staging:
+    """What another process of this machine has made, on the same device.
+
+    Raises:
+        RefitError: it is not there, or not for this process.
+    """
+    return _OpenedCuda(handle, num_bytes, device) if device.type == "cuda" else _OpenedHost(handle, num_bytes)
+
+
+def device_identity(device: torch.device) -> str:
+    """A name that two processes have in common exactly where they can share memory of their devices."""
+    if device.type == "cuda":
+        return f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    # Processes of one machine that see each other.
+    return f"host {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+class _OwnHost:
+    """Anonymous memory of this process; others open it through this process's file descriptor."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._descriptor = os.memfd_create(HOST_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, num_bytes)
+        self.memory = _mapped(self._descriptor, num_bytes)
+        self.handle = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def release(self) -> None:
+        """See `Staging`."""
+        self.memory = torch.empty(0, dtype=torch.uint8)  # the mapping goes with the last tensor that lies in it
+        os.close(self._descriptor)
+
+
+class _OpenedHost:
+    """Memory of another process."""
+
+    def __init__(self, handle: str, num_bytes: int) -> None:
+        try:
+            descriptor = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RefitError(f"shared memory {handle} cannot be opened: {error}") from error
+        try:
+            self.memory = _mapped(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+        self.handle = handle
+
+    def release(self) -> None:
+        """See `Staging`."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+class _Handle(ctypes.Structure):
+    """`CUipcMemHandle`."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class _Region:
+    """Device memory by its address, as `torch.as_tensor` takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False),
+                                         "version": 3}
+
+
+class _OwnCuda:
+    """Memory of this process's GPU."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._device, address, handle = device, ctypes.c_uint64(), _Handle()
+        _enter(device)
+        try:
+            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        except RefitError:
+            torch.cuda.empty_cache()  # torch may keep memory for later, of no use to others
+            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        self._address = address
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        self.handle = bytes(handle).hex()
+        self.memory = torch.as_tensor(_Region(address.value, num_bytes), device=device)
+
+    def release(self) -> None:
+        """See `Staging`."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        _enter(self._device)
+        _call("cuMemFree_v2", self._address)
+
+
+class _OpenedCuda:
+    """Memory of another process on the same GPU."""
+
+    def __init__(self, handle: str, num_bytes: int, device: torch.device) -> None:
+        self._device, address, self.handle = device, ctypes.c_uint64(), handle
+        _enter(device)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(bytes.fromhex(handle)),
+              ctypes.c_uint(OPEN_LAZILY))
+        self._address = address
+        self.memory = torch.as_tensor(_Region(address.value, num_bytes), device=device)
+
+    def release(self) -> None:
+        """See `Staging`."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        _enter(self._device)
+        _call("cuIpcCloseMemHandle", self._address)
+
+
+def _enter(device: torch.device) -> None:
+    """Make torch's context of a device this thread's, and wait for what is queued there: it may use the memory."""
+    torch.cuda.synchronize(device)
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call the CUDA driver. Raises RefitError."""
+    driver = _driver()
+    result = getattr(driver, name)(*arguments)
+    if result:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorName(result, ctypes.byref(text))
+        raise RefitError(f"{name} failed: {(text.value or b'error').decode()} ({result})")

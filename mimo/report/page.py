@@ -1,0 +1,147 @@
+"""The page: one HTML file that needs no other and no network."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from html import escape
+
+from mimo.report.answers import Answer, compared, did_it_learn, how_fast, who_waited
+from mimo.report.html import CSS, LETTERS, SCRIPT, hatches, part_css
+from mimo.report.run_folder import Run, began_unix_s
+from mimo.report.sections import (
+    compare_section,
+    gantt_section,
+    lanes,
+    learned,
+    memory,
+    rl_section,
+    speed_section,
+    stops_section,
+    where_time_went,
+)
+from mimo.report.summary import finite, joined, module_times, seconds
+
+AXES = ("tp", "cp", "pp", "dp", "ep")
+
+
+def _grids(run: Run) -> str:
+    """`disjoint grids: vision 2 ranks, language 2 ranks`, from the step of all ranks; else from the flags."""
+    layout = run.flags.get("layout", {})
+    if run.learns_from_rewards and not run.steps.has("encoder-imbalance"):
+        kind = "trainer"
+    else:
+        kind = f"{layout.get('layout', '')} grids".strip()
+    sizes: dict[str, int] = {}
+    for rank in next(iter(run.timelines.values()), {"ranks": []})["ranks"]:
+        for module in rank["modules"]:
+            sizes[module] = sizes.get(module, 0) + 1
+    if sizes:
+        return f"{escape(kind)}: " + joined([f"{escape(name)} {count} rank{'s' * (count > 1)}"
+                                     for name, count in sizes.items()])
+    flags = [f"--{part}-{axis} {layout[f'{part}-{axis}']}" for part in ("encoder", "llm") for axis in AXES
+             if layout.get(f"{part}-{axis}", 1) != 1]
+    return escape(" ".join([kind, *flags]))
+
+
+def _description(run: Run) -> str:
+    """What the run is, in a line."""
+    model, train = run.flags.get("model", {}), run.flags.get("train", {})
+    words = [escape(str(model["model-provider"]))] if "model-provider" in model else []
+    source = run.flags.get("data", {}).get("dataset-provider")
+    if source is not None:
+        words.append(f"on {escape(str(source))}")
+    parts = [" ".join(words), _grids(run) if run.flags or run.timelines else "",
+             f"device {escape(str(train['device']))}" if "device" in train else ""]
+    if len(run.steps):
+        planned = run.planned_iterations
+        parts.append(f"{int(run.steps.iterations[-1]):,}" + (f" of {planned:,}" if planned else "") + " iterations")
+        walls, began = finite(run.steps.get("wall_time")), began_unix_s(run.steps)
+        if math.isfinite(began):
+            parts.append(f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(began))} UTC, "
+                         f"{seconds(float(walls[-1]) - began)} long")
+    return " &middot; ".join(filter(None, parts))
+
+
+def _header(runs: Sequence[Run]) -> str:
+    title = " against ".join(escape(run.name) for run in runs)
+    lines = []
+    for index, run in enumerate(runs):
+        tag = f'<span class="tag {"b" * index}">{LETTERS[index]}</span> <code>{escape(str(run.path))}</code> &middot; '
+        lines.append(f'<p class="about">{tag if len(runs) > 1 else ""}{_description(run)}</p>')
+    return f"<h1>{title}</h1>{''.join(lines)}"
+
+
+def _problems(runs: Sequence[Run]) -> str:
+    said = [(f"{LETTERS[index]}: " if len(runs) > 1 else "") + escape(problem)
+            for index, run in enumerate(runs) for problem in run.problems]
+    if not said:
+        return ""
+    return f'<div class="warn"><ul>{"".join(f"<li>{each}</li>" for each in said)}</ul></div>'
+
+
+def _tile(question: str, answers: Sequence[Answer], more: str) -> str:
+    body = []
+    for index, answer in enumerate(answers):
+        tag = f'<span class="tag {"b" * index}">{LETTERS[index]}</span> ' if len(answers) > 1 else ""
+        body.append(f"<b>{tag}{answer.words}</b><p>{answer.sentences}</p>")
+    return f'<div class="tile"><h2>{question}</h2>{"".join(body)}{f"<p>{more}</p>" if more else ""}</div>'
+
+
+def tiles(runs: Sequence[Run]) -> str:
+    """The three answers."""
+    further = compared(runs) if len(runs) > 1 else ("", "", "")
+    rewarded = all(run.learns_from_rewards for run in runs)
+    questions = ("Did it learn?", "How fast was it?", "What did the trainer wait for?" if rewarded
+                 else "Which grid waited for which?")
+    found = [[answer(run) for run in runs] for answer in (did_it_learn, how_fast, who_waited)]
+    return ('<div class="tiles">'
+            + "".join(_tile(*each) for each in zip(questions, found, further, strict=True)) + "</div>")
+
+
+def left_out(run: Run) -> list[str]:
+    """What the page does not show of a run, and why."""
+    found: list[str] = []
+    steps = run.steps
+    if not len(steps):
+        return found
+    if not run.timelines and not run.learns_from_rewards:
+        found.append("a step of all ranks: there is no timeline/step-N.json, which runs without --no-timeline write")
+    if not module_times(run) and not run.learns_from_rewards:
+        found.append("where each grid's time went: the run has no timeline (--no-timeline)")
+    if not len(run.evaluations):
+        found.append("held-out figures: the run was not evaluated")
+    if not steps.has("tflops") and not run.learns_from_rewards:
+        found.append("TFLOP/s: the model provider does not count them")
+    elif not steps.has("mfu") and not run.learns_from_rewards:
+        found.append("MFU: the device's peak is not known (--peak-tflops says it)")
+    return found
+
+
+def _footer(runs: Sequence[Run]) -> str:
+    parts = []
+    for index, run in enumerate(runs):
+        letter = f"{LETTERS[index]}: " if len(runs) > 1 else ""
+        missing = left_out(run)
+        if missing:
+            parts.append(f"<p>{letter}Not shown: {'; '.join(map(escape, missing))}.</p>")
+        if run.stall:
+            parts.append(f"<details open><summary>{letter}Report of the stall</summary><pre>{escape(run.stall)}</pre>"
+                         "</details>")
+        if run.flags:
+            flags = "\n".join(f"--{flag} {value}" for section in run.flags.values() for flag, value in section.items())
+            parts.append(f"<details><summary>{letter}All flags</summary><pre>{escape(flags)}</pre></details>")
+    return f'<section><h2>About the run{"s" * (len(runs) - 1)}</h2>{"".join(parts)}</section>' if parts else ""
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole page of one run, or of two side by side."""
+    body = [hatches(), _header(runs), _problems(runs), tiles(runs), compare_section(runs), learned(runs),
+            gantt_section(runs), where_time_went(runs), speed_section(runs), rl_section(runs), lanes(runs),
+            stops_section(runs), memory(runs), _footer(runs)]
+    title = " against ".join(escape(run.name) for run in runs)
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width, initial-scale=1"><title>{title}</title><style>{CSS}{part_css()}</style>'
+            f'</head><body><main>{"".join(body)}</main><div id="tip" aria-hidden="true"></div><script>{SCRIPT}</script>'
+            "</body></html>\n")

@@ -1,0 +1,336 @@
+"""What a run left in its folder, read for people: figures by column, flags, steps of all ranks, and what is broken."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+METRICS, FLAGS, START, STALL_SUMMARY = "metrics.jsonl", "run_config.toml", "startup.json", "stall-summary.txt"
+# Ends the name of every figure of an evaluation.
+EVALUATED = " validation"
+# A record of an iteration has it, whatever kind of run it is of.
+STEP_KEY = "iteration-time"
+# Characters of a report of a stall that the page shows.
+SHOWN_OF_STALL = 4000
+# Reports of one stall are written within so many seconds.
+SAME_STALL_S = 10.0
+
+# Records with the same keys that become numbers together.
+AT_ONCE = 1024
+# Steps of all ranks that are read: those of thousands of ranks are large.
+MAX_STEPS = 6
+STEP_FILE = re.compile(r"step-(\d+)\.json")
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Records as columns, by iteration.
+
+    Attributes:
+        iterations: int64 `[n]`, increasing; 1 for the first of a run.
+        columns: float64 `[n]` by key, NaN where a record has none.
+    """
+
+    iterations: NDArray[np.int64]
+    columns: Mapping[str, Floats]
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+    def get(self, key: str) -> Floats:
+        """A column; NaN throughout where there is none."""
+        return self.columns.get(key, np.full(len(self), math.nan))
+
+    def has(self, key: str) -> bool:
+        """Whether any record has a finite figure of this key."""
+        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
+
+    def after(self, first: int) -> Table:
+        """Without the first records."""
+        return Table(self.iterations[first:], {key: column[first:] for key, column in self.columns.items()})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        path: its folder.
+        steps: figures of the iterations.
+        evaluations: figures of the evaluations, whose keys end in ` validation`.
+        flags: of the run, by section; empty where `run_config.toml` is missing or broken.
+        timelines: `timeline/step-N.json` by iteration, a few of them.
+        num_timelines: of these files.
+        start: seconds until the end of the first iteration by phase, of `startup.json`; empty without one.
+        problems: what went wrong with the run or its files, in sentences.
+        stall: report of a stall, shortened; empty without one.
+    """
+
+    path: Path
+    steps: Table
+    evaluations: Table
+    flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    timelines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    num_timelines: int = 0
+    start: Mapping[str, float] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    stall: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the folder."""
+        return self.path.resolve().name
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether it is a run of reinforcement learning."""
+        return self.steps.has("reward")
+
+    @property
+    def modules(self) -> list[str]:
+        """Modules with figures of their own, as the run orders them."""
+        found: list[str] = []
+        for prefix in ("timeline/", "peak-memory-bytes/"):
+            for key in self.steps.columns:
+                module = key.removeprefix(prefix).removesuffix("/step-s")
+                if key in (f"{prefix}{module}/step-s", f"peak-memory-bytes/{module}") and module not in found:
+                    found.append(module)
+        return found
+
+    @property
+    def planned_iterations(self) -> int | None:
+        """Length that the flags give; None where they do not say."""
+        train = self.flags.get("train", {})
+        if isinstance(train.get("train-iters"), int):
+            return int(train["train-iters"])
+        samples, batch = train.get("train-samples"), train.get("global-batch-size")
+        if not isinstance(samples, int) or not isinstance(batch, int) or batch <= 0:
+            return None
+        return -(-samples // batch)  # the last iteration may go past them
+
+
+def _figure(value: object) -> float:
+    """A value of a record as a number: null is NaN, and so is what is no figure."""
+    if isinstance(value, bool | int | float):
+        return float(value)
+    return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
+
+
+def _numbers(rows: list[list[Any]]) -> Floats:
+    """Values of records with the same keys, float64 `[n, keys]`."""
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (ValueError, TypeError):  # some value is no figure
+        return np.array([[_figure(value) for value in row] for row in rows], dtype=np.float64)
+
+
+class _Columns:
+    """Collects records as columns.
+
+    Those of a long run are too many to keep as they are. Records with the same keys become numbers together: keys
+    change often, but there are few sets of them (with images or without, after a checkpoint or not).
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        # Places and values of the latest records, by their keys; and earlier ones as numbers.
+        self._open: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
+        self._done: list[tuple[tuple[str, ...], list[int], Floats]] = []
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """One more record."""
+        keys = tuple(record)
+        places, rows = self._open.setdefault(keys, ([], []))
+        places.append(self._count)
+        rows.append(list(record.values()))
+        self._count += 1
+        if len(rows) == AT_ONCE:
+            self._close(keys)
+
+    def _close(self, keys: tuple[str, ...]) -> None:
+        places, rows = self._open.pop(keys)
+        self._done.append((keys, places, _numbers(rows)))
+
+    def table(self) -> Table:
+        """All of them; of several records of one iteration the last."""
+        for keys in list(self._open):
+            self._close(keys)
+        full: dict[str, Floats] = {}
+        for keys, found, values in self._done:
+            rows = np.array(found)
+            for key, column in zip(keys, values.T, strict=True):
+                if key not in full:
+                    full[key] = np.full(self._count, math.nan)
+                full[key][rows] = column
+        every = full.get("iteration", np.empty(0)).astype(np.int64)
+        iterations, places = np.unique(every[::-1], return_index=True)
+        return Table(iterations, {key: column[::-1][places] for key, column in full.items()})
+
+
+def to_table(records: Iterable[Mapping[str, Any]]) -> Table:
+    """Records as columns; of several records of one iteration the last."""
+    columns = _Columns()
+    for record in records:
+        columns.add(record)
+    return columns.table()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None where it is none, such as the cut last line of a run that was killed."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("iteration"), int)
+    return record if whole else None
+
+
+def _read_metrics(path: Path) -> tuple[Table, Table, list[str]]:
+    steps, evaluations, broken, last_is_broken = _Columns(), _Columns(), 0, False
+    with path.open("rb") as file:
+        for line in file:
+            record = _record(line) if line.strip() else {}
+            last_is_broken = record is None
+            if record is None:
+                broken += 1
+            elif STEP_KEY in record:
+                steps.add(record)
+            elif any(key.endswith(EVALUATED) for key in record):
+                evaluations.add(record)
+    problems = []
+    if broken:
+        which = "The last line" if broken == 1 and last_is_broken else f"{broken} line{'s' * (broken > 1)}"
+        problems.append(f"{which} of {METRICS} cannot be read and {'is' if broken == 1 else 'are'} left out"
+                        + (": the run ended while it was written." if last_is_broken else "."))
+    return steps.table(), evaluations.table(), problems
+
+
+def _read_flags(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    if not path.is_file():
+        return {}, [f"There is no {FLAGS}: what the run was meant to be is not known."]
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # TOML or UTF-8
+        return {}, [f"{FLAGS} cannot be read ({error}): what the run was meant to be is not known."]
+    return {name: section for name, section in found.items() if isinstance(section, dict)}, []
+
+
+def _is_timeline(document: object) -> bool:
+    """Whether a JSON document has the parts of `mimo.observability.timeline` that the page needs."""
+    if not isinstance(document, dict) or not isinstance(document.get("iteration"), int):
+        return False
+    ranks = document.get("ranks")
+    return isinstance(ranks, list) and bool(ranks) and all(
+        isinstance(rank, dict) and {"rank", "modules", "intervals"} <= rank.keys() and rank["intervals"]
+        for rank in ranks)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` places of `count`, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+
+
+def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], int, list[str]]:
+    """Some of the steps of all ranks, how many there are, and which of those cannot be read."""
+    steps = sorted((int(match[1]), path) for path in folder.glob("step-*.json")
+                   if (match := STEP_FILE.fullmatch(path.name)))
+    found, problems = {}, []
+    for place in evenly(len(steps), MAX_STEPS):
+        iteration, path = steps[place]
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            document = None
+        if _is_timeline(document):
+            found[iteration] = document
+        else:
+            problems.append(f"timeline/{path.name} cannot be read and is left out.")
+    return found, len(steps), problems
+
+
+def _read_start(path: Path) -> tuple[dict[str, float], list[str]]:
+    if not path.is_file():
+        return {}, []
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        document = None
+    phases = document.get("phases") if isinstance(document, dict) else None
+    if not isinstance(phases, dict) or not all(isinstance(value, int | float) for value in phases.values()):
+        return {}, [f"{START} cannot be read and is left out."]
+    return phases, []
+
+
+def began_unix_s(steps: Table) -> float:
+    """When the first iteration began, seconds since the epoch; NaN where its record does not say."""
+    return float(steps.get("wall_time")[0] - steps.get(STEP_KEY)[0]) if len(steps) else math.nan
+
+
+def _read_stall(folder: Path, began: float) -> tuple[str, list[str]]:
+    """The last stall's summary, or else the first rank's report of it; none from before the run `began`."""
+    written = {path: path.stat().st_mtime for path in [folder / STALL_SUMMARY, *sorted(folder.glob("stall-rank*.txt"))]
+               if path.is_file()}
+    written = {path: at for path, at in written.items() if not at < began}  # NaN leaves none out
+    if not written:
+        return "", []
+    chosen = next(path for path, at in written.items() if at >= max(written.values()) - SAME_STALL_S)
+    text = chosen.read_text(encoding="utf-8", errors="replace")
+    return text[:SHOWN_OF_STALL], [f"A stall ended the run, or an earlier one in this folder: see {chosen.name} below."]
+
+
+def _iteration_problems(steps: Table, planned: int | None) -> list[str]:
+    if not len(steps):
+        return ["No iteration was finished: there are no figures to show."]
+    problems = []
+    last = int(steps.iterations[-1])
+    if planned is not None and last < planned:
+        problems.append(f"The figures end at iteration {last:,} of {planned:,}: the run was stopped, died, or still "
+                        "goes on.")
+    missing = last - int(steps.iterations[0]) + 1 - len(steps)
+    if missing:
+        problems.append(f"{missing:,} iterations between the first and the last have no figures.")
+    skipped = int((steps.get("success") == 0).sum())
+    if skipped:
+        problems.append(f"{skipped:,} iterations were skipped: a gradient was not finite.")
+    if "lm loss" in steps.columns:
+        wrong = int((~np.isfinite(steps.get("lm loss"))).sum())
+        if wrong:
+            problems.append(f"The loss of {wrong:,} iterations is not finite.")
+    return problems
+
+
+def read_run(path: Path) -> Run:
+    """Read a run folder; a run that died, or still goes on, is read as far as it came.
+
+    Raises:
+        ValueError: it is no run folder.
+        OSError: a file in it cannot be opened.
+    """
+    wanted = f"a run folder (--run-dir of train_hetero.py or train_rl.py) has {METRICS}"
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; {wanted}")
+    if not (path / METRICS).is_file():
+        raise ValueError(f"{path}: is no run folder: there is no {path / METRICS}; {wanted}, {FLAGS} and perhaps "
+                         "timeline/step-N.json")
+    steps, evaluations, problems = _read_metrics(path / METRICS)
+    flags, flag_problems = _read_flags(path / FLAGS)
+    timelines, num_timelines, timeline_problems = _read_timelines(path / "timeline")
+    stall, stall_problems = _read_stall(path, began_unix_s(steps))
+    start, start_problems = _read_start(path / START)
+    run = Run(path, steps, evaluations, flags, timelines, num_timelines, start, stall=stall)
+    found = [*problems, *_iteration_problems(steps, run.planned_iterations), *stall_problems, *flag_problems,
+             *timeline_problems, *start_problems]
+    return replace(run, problems=tuple(found))

@@ -1,0 +1,475 @@
+"""Sections on time: speed, steps of all ranks, where each grid's time went, waits and stops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from mimo.observability.spans import Kind
+from mimo.report.answers import prefetch_beside
+from mimo.report.bars import Bar, stacked_bars
+from mimo.report.charts import Line, line_chart
+from mimo.report.gantt_chart import gantt_chart, num_shapes
+from mimo.report.html import (
+    any_above,
+    by_module,
+    chart,
+    evaluated,
+    lines_of,
+    prefixed,
+    run_name,
+    section,
+    table,
+    varies,
+)
+from mimo.report.run_folder import EVALUATED, MAX_STEPS, Floats, Run, evenly
+from mimo.report.summary import (
+    CSS_OF_PART,
+    CSS_OF_RL,
+    ENGINE_PARTS,
+    ORDER,
+    OTHER_MODULES,
+    OWN_PARTS,
+    WORDS,
+    ModuleTime,
+    Stops,
+    finite,
+    ideal_s,
+    median,
+    module_times,
+    number,
+    percent,
+    rl_parts,
+    rounded,
+    seconds,
+    size,
+    steady,
+    stops,
+    typical,
+)
+
+# Rectangles of the steps of all ranks on a page: about 1 MB.
+MAX_SHAPES = 6000
+NUM_SLOWEST = 5
+TYPICAL = "without the first ones, the fastest and the slowest tenth"
+# Slower than this multiple of the median is a slow iteration.
+SLOW = 1.5
+PART_KEY = re.compile(r"timeline/(?P<module>.+)/(?P<part>[^/]+)-max-s")
+
+
+def speed_section(runs: Sequence[Run]) -> str:
+    """Throughput over iterations."""
+    fractions = {"mfu": "MFU"} if any_above(runs, "mfu") else {}
+    return section("Speed", [
+        chart("Tokens/s per GPU (on a CPU: per process)", runs, {"tokens-per-s-per-gpu": "tokens/s"}, zero=True),
+        chart("Time of an iteration (s)", runs, {"iteration-time": "iteration"}, zero=True),
+        chart("Model TFLOP/s per GPU (on a CPU: per process)", runs, {"tflops": "TFLOP/s"}, zero=True),
+        chart("MFU: share of the peak (%)", runs, fractions, scale=100.0, zero=True),
+        chart("Share of the rows' tokens that is not padding", runs, {"packing-utilisation": "not padding"}, zero=True),
+        chart("Model FLOPs of an iteration (TFLOP, all ranks)", runs, prefixed(runs, "flops/"), scale=1e-12, zero=True),
+    ])
+
+
+def gantt_section(runs: Sequence[Run]) -> str:
+    """One step of all ranks, with a choice where there are several."""
+    blocks = []
+    for index, run in enumerate(runs):
+        if not run.timelines:
+            continue
+        every = list(run.timelines)
+        # Rather fewer steps than a part of each.
+        fitting = MAX_SHAPES // len(runs) // max(num_shapes(run.timelines[step]) for step in every)
+        chosen = [every[place] for place in evenly(len(every), min(max(fitting, 2), MAX_STEPS // len(runs)))]
+        shapes = MAX_SHAPES // (len(chosen) * len(runs))
+        charts = "".join(f'<div data-step="{step}"{" hidden" * (place > 0)}>'
+                         f"{gantt_chart(run.timelines[step], shapes)}</div>" for place, step in enumerate(chosen))
+        choice = ""
+        if len(chosen) > 1:
+            options = "".join(f'<option value="{step}">iteration {step:,}</option>' for step in chosen)
+            choice = f'<label>Step: <select data-steps="steps{index}">{options}</select></label>'
+        if len(chosen) < run.num_timelines:
+            choice += f" {len(chosen)} of {run.num_timelines} recorded steps are here."
+        heading = f"<h3>{escape(run_name(runs, index, run.name))}</h3>" if len(runs) > 1 else ""
+        blocks.append(f'<div style="grid-column:1/-1;min-width:0">{heading}{choice}<div id="steps{index}">{charts}'
+                      "</div></div>")
+    return section("One step, all ranks", blocks, "What every rank did from left to right.")
+
+
+def _bars(times: Mapping[str, ModuleTime], runs: Sequence[Run], index: int) -> list[Bar]:
+    return [Bar(run_name(runs, index, name), {WORDS[part]: each.parts[part] for part in ORDER if part in each.parts})
+            for name, each in times.items()]
+
+
+def where_time_went(runs: Sequence[Run]) -> str:
+    """Parts of each grid's step, against the ideal."""
+    blocks, every = [], [module_times(run) for run in runs]
+    axis_s = max((each.step_s for times in every for each in times.values()), default=0.0)
+    for index, (run, times) in enumerate(zip(runs, every, strict=True)):
+        if not times:
+            continue
+        title = "Mean step of a rank of each grid" + (f", run {'AB'[index]}" if len(runs) > 1 else "")
+        blocks.append(stacked_bars(title, _bars(times, runs, index), CSS_OF_PART,
+                                   axis_s=axis_s,
+                                   marker=_marker(times), note=f"{_ideal_words(times)}Means over the ranks of a grid "
+                                   f"and the typical iterations: {TYPICAL}.{prefetch_beside(times)}"))
+        blocks.append(_parts_table(run, times))
+    waits = chart("Longest wait of any rank at the bridge (s)", runs, {"bridge-wait-s": "bridge"}, zero=True)
+    ahead = chart("Encoder passes ahead of their microbatch, fullest rank (s)", runs,
+                  {"encoder-prefetch-s": "passes ahead"}, zero=True,
+                  note="Encoder prefetch. They are in the forward part above, unless they run on a stream of their "
+                       "own.")
+    return section("Where each grid's time went", [*blocks, _shares(runs) or waits, ahead],
+                   "Parts sum to the step. Waiting at the bridge is waiting for the other grid, and the transfer "
+                   "itself.")
+
+
+def _marker(times: Mapping[str, ModuleTime]) -> tuple[float, str] | None:
+    """The ideal, where it is known."""
+    best, longest = ideal_s(times), max(each.step_s for each in times.values())
+    return None if best is None else (best, f"ideal {seconds(best)}: {percent(best / longest)} of the step")
+
+
+def _ideal_words(times: Mapping[str, ModuleTime]) -> str:
+    if ideal_s(times) is None:
+        return ""
+    if any(OTHER_MODULES in each.parts for each in times.values()):
+        return "The ideal is a step in which the ranks do the passes of all modules and nothing else. "
+    return "The ideal is a step in which the grid with the longest passes does nothing else. "
+
+
+def _parts_table(run: Run, times: Mapping[str, ModuleTime]) -> str:
+    steps = typical(run.steps)
+    rows = []
+    for part in ORDER:
+        cells = [WORDS[part]]
+        for name, each in times.items():
+            largest = finite(steps.get(f"timeline/{name}/{part}-max-s"))
+            cells += ([seconds(each.parts[part]), percent(each.share(part)),
+                       seconds(float(largest.mean())) if len(largest) else ""] if part in each.parts else ["", "", ""])
+        if any(each.parts.get(part, 0.0) > 0 for each in times.values()):
+            rows.append(cells)
+    heads = ["part", *(head for name in times for head in (name, "share", "slowest rank"))]
+    return f"<details style='grid-column:1/-1'><summary>As a table</summary>{table(heads, rows)}</details>"
+
+
+def _shares(runs: Sequence[Run]) -> str:
+    """Share of each step that a grid waited at the bridge, over iterations."""
+    lines = []
+    for place, (key, name) in enumerate(by_module(runs, f"timeline/*/{Kind.BRIDGE_WAIT}-s").items()):
+        for index, run in enumerate(runs):
+            step = run.steps.get(key.removesuffix(f"{Kind.BRIDGE_WAIT}-s") + "step-s")
+            share = np.divide(100 * run.steps.get(key), step, out=np.full(len(step), np.nan), where=step > 0)
+            lines.append(Line(run_name(runs, index, name), run.steps.iterations.astype(np.float64), share, place,
+                              dashed=index == 1))
+    return line_chart("Share of the step that a grid waited at the bridge (%)", lines, zero=True)
+
+
+def stops_section(runs: Sequence[Run]) -> str:
+    """Waits for data, time between iterations, the slowest iterations."""
+    blocks = [chart("Longest wait of any rank for data (s)", runs, {"data-wait-s": "data"}, zero=True)]
+    between, rows, slowest = [], [], []
+    for index, run in enumerate(runs):
+        found = stops(run)
+        if found is not None and float(found.seconds.max()) > 0:
+            between.append(Line(run_name(runs, index, "between iterations"), found.after, found.seconds, index))
+            rows += _totals(runs, index, found)
+        slowest.append(_slowest(runs, index))
+    blocks.append(line_chart("Time between iterations (s)", between, zero=True,
+                             note="Evaluations, checkpoints, and in a resumed run the time until it went on."))
+    blocks.append(table(["", "total", "share of the run", "longest"], rows, "What an iteration waited for"))
+    return section("Waits and stops", [*blocks, *slowest, *_starts(runs)])
+
+
+def _starts(runs: Sequence[Run]) -> list[str]:
+    """What passed before the first iteration was done."""
+    found = []
+    for index, run in enumerate(runs):
+        total = sum(run.start.values())
+        rows = [[escape(name), seconds(value), percent(value / total)]
+                for name, value in run.start.items() if value > 0]
+        title = run_name(runs, index, f"From the start to the end of the first iteration: {seconds(total)}")
+        found.append(table(["phase", "time", "share"], rows, title, wide=False))
+    return found
+
+
+def _totals(runs: Sequence[Run], index: int, found: Stops) -> list[list[str]]:
+    steps, gaps, checkpoints = runs[index].steps, found.seconds, found.checkpoint_s
+    whole = float(gaps.sum()) + float(finite(steps.get("iteration-time")).sum())
+    with_evaluation = np.clip(found.evaluation_s - checkpoints, 0.0, np.maximum(gaps - checkpoints, 0.0))
+    kinds = {"loader (slowest rank)": finite(steps.get("data-wait-s")), "checkpoints": checkpoints,
+             "evaluations": with_evaluation,
+             "other time between iterations": np.maximum(gaps - checkpoints - with_evaluation, 0.0)}
+    return [[run_name(runs, index, name), seconds(float(values.sum())), percent(float(values.sum()) / whole),
+             seconds(float(values.max()))]
+            for name, values in kinds.items() if len(values) and float(values.sum()) > 1e-3 * whole]
+
+
+def _slowest(runs: Sequence[Run], index: int) -> str:
+    """The slowest iterations after the first ones, and the part that grew most."""
+    table_ = steady(runs[index].steps)
+    times, usual = table_.get("iteration-time"), median(table_.get("iteration-time"))
+    if usual is None:
+        return ""
+    order = np.argsort(-np.nan_to_num(times))[:NUM_SLOWEST]
+    rows = [[f"{int(table_.iterations[row]):,}", seconds(float(times[row])), f"{float(times[row]) / usual:.1f}",
+             _grown(runs[index], row - len(table_))] for row in order.tolist() if times[row] > SLOW * usual]
+    title = f"Slowest iterations{f' of {runs[index].name}' if len(runs) > 1 else ''}: usual are {seconds(usual)}"
+    return table(["iteration", "time", "times the usual", "what grew most"], rows, title)
+
+
+def _grown(run: Run, row: int) -> str:
+    """Which part took most more than usual in a record, of a module or of an iteration of reinforcement learning."""
+    names = dict(ENGINE_PARTS | OWN_PARTS)
+    for key in run.steps.columns:
+        match = PART_KEY.fullmatch(key)
+        if match is not None and match["part"] in WORDS:
+            names[key] = f"{match['module']}: {WORDS[match['part']]}"
+    most, words = 0.0, ""
+    for key, name in names.items():
+        column = run.steps.get(key)
+        usual = median(column)
+        if usual is not None and np.isfinite(column[row]) and column[row] - usual > most:
+            most = float(column[row]) - usual
+            words = f"{escape(name)}, {seconds(most)} more"
+    return words
+
+
+# Sections of two runs side by side: difference of their losses, and of their flags.
+
+
+NUM_ROWS = 8
+# Flags that say where a run is, not what it is.
+NO_FLAGS = ("run-dir", "tensorboard-dir")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Figures of two runs at the iterations that both have.
+
+    Attributes:
+        key: of the figure.
+        iterations: of those where both figures are finite, float64 `[n]`.
+        one, two: float64 `[n]`, finite.
+        one_sided: iterations where just one run's figure is finite, float64.
+        lost_by: letter of the run whose figure is not finite at the first of these; empty without one.
+        num_shared: iterations that both have, finite or not.
+    """
+
+    key: str
+    iterations: Floats
+    one: Floats
+    two: Floats
+    one_sided: Floats
+    lost_by: str
+    num_shared: int
+
+    @property
+    def first_unequal(self) -> int | None:
+        """The first iteration at which they differ at all, a figure that is not finite included; None without one."""
+        unequal = [*self.iterations[self.one != self.two][:1], *self.one_sided[:1]]
+        return int(min(unequal)) if unequal else None
+
+
+def difference(one: Run, two: Run) -> Difference | None:
+    """Losses, or rewards in reinforcement learning; None without an iteration at which either is finite."""
+    if one.learns_from_rewards != two.learns_from_rewards:
+        return None
+    key = "reward" if one.learns_from_rewards else "lm loss"
+    shared, left, right = np.intersect1d(one.steps.iterations, two.steps.iterations, return_indices=True)
+    first, second = one.steps.get(key)[left], two.steps.get(key)[right]
+    kept, lost = np.isfinite(first) & np.isfinite(second), np.isfinite(first) != np.isfinite(second)
+    if not (kept | lost).any():
+        return None
+    lost_by = "".join("B" if is_finite else "A" for is_finite in np.isfinite(first[lost])[:1].tolist())
+    return Difference(key, shared[kept].astype(np.float64), first[kept], second[kept],
+                      shared[lost].astype(np.float64), lost_by, len(shared))
+
+
+def _sentences(found: Difference) -> str:
+    return " ".join(filter(None, [_of_finite(found), _of_one_sided(found)]))
+
+
+def _of_one_sided(found: Difference) -> str:
+    if not len(found.one_sided):
+        return ""
+    return (f"In {len(found.one_sided):,} of the {found.num_shared:,} iterations that both have, only one run's figure "
+            f"is finite, first in iteration {int(found.one_sided[0]):,} ({found.lost_by}'s is not).")
+
+
+def _of_finite(found: Difference) -> str:
+    gap = found.two - found.one
+    if not len(gap):
+        return ""
+    every = len(gap) == found.num_shared
+    which = f"{len(gap):,} iterations {'that both have' if every else 'in which both are finite'}"
+    if not gap.any():
+        return f"Equal to the last digit in {'all' if every else 'the'} {which}."
+    place = int(np.abs(gap).argmax())
+    mean, same = float(np.abs(gap).mean()), ""
+    share = mean / (float(np.abs(found.one).mean()) or 1.0)
+    if found.first_unequal is not None and found.first_unequal > found.iterations[0]:
+        same = f" They are equal to the last digit before iteration {found.first_unequal:,}."
+    return (f"Over the {which}, they differ by {rounded(mean)} in the mean ({rounded(100 * share)} %) and by "
+            f"{rounded(float(abs(gap[place])))} at most (iteration {int(found.iterations[place]):,}).{same}")
+
+
+def compare_section(runs: Sequence[Run]) -> str:
+    """Difference of the losses of two runs; nothing for one."""
+    if len(runs) < 2:
+        return ""
+    found = difference(*runs)
+    blocks, intro = [], ""
+    if found is not None:
+        gap = found.two - found.one
+        what = "reward" if found.key == "reward" else "loss"
+        if gap.any():
+            blocks.append(line_chart(f"Difference of the {what}, B minus A",
+                                     [Line("B minus A", found.iterations, gap)], zero=True))
+        places = evenly(len(gap), NUM_ROWS)
+        rows = [[f"{int(at):,}", number(first), number(second), number(second - first),
+                 f"{rounded(100 * (second - first) / first)} %" if first else ""]
+                for at, first, second in np.stack([found.iterations, found.one, found.two], 1)[places].tolist()]
+        blocks.append(table(["iteration", f"A: {what}", f"B: {what}", "B minus A", "of A"], rows, wide=False))
+        intro = _sentences(found)
+    blocks.append(_flags(*runs))
+    if intro and not any(blocks):  # two runs with equal flags and nothing to compare: the sentence is all there is
+        blocks, intro = [f"<p>{intro}</p>"], ""
+    return section("A against B", blocks, intro)
+
+
+def _flags(one: Run, two: Run) -> str:
+    """Flags that differ."""
+    rows = []
+    for name in dict.fromkeys([*one.flags, *two.flags]):
+        first, second = one.flags.get(name, {}), two.flags.get(name, {})
+        for flag in dict.fromkeys([*first, *second]):
+            if flag not in NO_FLAGS and first.get(flag) != second.get(flag):
+                shown = [escape(str(values[flag])) if flag in values else "&ndash;" for values in (first, second)]
+                rows.append([f"<code>--{escape(flag)}</code>", *shown])
+    return table(["flag", "A", "B"], rows, "Flags that differ", numeric_from=3)
+
+
+# Sections on what was learned.
+
+
+def learned(runs: Sequence[Run]) -> str:
+    """Losses, held-out figures, learning rates, gradients."""
+    return section("Learning", [_losses(runs), *_held_out(runs), _further_losses(runs), _rates(runs), _gradients(runs),
+                                _loss_scale(runs)])
+
+
+def _losses(runs: Sequence[Run]) -> str:
+    rewarded = any(run.learns_from_rewards for run in runs)
+    if rewarded:
+        lines = lines_of(runs, {"reward": "as drawn in training"})
+        return line_chart("Reward", lines + evaluated(runs, "reward" + EVALUATED, "held-out"))
+    lines = lines_of(runs, {"lm loss": "training"}) + evaluated(runs, "lm loss" + EVALUATED, "held-out")
+    return line_chart("Loss (nats per target token)", lines)
+
+
+def _held_out(runs: Sequence[Run]) -> list[str]:
+    """Other figures of evaluations, such as the share of exact matches."""
+    shown = {"lm loss", "reward", "samples"}
+    names = dict.fromkeys(key.removesuffix(EVALUATED) for run in runs for key in run.evaluations.columns
+                          if key.endswith(EVALUATED))
+    if any(run.learns_from_rewards for run in runs):  # the rest are figures of completions
+        return []
+    return [line_chart(f"Held-out: {name}", evaluated(runs, name + EVALUATED, name, colour=0), zero=True)
+            for name in names if name not in shown]
+
+
+def _further_losses(runs: Sequence[Run]) -> str:
+    """Of MoE balance, of each depth of multi-token prediction; of the policy in reinforcement learning."""
+    keys = {key: key for run in runs for key in run.steps.columns
+            if key != "lm loss" and (key.endswith(" loss") or key.endswith("_loss")) and not key.startswith("moe/")}
+    policy = chart("Policy loss", runs, {"loss": "policy loss"}) if any(run.learns_from_rewards for run in runs) else ""
+    return chart("Further losses", runs, keys) + policy
+
+
+def _rates(runs: Sequence[Run]) -> str:
+    parts = prefixed(runs, "learning-rate/")
+    return chart("Learning rate", runs, parts or {"learning-rate": "learning rate"}, zero=True)
+
+
+def _gradients(runs: Sequence[Run]) -> str:
+    note = "Logarithmic axis." + (" Skipped steps have none." if any_above(runs, "skipped-iterations") else "")
+    return chart("Gradient norm, before clipping", runs, {"grad-norm": "gradient norm"}, log=True, note=note)
+
+
+def _loss_scale(runs: Sequence[Run]) -> str:
+    if not varies(runs, "loss-scale"):
+        return ""
+    return chart("Loss scale", runs, {"loss-scale": "loss scale"}, log=True, note="Logarithmic axis.")
+
+
+def lanes(runs: Sequence[Run]) -> str:
+    """How evenly lanes, and with them the ranks of the encoder, are filled."""
+    imbalance = chart("Encoder imbalance", runs, {"encoder-imbalance": "as trained",
+                                                  "encoder-imbalance-unbalanced": "without balanced packing"},
+                      note="Image tokens of the fullest lane over the mean of all lanes. 1 is even.")
+    uneven = ("encoder-imbalance", "encoder-imbalance-unbalanced")
+    charts = [imbalance if any(any_above(runs, key, 1.0) for key in uneven) else ""]
+    for kind in ("image", "text"):
+        least, most = (f"timeline/{kind}-tokens-per-lane/{end}" for end in ("min", "max"))
+        differs = any(run.steps.has(most) and bool((run.steps.get(least) < run.steps.get(most)).any()) for run in runs)
+        if differs:
+            charts.append(chart(f"{kind.capitalize()} tokens of a lane", runs, {most: "fullest lane",
+                                                                                least: "emptiest lane"}, zero=True))
+    return section("Lanes", charts, "A lane is the data of one replica of the language model. The one with most image "
+                                    "tokens keeps the others waiting.")
+
+
+def memory(runs: Sequence[Run]) -> str:
+    """Peak memory of each module."""
+    return section("Memory", [chart("Peak memory of the fullest rank (GiB)", runs,
+                                    by_module(runs, "peak-memory-bytes/*"), scale=2.0**-30, zero=True)])
+
+
+# Section of reinforcement learning: where an iteration went, completions, mismatch, refits.
+
+
+def rl_section(runs: Sequence[Run]) -> str:
+    """Nothing for runs without rewards."""
+    runs_rl = [run for run in runs if run.learns_from_rewards]
+    if not runs_rl:
+        return ""
+    bars = [Bar(run_name(runs, index, "iteration"), parts) for index, run in enumerate(runs)
+            if (parts := rl_parts(run)[0])]
+    split = stacked_bars("Where an iteration went, mean", bars, CSS_OF_RL,
+                         note="Hatched: the trainer waits for completions. Solid: its own work.") if bars else ""
+    return section("Reinforcement learning", [
+        split, _refits(runs),
+        chart("gen-kl: trainer against engine (nats per token)", runs, {"gen-kl": "gen-kl"}, log=True,
+              note="Logarithmic axis. Large means that engine and trainer are not the same model."),
+        chart("Length of completions (tokens)", runs, {"completion-length": "mean", "completion-length-max": "longest"},
+              zero=True),
+        chart("Entropy (nats per token)", runs, {"entropy": "entropy"}, zero=True),
+        chart("Shares", runs, _rl_section_shares(runs), zero=True),
+        chart("Time of a refit (s)", runs, {"refit-s": "refit"}, zero=True),
+        chart("KL divergence from the reference (nats per token)", runs,
+              {"reference-kl": "reference-kl"} if any_above(runs, "reference-kl") else {}),
+    ])
+
+
+def _rl_section_shares(runs: Sequence[Run]) -> dict[str, str]:
+    names = {"equal-reward-prompts": "prompts whose completions have one reward", "truncated-completions": "cut by the "
+             "limit", "importance-clipped-fraction": "clipped importance weights", "clipped-low": "clipped low",
+             "clipped-high": "clipped high"}
+    return {key: name for key, name in names.items() if any_above(runs, key)}
+
+
+def _refits(runs: Sequence[Run]) -> str:
+    rows = []
+    for index, run in enumerate(runs):
+        table_ = steady(run.steps)
+        taken, moved = median(table_.get("refit-s")), median(table_.get("refit-bytes"))
+        if taken is None or moved is None:
+            continue
+        rows.append([escape(run_name(runs, index, run.name)), number(len(finite(run.steps.get("refit-s")))),
+                     seconds(taken), seconds(float(np.nanmax(run.steps.get("refit-s")))), size(moved),
+                     f"{size(moved / taken)}/s" if taken else ""])
+    return table(["", "refits", "median", "longest", "bytes", "rate"], rows, "Refits: weights to the engine")

@@ -1,0 +1,369 @@
+"""The figures behind the answers at the top: what was learned, how fast, who waited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mimo.observability.spans import Kind
+from mimo.protocols import LANGUAGE
+from mimo.report.run_folder import EVALUATED, Floats, Run, Table
+
+# Parts of a step as the page shows them: their order, their words and the classes of their colours.
+
+
+OTHER_MODULES = "other-modules"
+# Work is solid, waits are hatched: also for readers who see no colours.
+WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.GRADIENT_SYNC, Kind.OPTIMIZER)
+WAITS = (Kind.BRIDGE_WAIT, Kind.PIPELINE_WAIT, Kind.DATA_WAIT, Kind.IDLE)
+PASSES = (Kind.FORWARD, Kind.BACKWARD)
+ORDER: tuple[str, ...] = (*map(str, WORK), OTHER_MODULES, *map(str, WAITS), str(Kind.OTHER))
+WORDS = {
+    Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.GRADIENT_SYNC: "gradient reduction",
+    Kind.OPTIMIZER: "optimizer", Kind.BRIDGE_WAIT: "waiting at the bridge",
+    Kind.PIPELINE_WAIT: "waiting in the pipeline", Kind.DATA_WAIT: "waiting for data",
+    Kind.IDLE: "waiting for all ranks", Kind.OTHER: "other",
+    OTHER_MODULES: "other modules on the same ranks",
+}
+CSS_OF_PART = {WORDS[kind]: f"k-{kind}" for kind in ORDER}
+
+
+# Iterations at either end whose mean is a run's first or last loss: at most so many, or this share of all.
+WINDOW, WINDOW_SHARE, LEAST_WINDOW = 10, 0.1, 3
+# Iterations at the start that speeds leave out: caches, loaders and kernels get warm.
+WARM_UP, WARM_UP_SHARE = 10, 0.2
+# Of the steady ones this share at either end is not typical, where there are enough.
+TRIMMED, LEAST_TRIMMED = 0.1, 10
+# A change of less than this part of the first value, or of so many standard errors, is none.
+LEAST_CHANGE, LEAST_ERRORS = 0.01, 2.0
+# A held-out loss this far above its best is said.
+RISE = 0.05
+# How far passes ahead may exceed the forward part that has them: they are timed by other events.
+PREFETCH_SLACK = 1.05
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a figure went.
+
+    Attributes:
+        key: `lm loss` or `reward`.
+        first, last: means over the first and the last iterations.
+        window: iterations of each mean.
+        change: 1 for better, -1 for worse, 0 for neither.
+        held_out: of the last evaluation, by name; empty without one.
+        held_out_first: the same of the first one, where there are several.
+        best: iteration of the best evaluation and its figure, where the last one is clearly worse.
+    """
+
+    key: str
+    first: float
+    last: float
+    window: int
+    change: int
+    held_out: Mapping[str, float]
+    held_out_first: Mapping[str, float]
+    best: tuple[int, float] | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the steady iterations; None where a run has no such figure."""
+
+    iteration_s: float
+    tokens_per_s: float | None
+    tflops: float | None
+    mfu: float | None
+    num_iterations: int
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """Where a module's step went, seconds, means over its ranks and the typical iterations.
+
+    Attributes:
+        parts: by part, in the order of `ORDER`; they sum to the step.
+        step_s: of the step.
+        beside_s: of passes beside these parts, at most: the timeline does not show a stream of the encoder's own.
+    """
+
+    parts: Mapping[str, float]
+    step_s: float
+    beside_s: float = 0.0
+
+    def share(self, part: str) -> float:
+        """Part of the step."""
+        return self.parts.get(part, 0.0) / self.step_s if self.step_s else 0.0
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of forward and backward passes."""
+        return sum(self.parts.get(part, 0.0) for part in PASSES)
+
+
+def steady(steps: Table) -> Table:
+    """The iterations without the first ones."""
+    return steps.after(min(WARM_UP, max(int(WARM_UP_SHARE * len(steps)), int(len(steps) > 1))))
+
+
+def typical(steps: Table) -> Table:
+    """The steady iterations without the fastest and the slowest tenth: means over them are not a few stalls' doing."""
+    table = steady(steps)
+    times = table.get("iteration-time")
+    if len(table) < LEAST_TRIMMED or not np.isfinite(times).all():
+        return table
+    low, high = np.quantile(times, [TRIMMED, 1 - TRIMMED])
+    kept = (times >= low) & (times <= high)
+    return Table(table.iterations[kept], {key: column[kept] for key, column in table.columns.items()})
+
+
+def finite(values: Floats) -> Floats:
+    """Without what is not finite."""
+    return values[np.isfinite(values)]
+
+
+def median(values: Floats) -> float | None:
+    """Of the finite values; None without any."""
+    kept = finite(values)
+    return float(np.median(kept)) if len(kept) else None
+
+
+def learning(run: Run) -> Learning | None:
+    """How the loss went, or the reward in reinforcement learning; None without figures."""
+    key = "reward" if run.learns_from_rewards else "lm loss"
+    values = finite(run.steps.get(key))
+    if not len(values):
+        return None
+    window = max(1, min(LEAST_WINDOW, len(values) // 2), min(WINDOW, int(WINDOW_SHARE * len(values))))
+    head, tail = values[:window], values[-window:]
+    first, last = float(head.mean()), float(tail.mean())
+    # Of a single iteration nothing is known of the spread.
+    error = math.sqrt(float(head.var(ddof=1) + tail.var(ddof=1)) / window) if window > 1 else math.inf
+    gain = (last - first) * (1 if key == "reward" else -1)
+    change = 0
+    if len(values) > 1 and abs(gain) > max(LEAST_CHANGE * abs(first), LEAST_ERRORS * error):
+        change = 1 if gain > 0 else -1
+    ends = [_evaluation(run.evaluations, place) for place in (0, -1)] if len(run.evaluations) else [{}, {}]
+    return Learning(key, first, last, window, change, ends[1], ends[0] if len(run.evaluations) > 1 else {},
+                    _best(run.evaluations, key))
+
+
+def lost_since(steps: Table, key: str) -> int | None:
+    """The iteration from which on a figure is not finite; None where its last one is."""
+    held = np.flatnonzero(np.isfinite(steps.get(key)))
+    if not len(held) or held[-1] == len(steps) - 1:
+        return None
+    return int(steps.iterations[held[-1] + 1])
+
+
+def _evaluation(evaluations: Table, place: int) -> dict[str, float]:
+    found = {key.removesuffix(EVALUATED): float(column[place]) for key, column in evaluations.columns.items()
+             if key.endswith(EVALUATED)}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _best(evaluations: Table, key: str) -> tuple[int, float] | None:
+    values = evaluations.get(key + EVALUATED)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return None
+    place = int(values.argmax() if key == "reward" else values.argmin())
+    best, last = float(values[place]), float(values[-1])
+    return (int(evaluations.iterations[place]), best) if abs(last - best) > RISE * abs(best) else None
+
+
+def speed(run: Run) -> Speed | None:
+    """How fast the run was; None without figures."""
+    table = steady(run.steps)
+    taken = median(table.get("iteration-time"))
+    if taken is None:
+        return None
+    return Speed(taken, median(table.get("tokens-per-s-per-gpu")), median(table.get("tflops")),
+                 median(table.get("mfu")), len(table))
+
+
+def module_times(run: Run) -> dict[str, ModuleTime]:
+    """Where each module's time went; empty without a timeline."""
+    table, found = typical(run.steps), {}
+    beside_s = _prefetch_beside_s(table, run.modules)
+    for module in run.modules:
+        step = finite(table.get(f"timeline/{module}/step-s"))
+        if not len(step):
+            continue
+        parts = {}
+        for part in ORDER:
+            values = finite(table.get(f"timeline/{module}/{part}-s"))
+            if len(values):
+                parts[part] = float(values.mean())
+        found[module] = ModuleTime(parts, float(step.mean()), 0.0 if module == LANGUAGE else beside_s)
+    return found
+
+
+def _prefetch_beside_s(table: Table, modules: Sequence[str]) -> float:
+    """Seconds of encoder prefetch that no encoder's forward part has, mean; 0 where that part has them.
+
+    On the stream that computes, the passes ahead are part of the forward part. Those on a stream of their own are not,
+    and show where they took longer than that part; what the computing stream waits for them is in it.
+    """
+    ahead = finite(table.get("encoder-prefetch-s"))
+    forward = [finite(table.get(f"timeline/{module}/{Kind.FORWARD}-max-s")) for module in modules if module != LANGUAGE]
+    most_s = max((float(values.mean()) for values in forward if len(values)), default=0.0)
+    ahead_s = float(ahead.mean()) if len(ahead) else 0.0
+    return ahead_s if ahead_s > PREFETCH_SLACK * most_s else 0.0
+
+
+def ideal_s(times: Mapping[str, ModuleTime]) -> float | None:
+    """Seconds of a step in which the slowest grid computes all the time: its passes and nothing else.
+
+    On grids that share their ranks the passes of all modules come one after the other. None where passes beside the
+    timeline may make another grid the slowest, or the slowest one slower.
+    """
+    if any(OTHER_MODULES in each.parts for each in times.values()):
+        return sum(each.passes_s for each in times.values())
+    longest = max(each.passes_s for each in times.values())
+    return longest if all(each.passes_s + each.beside_s <= longest for each in times.values()) else None
+
+
+def most_waiting(times: Mapping[str, ModuleTime]) -> str:
+    """The module that spends most of its step at the bridge."""
+    return max(times, key=lambda name: times[name].share(Kind.BRIDGE_WAIT))
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Time between iterations.
+
+    Attributes:
+        after: iteration that each one follows, int64 `[n]`.
+        seconds: float64 `[n]`.
+        evaluation_s: seconds of it from the iteration's end to that of an evaluation, float64 `[n]`; what comes behind,
+            such as the pause before a resumed run, is none.
+        checkpoint_s: seconds of it for which training stood still for a checkpoint, float64 `[n]`.
+    """
+
+    after: Floats
+    seconds: Floats
+    evaluation_s: Floats
+    checkpoint_s: Floats
+
+
+def stops(run: Run) -> Stops | None:
+    """What passed between one iteration's end and the next one's begin, by the clock; None without two iterations."""
+    steps = run.steps
+    if len(steps) < 2 or not steps.has("wall_time"):
+        return None
+    gaps = np.diff(steps.get("wall_time")) - steps.get("iteration-time")[1:]
+    after = steps.iterations[:-1]
+    checkpoint = np.nan_to_num(steps.get("checkpoint-s")[1:])
+    ended = dict(zip(run.evaluations.iterations.tolist(), run.evaluations.get("wall_time").tolist(), strict=True))
+    evaluated = np.array([ended.get(iteration, math.nan) for iteration in after.tolist()]) - steps.get("wall_time")[:-1]
+    return Stops(after.astype(np.float64), np.maximum(np.nan_to_num(gaps), 0.0),
+                 np.maximum(np.nan_to_num(evaluated), 0.0), checkpoint)
+
+
+# What only runs of reinforcement learning have: parts of an iteration, and their charts.
+
+
+WAIT = "other waits for completions"
+# Keys of what the trainer waits for in each iteration, and of its own work, with their words.
+ENGINE_PARTS = {"memory-s": "memory to and fro", "refit-s": "refit", "rollout-s": "rollout", "reward-s": "reward"}
+OWN_PARTS = {"log-probs-s": "log-probs", "reference-s": "reference", "update-s": "update"}
+CSS_OF_RL = {"rollout": "k-bridge-wait", "refit": "k-pipeline-wait", "memory to and fro": "k-data-wait",
+             "reward": "k-idle", WAIT: "k-other", "log-probs": "k-backward", "reference": "k-gradient-sync",
+             "update": "k-forward", "rest": "k-row"}
+# How far parts may exceed what they are parts of, for clocks.
+SLACK = 1.02
+
+
+def _mean(run: Run, key: str) -> float:
+    values = finite(typical(run.steps).get(key))
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def rl_parts(run: Run) -> tuple[dict[str, float], float, float]:
+    """Where an iteration went.
+
+    Rollouts beside the update count as far as the trainer waited for them.
+
+    Returns:
+        Seconds by part, means over the typical iterations, empty without figures; of the whole iteration; and of the
+        trainer's waiting for completions.
+    """
+    if not run.steps.has("rollout-wait-s"):
+        return {}, 0.0, 0.0
+    total, waited = _mean(run, "iteration-time"), _mean(run, "rollout-wait-s")
+    engine = {name: _mean(run, key) for key, name in ENGINE_PARTS.items()}
+    in_turn = sum(engine.values()) <= SLACK * waited
+    parts = engine | {WAIT: max(waited - sum(engine.values()), 0.0)} if in_turn else {WAIT: waited}
+    parts |= {name: _mean(run, key) for key, name in OWN_PARTS.items()}
+    parts["rest"] = max(total - sum(parts.values()), 0.0)
+    return {name: value for name, value in parts.items() if value > 0}, total, waited
+
+
+# Numbers for people.
+
+
+def number(value: float) -> str:
+    """Four digits that count: `12,345`, `123.5`, `0.04321`, `4.3e-13`; whole numbers whole."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.3g}"
+
+
+def short(value: float) -> str:
+    """For an axis: `250`, `12k`, `1.5M`, `0.02`, `1e-13`."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size or (abs(value) >= size and size > 1e3):
+            return f"{value / size:.4g}{unit}"
+    if value and abs(value) < 1e-4:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def seconds(value: float) -> str:
+    """A time: `3.2 ms`, `0.243 s`, `121 s`, `2 h 5 min`."""
+    if value >= 3600:
+        return f"{int(value // 3600)} h {int(value % 3600 // 60)} min"
+    if value >= 600:
+        return f"{int(value // 60)} min {int(value % 60)} s"
+    if value >= 0.1:
+        return f"{value:.3g} s"
+    if value >= 1e-4:
+        return f"{1000 * value:.3g} ms"
+    return f"{1e6 * value:.3g} us"
+
+
+def time_ticks(ticks: list[float]) -> list[str]:
+    """Times on an axis, all in the unit of the last: `0`, `50 ms`, `100 ms`."""
+    unit, length_s = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if ticks[-1] >= pair[1]), ("us", 1e-6))
+    return [f"{tick / length_s:.6g} {unit}" if tick else "0" for tick in ticks]
+
+
+def percent(share: float) -> str:
+    """A share: `7.3 %`, `93 %`."""
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def size(num_bytes: float) -> str:
+    """Memory: `1.5 GiB`."""
+    for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def joined(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def rounded(value: float) -> str:
+    """Three digits that count: `2.81`, `0.156`, `12,300`."""
+    return number(float(f"{value:.3g}")) if math.isfinite(value) else number(value)

@@ -1,0 +1,232 @@
+"""The rollout engine of a run: a folder that describes the model, and the processes that serve it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from mimo.config.rl import RolloutConfig
+from mimo.config.rl_run import RlRunConfig
+from mimo.protocols import ImageProcessorProvider, ModelProvider
+from mimo.refit.options import RefitOptions
+from mimo.rl.placement import forwarded, replica_gpus
+from mimo.rl.prompts import ImagePromptSet, Normalisation
+from mimo.rollout.engine import EngineOptions
+from mimo.rollout.process import start_processes
+from mimo.rollout.replicas import RolloutClient, one_client
+
+# What the rollout engine makes pixels of images with: files beside its config.json.
+
+
+TOKENIZER = "tokenizer_config.json"
+
+
+def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) -> None:
+    """Write the processor of a model with an encoder, for the images of the run's prompts.
+
+    Args:
+        config: the run.
+        provider: the model family.
+        folder: of the model's config.json.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if not provider.encoders(config.model_family):
+        return
+    assert isinstance(provider, ImageProcessorProvider), "others are refused at set-up"
+    tokens = provider.token_spec(config.model_family)
+    prompts = config.find_dataset(config.data.dataset_provider).open(config.dataset, tokens, "train", config.train.seed)
+    channels = tokens.num_channels
+    # Text prompts have no images, and the engine wants a processor all the same.
+    chosen = Normalisation((0.5,) * channels, (0.5,) * channels)
+    if isinstance(prompts, ImagePromptSet):
+        chosen = prompts.normalisation
+    provider.write_processor(config.model_family, folder, chosen.mean, chosen.std)
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether the folder has an image processor, which vLLM gives its tokenizer: it then has to load one."""
+    return (folder / TOKENIZER).is_file()
+
+
+# What torchrun tells its workers. In an engine's process they would make its own process group join the trainer's.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                      "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIX = "TORCHELASTIC_"
+# Of an engine, where the environment does not say otherwise: nothing is looked up on a hub, hundreds of lines of its
+# start are not shown, and on the CPU nothing is compiled.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1"}
+# Part of a GPU that an engine fills, `--engine-memory`: alone on it, or with a trainer whose memory it takes in turns.
+SEPARATE_MEMORY = 0.85
+COLOCATED_MEMORY = 0.6
+# Layers that stay as they are with --engine-quantization, as in published FP8 checkpoints: routers (`mlp.gate` of
+# Qwen3-MoE and DeepSeek-V3, `block_sparse_moe.gate` of Mixtral, `mixer.gate` of Nemotron-H) and gates of shared
+# experts. A rounded router sends tokens to other experts, and kernels for blocks do not take so few outputs.
+UNQUANTIZED_LAYERS = (r"re:.*\.(shared_expert_)?gate$",)
+
+
+class Engine(Protocol):
+    """The rollout engine of a run, whose processes the first rank has started; only that rank has it."""
+
+    @property
+    def client(self) -> RolloutClient:
+        """Calls it."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Under which its workers reach the first rank."""
+        ...
+
+    def close(self) -> None:
+        """End its processes, whatever they do."""
+        ...
+
+
+class ChildEngines:
+    """Replicas in child processes of this one.
+
+    Args:
+        options: of each replica.
+        flags: with the time that starts and calls may take.
+    """
+
+    def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig) -> None:
+        self._processes = start_processes(options, flags.engine_start_timeout_s, flags.rollout_timeout_s,
+                                          setup=leave_group)
+        self.client: RolloutClient = one_client([each.handle for each in self._processes], flags.rollout_timeout_s)
+        # Ranks of one node and their engine need no network.
+        on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+        self.address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.close()
+
+
+def engine_dtype(config: RlRunConfig) -> str:
+    """Of the engine's weights, and of weights on the wire: the trainer's own."""
+    return "bfloat16" if config.model.bf16 else "float32"
+
+
+def refit_options(config: RlRunConfig) -> RefitOptions:
+    """How weights travel to the engine."""
+    return RefitOptions(backend=_backend(config), dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s)
+
+
+def _backend(config: RlRunConfig) -> str:
+    if config.rollout.engine_placement == "colocated":
+        return "ipc"
+    return "nccl" if config.train.device == "cuda" else "gloo"
+
+
+def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Sequence[str] = ()) -> EngineOptions:
+    """A replica of the engine that the flags ask for.
+
+    Args:
+        config: the run, `train.device` being `cpu` or `cuda`.
+        folder: with config.json, and an image processor with its tokenizer where the model takes images.
+        replica: its number.
+        gpus: what CUDA calls those that its process shall see; none: as they are.
+    """
+    flags, on_cuda = config.rollout, config.train.device == "cuda"
+    environment = {name: os.environ.get(name, value)
+                   for name, value in (ENVIRONMENT if on_cuda else ENVIRONMENT | CPU_ENVIRONMENT).items()}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return EngineOptions(
+        str(folder), engine_dtype(config), tensor_parallel_size=flags.engine_tp, pipeline_parallel_size=flags.engine_pp,
+        enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
+        # Replicas of one seed would draw the same numbers for different prompts.
+        max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
+        # Log-probs of the distribution that is sampled from, temperature included.
+        extra={"skip_tokenizer_init": not has_processor(folder), "logprobs_mode": "processed_logprobs",
+               **_arguments(flags, on_cuda)},
+        environment=environment)
+
+
+def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
+    """Of `vllm.LLM`, by device and placement."""
+    # Not Ray's own executor, which would place workers by itself: they are children of the replica's process.
+    executor = "mp" if flags.engine_tp * flags.engine_pp > 1 else "uni"
+    arguments: dict[str, Any] = {"distributed_executor_backend": executor}
+    if not on_cuda:
+        return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
+    shared = flags.engine_placement == "colocated"
+    usual = COLOCATED_MEMORY if shared else SEPARATE_MEMORY
+    if flags.engine_quantization != "none":
+        arguments["quantization"] = flags.engine_quantization
+        arguments["quantization_config"] = {"ignore": list(UNQUANTIZED_LAYERS)}
+    return arguments | {
+        "enforce_eager": flags.engine_enforce_eager, "enable_sleep_mode": shared, "disable_custom_all_reduce": True,
+        "gpu_memory_utilization": usual if flags.engine_memory is None else flags.engine_memory}
+
+
+def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:
+    """Describe the model in the run's folder and start its engine where `--engine-placement` says; on the first rank.
+
+    Args:
+        config: the run.
+        provider: the model family.
+
+    Raises:
+        ValueError: the model has no Hugging Face counterpart, the folder cannot be written, there are too few GPUs, or
+            nobody answers at `--ray-address`.
+        RefitError: the engine did not come up, with its own traceback.
+    """
+    folder = describe_model(config, provider)
+    flags, gpus = config.rollout, replica_gpus(config)
+    if flags.engine_placement == "ray":
+        return _start_in_ray(config, folder, gpus)
+    return ChildEngines([engine_options(config, folder, replica, gpus[replica] if gpus else ())
+                         for replica in range(flags.engine_dp)], flags)
+
+
+def _start_in_ray(config: RlRunConfig, folder: Path, gpus: Sequence[Sequence[str]]) -> Engine:
+    from mimo.rollout.ray_actors import RayCluster, RayEngines
+
+    flags = config.rollout
+    cluster = RayCluster(flags.ray_address, [gpu for each in gpus for gpu in each])
+    return RayEngines([engine_options(config, folder, replica) for replica in range(flags.engine_dp)], cluster,
+                      "GPU" if config.train.device == "cuda" else "CPU", flags.engine_start_timeout_s,
+                      flags.rollout_timeout_s, forwarded(os.environ), leave_launcher, os.environ["MASTER_ADDR"])
+
+
+def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
+    """Write what vLLM must know of the model, other than its weights, to a folder of the run. Raises ValueError."""
+    folder = (Path(config.observe.run_dir) / "engine").resolve()
+    description = provider.hf_config(config.model_family)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run with another model
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        write_processor(config, provider, folder)
+    except OSError as error:
+        raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
+    return folder
+
+
+def leave_group() -> None:
+    """In the process of a child engine: signals that the launcher sends to its worker's process group are not for it.
+
+    A trainer that is told to stop finishes its iteration first, with its engine; which ends when the trainer does.
+    """
+    leave_launcher()
+    os.setsid()
+
+
+def leave_launcher() -> None:
+    """In the engine's process: it is none of the launcher's workers, and ends with the rank that started it."""
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIX):
+            del os.environ[name]
+    # Ctrl-C reaches every process of the terminal; the trainer finishes its iteration first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

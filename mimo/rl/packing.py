@@ -1,0 +1,150 @@
+"""Padded rows of tokens to packed sequences and back.
+
+Rollouts come as rows with padding on either side. The trainer's models take positions from the place in the row and
+attend to all that is before: padding on the left would shift the one and take part in the other. So it is removed, and
+what is computed for a token is put back where the token was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mimo.data.batch import PackedSequences
+from mimo.rl.losses import SampledTokens
+
+NO_LABEL = -1
+
+
+@dataclass
+class PackedRows:
+    """The tokens of some rows one sequence behind the other, `t` of them, padded at the end to a multiple.
+
+    Attributes:
+        input_ids: int64 `[1, t]`.
+        labels: int64 `[1, t]`, the next token of the same sequence; `NO_LABEL` behind the last, and for padding.
+        position_ids: int64 `[1, t]`, from 0 in each sequence.
+        sequence_ids: int64 `[t]`, row of each token; padding has the number of rows.
+        packed: where the sequences start, padding as a sequence of its own.
+        source: int64 `[t]`, index in the flat rows of the token that each position predicts; -1 where it predicts none.
+        shape: rows and columns.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    sequence_ids: torch.Tensor
+    packed: PackedSequences
+    source: torch.Tensor
+    shape: tuple[int, int]
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Values of tokens, `[b, s]`, at the positions that predict those tokens, `[t]`; 0 at the others."""
+        assert tuple(rows.shape) == self.shape, f"{list(rows.shape)} for rows {self.shape}"
+        values = rows.reshape(-1)[self.source.clamp(min=0)]
+        return torch.where(self.source >= 0, values, torch.zeros_like(values))
+
+    def put_back(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of positions, `[t]`, such as log-probs, at the tokens that they predict, `[b, s]`; 0 elsewhere.
+
+        The first token of a row is predicted by nothing.
+        """
+        there = self.source >= 0
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_put((self.source[there],), values[there]).view(self.shape)
+
+    def sampled(self, response_mask: torch.Tensor) -> SampledTokens:
+        """Positions that predict sampled tokens. `response_mask`: bool `[b, s]`, True at the tokens themselves."""
+        return SampledTokens(self.take(response_mask), self.sequence_ids, self.shape[0] + 1)
+
+
+def pack_rows(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int, multiple: int = 1
+) -> PackedRows:
+    """Pack rows without their padding. Rows that differ only in padding give the same.
+
+    Args:
+        input_ids: int64 `[b, s]`, on the host.
+        attention_mask: bool `[b, s]`, True at tokens: one run in every row, padding may be on either side of it.
+        pad_token_id: fills the end.
+        multiple: `t` is a multiple of it, as sequence parallelism needs.
+
+    Raises:
+        ValueError: a row has no token, or padding between tokens.
+    """
+    starts, lengths = token_runs(attention_mask)
+    num_rows, num_columns = input_ids.shape
+    tokens = int(lengths.sum())
+    padding = -tokens % multiple
+    ends = lengths.cumsum(0)
+    sequence_ids = torch.repeat_interleave(torch.arange(num_rows), lengths)
+    position_ids = torch.arange(tokens) - (ends - lengths)[sequence_ids]
+    index = sequence_ids * num_columns + starts[sequence_ids] + position_ids
+    ids = input_ids.reshape(-1)[index]
+    has_next = position_ids + 1 < lengths[sequence_ids]
+    source = torch.where(has_next, index + 1, -1)
+    labels = torch.where(has_next, ids.roll(-1), NO_LABEL)
+    boundaries, longest = [0, *ends.tolist()], int(lengths.max())
+    if padding:
+        boundaries, longest = [*boundaries, tokens + padding], max(longest, padding)
+
+    def filled(values: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat([values, values.new_full((padding,), value)])
+
+    sequence_ids = filled(sequence_ids, num_rows)
+    return PackedRows(
+        filled(ids, pad_token_id)[None], filled(labels, NO_LABEL)[None],
+        torch.cat([position_ids, torch.arange(padding)])[None], sequence_ids,
+        PackedSequences(torch.tensor(boundaries, dtype=torch.int32), longest, sequence_ids[None].to(torch.int32)),
+        filled(source, -1), (num_rows, num_columns))
+
+
+def remove_left_padding(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """The same rows with every first token in the first column, for models that take rows one by one.
+
+    Args:
+        input_ids: int64 `[b, s]`.
+        attention_mask: bool `[b, s]`, as for `pack_rows`.
+        pad_token_id: fills what is right of the tokens.
+
+    Returns:
+        Rows and mask, `[b, s]`; and a function that shifts values of these rows, `[b, s, ...]`, back to where the
+        tokens were, with 0 at padding.
+
+    Raises:
+        ValueError: a row has no token, or padding between tokens.
+    """
+    starts, _ = token_runs(attention_mask)
+    columns = torch.arange(input_ids.size(1), device=input_ids.device)
+    shift = (columns[None] + starts[:, None]) % input_ids.size(1)
+    mask = attention_mask.gather(1, shift)
+    rows = torch.where(mask, input_ids.gather(1, shift), pad_token_id)
+    back = (columns[None] - starts[:, None]) % input_ids.size(1)
+
+    def put_back(values: torch.Tensor) -> torch.Tensor:
+        extra = (1,) * (values.dim() - 2)
+        moved = values.gather(1, back.view(*back.shape, *extra).expand_as(values))
+        return torch.where(attention_mask.view(*attention_mask.shape, *extra), moved, torch.zeros_like(moved))
+
+    return rows, mask, put_back
+
+
+def token_runs(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First column and length of the tokens of each row, int64 `[b]`.
+
+    Raises:
+        ValueError: a row has no token, or padding between tokens.
+    """
+    assert attention_mask.dtype == torch.bool, attention_mask.dtype
+    lengths = attention_mask.sum(dim=1)
+    starts = attention_mask.int().argmax(dim=1)
+    columns = torch.arange(attention_mask.size(1), device=attention_mask.device)
+    expected = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
+    for row in torch.nonzero((lengths == 0) | (expected != attention_mask).any(dim=1)).flatten().tolist():
+        reason = "has no token" if lengths[row] == 0 else "has padding between its tokens"
+        raise ValueError(f"row {row} of {len(lengths)} {reason}")
+    return starts, lengths

@@ -1,0 +1,123 @@
+"""The trainer's log-probs of given tokens, through the same grids and schedule as training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+
+from mimo.data.batch import Microbatch
+from mimo.data.loader import StepLoader
+from mimo.data.sources import StepSamples
+from mimo.grid.lanes import needs_of
+from mimo.model.build import set_training
+from mimo.protocols import ModelProvider, Sample
+from mimo.training.evaluate import forward_logits
+from mimo.training.step import TrainerParts, run_schedule
+
+
+def prompt_logprobs(parts: TrainerParts, provider: ModelProvider, prompts: Sequence[Sequence[int]]
+                    ) -> list[list[float]]:
+    """Log-probs of the tokens of text prompts. Collective over the world; every rank gives the same prompts.
+
+    Every lane computes all of them, so that layouts of any size can. The model is left in evaluation mode.
+
+    Args:
+        parts: this rank's trainer.
+        provider: the model family.
+        prompts: token ids, at most `--seq-length` of each.
+
+    Returns:
+        Of each prompt the natural logarithm of the probability of each token from the second on, given those before;
+        on every rank.
+
+    Raises:
+        ValueError: a prompt is too long or has an id outside of the vocabulary.
+    """
+    train = parts.config.train
+    every = train.micro_batch_size
+    rows = [Sample(f"prompt {number}", np.array(tokens, np.int64), np.ones(len(tokens), bool), images=[])
+            for number, tokens in enumerate(prompts)]
+    rows += [rows[-1]] * (-len(rows) % every)
+    source = _Prompts(parts, [rows[first:first + every] for first in range(0, len(rows), every)])
+    loader = StepLoader(
+        parts.grids.layout, parts.grids.rank, source, model_provider=provider, model_config=parts.config.model_family,
+        micro_batch_size=every, num_microbatches=len(rows) // every, seq_length=train.seq_length, prefetch=False,
+        dtype=next(parts.built.model.parameters()).dtype)
+    found = target_logprobs(parts, loader.next_step())
+    return [found[f"prompt {number}"].tolist() for number in range(len(prompts))]
+
+
+@torch.no_grad()
+def target_logprobs(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
+    """Log-probs of the target tokens of every sample. Collective over the world.
+
+    Args:
+        parts: this rank's trainer.
+        microbatches: this rank's side of one global batch.
+
+    Returns:
+        Key of a sample -> float32 `[targets]` on the host, of all lanes, on every rank.
+    """
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        text = batch.text
+        assert text is not None, "logits are computed where text is"
+        model: Any = unwrap_model(parts.built.model.language_model)
+        losses = model.compute_language_model_loss(text.labels, logits.transpose(0, 1).contiguous())
+        rows = [-own[mask > 0].float().cpu() for own, mask in zip(losses, text.loss_mask, strict=True)]
+        found.update(zip(text.keys, rows, strict=True))
+        zero = torch.zeros((), device=logits.device)
+        return zero, zero.to(torch.int), zero
+
+    set_training(parts.built.model, False)
+    run_schedule(parts, microbatches, partial(forward_logits, consume=collect), forward_only=True)
+    by_rank: list[Any] = [None] * parts.grids.layout.world_size
+    dist.all_gather_object(by_rank, found, group=parts.grids.host)
+    return {key: values for own in by_rank for key, values in own.items()}
+
+
+class _Prompts:
+    """The same rows for every lane, once."""
+
+    reads = True
+
+    def __init__(self, parts: TrainerParts, microbatches: list[list[Sample]]) -> None:
+        self._microbatches = microbatches
+        self._needs = needs_of(parts.grids.layout, parts.grids.rank, parts.config.train.micro_batch_size)
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def read(self) -> StepSamples:
+        """All rows."""
+        return {(need.module, need.share.lane): [rows[need.share.start:need.share.stop] for rows in self._microbatches]
+                for need in self._needs}
+
+    def mark(self) -> None:
+        """It is read once."""
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        """It is read once."""
+        return {}
+
+    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
+        """It is read once."""
+
+    def describe(self) -> str:
+        """What a rank that waits for its data waits for."""
+        return "prompts"
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """No other rank."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to stop."""

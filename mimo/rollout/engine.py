@@ -1,0 +1,274 @@
+"""A vLLM engine that takes its weights from a trainer: one thin adapter for the versions in use (0.26 on GPUs, 0.32).
+
+It answers the four calls of vLLM's weight-transfer protocol itself, so it can be handed to `WeightSender` as it is, and
+adds what that protocol leaves to its caller: caches that hold results of old weights are emptied, the policy version
+goes with every answer, and nothing is generated while weights are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mimo.refit.rendezvous import RefitError
+
+# Read by vLLM when it is imported or when its engine starts.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a rollout engine is.
+
+    Attributes:
+        model: folder with config.json, and tokenizer and processor where prompts are text or images; the weights in it
+            are read only with another `load_format`.
+        dtype: of weights and activations.
+        tensor_parallel_size, pipeline_parallel_size: workers of one replica.
+        enable_expert_parallel: experts are spread whole over the workers, not cut.
+        max_model_len: tokens of prompt and answer, at most.
+        max_num_seqs: sequences at a time.
+        load_format: vLLM's; `dummy`: made-up weights, which are never served.
+        seed: of vLLM's own generators.
+        extra: further arguments of `vllm.LLM`.
+        environment: further environment variables of the engine's process.
+    """
+
+    model: str
+    dtype: str
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    load_format: str = "dummy"
+    seed: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take in weights."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One generated answer.
+
+    Attributes:
+        token_ids: of the answer.
+        logprobs: natural logarithm of each token's probability under the weights that generated it.
+        version: policy version of those weights.
+        finish_reason: `stop`, or `length` where the limit cut it.
+        prompt_length: tokens that the engine made of the prompt, those of images included; None: it does not say.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: str
+    finish_reason: str
+    prompt_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn.
+
+    Attributes:
+        max_tokens: of an answer.
+        temperature: 0: the likeliest token.
+        top_p, top_k: of the likeliest tokens alone, with this much probability, and this many; 1 and 0: of all.
+        n: answers to each prompt.
+        stop_token_ids: tokens that end an answer.
+        ignore_eos: go on after the model's own end token.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    n: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class RolloutEngine:
+    """A vLLM engine in this process; its workers may be others.
+
+    Args:
+        options: what it is.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+        os.environ.update(options.environment)
+        from vllm import LLM
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        from mimo.refit.options import BACKEND, register
+
+        register()
+        self.options = options
+        # A trainer may give up a call and begin another while the first still runs.
+        self._turn = threading.Lock()
+        self.version: str | None = None if options.load_format == "dummy" else "initial"
+        arguments: dict[str, Any] = {
+            "dtype": options.dtype, "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
+            "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+        self._llm: Any = LLM(options.model, **arguments | options.extra)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take in weights."""
+        return self.options.num_workers
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer. Raises RefitError where the two do not fit."""
+        self._rpc("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        """Serve nothing from now on; an update that was broken off is forgotten."""
+        self.version = None
+        # Blocks of old weights' keys and values must not answer for the new ones, even if the update fails.
+        self._reset_caches()
+        self._rpc(_forget_update)
+        self._rpc("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take in weights. Raises RefitError; the engine then refuses to generate."""
+        self._rpc("update_weights", update_info=update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serve the new weights under a version."""
+        self._rpc("finish_weight_update")
+        self._reset_caches()
+        self.version = weight_version or "unnamed"
+
+    def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
+        """Take in weights that `mimo.refit.transport.disk.DiskWriter` has written to a folder.
+
+        Args:
+            folder: the writer's.
+            version: policy version to wait for; None: the newest there is.
+            timeout_s: seconds to wait for it.
+
+        Returns:
+            The version that is served now.
+
+        Raises:
+            RefitError: there are no complete weights in time, or they are not this model's: the engine serves what it
+                served before. Or loading them broke off: it refuses to generate until a refit succeeds.
+        """
+        from mimo.refit.transport import disk_worker
+        from mimo.refit.transport.disk import read_manifest, wait_for_weights
+
+        found = wait_for_weights(Path(folder), version, timeout_s)
+        probes = self._rpc(disk_worker.probe_weights, folder=str(found))
+        taken = self._rpc(disk_worker.plan_weights, folder=str(found), probes=probes)
+        disk_worker.check_all_taken(found, taken)
+        loaded = read_manifest(found).version
+        self.version = None
+        self._reset_caches()
+        self._rpc(_forget_update)
+        self._rpc(disk_worker.load_weights, folder=str(found))
+        self._reset_caches()
+        self.version = loaded
+        return loaded
+
+    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
+                 seeds: Sequence[int] = ()) -> list[list[Rollout]]:
+        """Answers to each prompt.
+
+        Args:
+            prompts: vLLM's: `{"prompt_token_ids": [...]}` or `{"prompt": text}`, with `multi_modal_data` for images.
+            sampling: how.
+            seeds: one for each prompt, from which its answers are drawn; none: from the engine's own generator.
+
+        Raises:
+            RefitError: the engine has no complete weights.
+        """
+        version = self._require_version()
+        from vllm import SamplingParams
+
+        given: Sequence[int | None] = seeds or [None] * len(prompts)
+        drawn = [SamplingParams(
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            top_k=sampling.top_k, seed=seed,
+            stop_token_ids=list(sampling.stop_token_ids) or None, ignore_eos=sampling.ignore_eos, logprobs=0,
+            detokenize=False) for seed in given]
+        with self._turn:
+            outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
+        return [[_rollout(answer, version, len(output.prompt_token_ids)) for answer in output.outputs]
+                for output in outputs]
+
+    def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
+        """Natural logarithm of the probability of each prompt's tokens from the second on, given those before.
+
+        Raises:
+            RefitError: the engine has no complete weights.
+        """
+        self._require_version()
+        from vllm import SamplingParams
+
+        asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        with self._turn:
+            outputs = self._llm.generate(list(prompts), asked, use_tqdm=False)
+        return [[float(each[token].logprob)
+                 for token, each in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]]
+                for output in outputs]
+
+    def sleep(self) -> None:
+        """Give the device's memory back; needs `enable_sleep_mode`. Weights are lost until the next refit."""
+        self.version = None
+        self._reset_caches()
+        with self._turn:
+            self._llm.sleep(level=2)
+
+    def wake_up(self, *tags: str) -> None:
+        """Take memory for `weights`, for `kv_cache`, or for both, once more. A refit needs that for weights."""
+        with self._turn:
+            self._llm.wake_up(tags=list(tags) or None)
+
+    def _require_version(self) -> str:
+        if self.version is None:
+            raise RefitError("this engine has no complete weights: no refit has succeeded since it started, or the "
+                             "last one failed; it generates again after one that does")
+        return self.version
+
+    def _rpc(self, method: str | Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What every worker returns."""
+        try:
+            with self._turn:
+                returned: list[Any] = self._llm.llm_engine.collective_rpc(method, kwargs=arguments)
+                return returned
+        except RefitError:
+            raise
+        except Exception as error:  # whatever a worker raises, in its own process or this one
+            raise RefitError(f"{method if isinstance(method, str) else method.__name__}: {error}") from error
+
+    def _reset_caches(self) -> None:
+        """Empty what was computed with old weights: keys and values, inputs of images, outputs of encoders."""
+        if self._llm.reset_prefix_cache() is False:
+            raise RefitError("the engine did not empty its cache of keys and values: requests still hold blocks")
+        self._llm.llm_engine.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+
+
+def _forget_update(worker: Any) -> None:
+    """In a worker: an update that its trainer began and never ended is over; vLLM would refuse the next one."""
+    own = vars(worker).get("worker") or worker  # vLLM wraps it
+    own._weight_update_active = False
+
+
+def _rollout(answer: Any, version: str, prompt_length: int) -> Rollout:
+    tokens = tuple(answer.token_ids)
+    logprobs = tuple(float(each[token].logprob) for token, each in zip(tokens, answer.logprobs, strict=True))
+    return Rollout(tokens, logprobs, version, str(answer.finish_reason), prompt_length)

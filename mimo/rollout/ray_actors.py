@@ -1,0 +1,324 @@
+"""Replicas of an engine under Ray: a placement group that keeps each on one node, and an actor for each, its process.
+
+Ray decides where; it has no part in a refit, whose bytes go straight from the trainer's ranks to the actors' workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mimo.refit.rendezvous import RefitError
+from mimo.rollout.engine import EngineOptions
+from mimo.rollout.process import EngineCalls, answer_of, make_engine
+from mimo.rollout.replicas import RolloutClient, one_client
+
+# Seconds for a cluster to answer at all.
+CONNECT_S = 10.0
+# What Ray says where its processes come up late.
+LATE_START = "timed out during startup"
+# What Ray raises where a cluster is not there or ends meanwhile.
+CLUSTER_ERRORS = (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError)
+
+
+class EngineActor:
+    """A replica; the process of a Ray actor. `start` comes first."""
+
+    def start(self, options: EngineOptions, setup: Callable[[], None] | None) -> tuple[bool, str]:
+        """Make the engine; whether it is there, and where it is or why it is not."""
+        where = f"process {os.getpid()} on {socket.gethostname()}"
+        try:
+            if not Path(options.model).is_dir():
+                return False, f"{where} sees no folder {options.model}: it has to be on a file system of all nodes"
+            self._engine = make_engine(options, setup)
+        except Exception:  # of any kind: it is told to who started this
+            return False, f"{where}: {traceback.format_exc()}"
+        return True, where
+
+    def call(self, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
+        """Any method of the engine; as `mimo.rollout.process.answer_of`."""
+        return answer_of(self._engine, method, arguments)
+
+
+@dataclass(frozen=True)
+class RayEngineHandle(EngineCalls):
+    """Calls the engine of an actor; has its methods. Of the process alone that has started the actor.
+
+    Attributes:
+        actor: Ray's handle.
+        name: which it is, for messages.
+        num_workers: that take in weights.
+        timeout_s: seconds that a call may take.
+    """
+
+    actor: Any
+    name: str
+    num_workers: int
+    timeout_s: float
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Any method of the engine.
+
+        Raises:
+            RefitError: it raised, its process has ended, or it did not answer in time.
+        """
+        try:
+            succeeded, value = ray.get(self.actor.call.remote(method, arguments), timeout=self.timeout_s)
+        except GetTimeoutError as error:
+            raise RefitError(f"{self.name} did not answer {method} within {self.timeout_s:g} s") from error
+        except RayActorError as error:
+            raise RefitError(f"{self.name} has ended: {method} got no answer ({_short(error)})") from error
+        except RayError as error:
+            raise RefitError(f"{self.name}: {method} got no answer from Ray ({_short(error)})") from error
+        if not succeeded:
+            raise RefitError(value)
+        return value
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """The Ray that this process connects to or starts.
+
+    Attributes:
+        address: `host:port` or `auto`; empty: start Ray here.
+        gpus: what CUDA calls the GPUs of a Ray that is started here; none: it has no GPU.
+    """
+
+    address: str
+    gpus: Sequence[str] = ()
+
+    def connect(self, num_cpus: int, within_s: float = 60.0) -> None:
+        """Connect this process, or start Ray with so many CPUs. From the main thread: Ray's processes end with it.
+
+        Raises:
+            ValueError: nobody answers at the address, or Ray did not start in time.
+        """
+        arguments: dict[str, Any] = {"address": self.address}
+        if self.address:
+            self._check_reachable()
+        else:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            arguments = {"address": "local", "num_cpus": num_cpus, "num_gpus": len(self.gpus),
+                         "include_dashboard": False}
+        deadline = time.monotonic() + within_s
+        while True:
+            before = set(psutil.Process().children())
+            try:
+                with _kept_signals(), _own_sessions(), _visible(self.gpus):
+                    ray.init(**arguments, log_to_driver=False, logging_level=logging.ERROR)
+                return
+            except Exception as error:  # Ray's own kinds, those of its network, and plain ones of its start
+                ray.shutdown()
+                _end(set(psutil.Process().children()) - before)
+                # On a busy machine Ray's own limit of half a minute may be too short.
+                if LATE_START in str(error) and time.monotonic() < deadline:
+                    continue
+                what = f"--ray-address {self.address}: no Ray cluster to connect to" if self.address else \
+                    "--engine-placement ray: Ray did not start here"
+                raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _check_reachable(self) -> None:
+        """Ray itself tries for minutes, and says so on lines of its own. Raises ValueError."""
+        address = os.environ.get("RAY_ADDRESS", "") if self.address == "auto" else self.address
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            return  # of auto, which Ray finds; or whatever it makes of RAY_ADDRESS
+        try:
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise ValueError(f"--ray-address {self.address}: nobody answers at {address}: {error}") from error
+
+
+def _end(processes: Collection[psutil.Process]) -> None:
+    """What a start that was broken off has left; Ray has forgotten it."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+@contextlib.contextmanager
+def _kept_signals() -> Iterator[None]:
+    """Ray puts a handler of its own in the place of the one that ends a run after its iteration."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Ray starts its processes in the group of this one, all of which the launcher signals when a run is to stop.
+
+    The iteration needs its engine until then. Ray has the kernel end its processes with this one, whatever their group.
+    """
+    before = subprocess.Popen.__init__
+
+    def start(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
+        before(self, *arguments, **options | {"start_new_session": True})
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _visible(gpus: Sequence[str]) -> Iterator[None]:
+    """What Ray takes for the GPUs of a node that it starts; this process has made its choice before."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        yield
+    finally:
+        if gpus and before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        elif before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+class RayEngines:
+    """Replicas under Ray; `close` them.
+
+    Args:
+        options: of each.
+        cluster: where.
+        resource: `GPU` or `CPU`: what a worker takes one of.
+        start_timeout_s: seconds until all of them are up, the wait for their places included.
+        call_timeout_s: seconds that a call may take.
+        environment: variables of the actors' processes; those of `options` go before them.
+        setup: called in each before its engine is made; importable there.
+        trainer_address: where the first rank is, as the trainer's other ranks call it.
+
+    Attributes:
+        client: calls all replicas.
+        address: name or address under which actors reach this process.
+
+    Raises:
+        ValueError: there is no Ray.
+        RefitError: there is no place for them in time, or one did not come up; with its own traceback.
+    """
+
+    def __init__(self, options: Sequence[EngineOptions], cluster: RayCluster, resource: str, start_timeout_s: float,
+                 call_timeout_s: float, environment: Mapping[str, str], setup: Callable[[], None] | None,
+                 trainer_address: str) -> None:
+        self._deadline, self._start_timeout_s = time.monotonic() + start_timeout_s, start_timeout_s
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self._has_connected = not ray.is_initialized()
+        bundles = [_bundle(each, resource) for each in options]
+        try:
+            if self._has_connected:
+                cluster.connect(int(sum(bundle["CPU"] for bundle in bundles)), start_timeout_s)
+            group = self._place(bundles, resource)
+            where = self._start(options, bundles, group, dict(environment), setup)
+            self.address = _reachable(trainer_address) if cluster.address else trainer_address
+        except BaseException:
+            self.close()
+            raise
+        names = [f"the engine in {place} (a Ray actor)" for place in where]
+        self.client: RolloutClient = one_client(
+            [RayEngineHandle(actor, name, each.num_workers, call_timeout_s)
+             for actor, name, each in zip(self._actors, names, options, strict=True)], call_timeout_s)
+
+    def close(self) -> None:
+        """End the actors and give their places back; and Ray, where it was started for them."""
+        for actor in self._actors:
+            with contextlib.suppress(*CLUSTER_ERRORS):  # it, or Ray, has ended already
+                ray.kill(actor, no_restart=True)
+        self._actors = []
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(*CLUSTER_ERRORS):
+                remove_placement_group(group)
+        if self._has_connected:
+            ray.shutdown()
+
+    def _place(self, bundles: Sequence[dict[str, float]], resource: str) -> PlacementGroup:
+        """Wait for the places. A bundle is on one node, so a replica is."""
+        self._group = group = placement_group(list(bundles), strategy="PACK")
+        if not group.wait(max(0.0, self._deadline - time.monotonic())):
+            asked = sum(bundle[resource] for bundle in bundles)
+            there, free = (float(found.get(resource, 0)) for found in (ray.cluster_resources(),
+                                                                       ray.available_resources()))
+            largest = max(bundle[resource] for bundle in bundles)
+            raise RefitError(
+                f"no place for the engine within {self._start_timeout_s:g} s: its {len(bundles)} replicas ask Ray for "
+                f"{asked:g} {resource}s, {largest:g} of them on one node; the cluster has {there:g}, {free:g} of them "
+                f"free, on {sum(node['Alive'] for node in ray.nodes())} nodes")
+        return group
+
+    def _start(self, options: Sequence[EngineOptions], bundles: Sequence[dict[str, float]], group: PlacementGroup,
+               environment: dict[str, str], setup: Callable[[], None] | None) -> list[str]:
+        """Start all replicas; where each is."""
+        remote: Any = ray.remote(EngineActor)
+        starts: dict[Any, int] = {}
+        for number, (each, bundle) in enumerate(zip(options, bundles, strict=True)):
+            actor = remote.options(
+                num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number, placement_group_capture_child_tasks=False),
+                runtime_env={"env_vars": environment | each.environment}).remote()
+            self._actors.append(actor)
+            starts[actor.start.remote(each, setup)] = number
+        places: dict[int, str] = {}
+        while starts:
+            done, _ = ray.wait(list(starts), timeout=max(0.0, self._deadline - time.monotonic()))
+            if not done:
+                late = ", ".join(map(str, sorted(starts.values())))
+                raise RefitError(f"replica {late}: the engine, a Ray actor, did not start within "
+                                 f"{self._start_timeout_s:g} s")
+            number = starts.pop(done[0])
+            try:
+                is_up, told = ray.get(done[0])
+            except RayError as error:
+                is_up, told = False, f"its Ray actor has ended: {_short(error)}"
+            if not is_up:
+                raise RefitError(f"replica {number}: the engine did not start: {told}")
+            places[number] = told
+        return [places[number] for number in range(len(options))]
+
+
+def _bundle(options: EngineOptions, resource: str) -> dict[str, float]:
+    workers = float(options.num_workers)
+    return {"CPU": 1.0, "GPU": workers} if resource == "GPU" else {"CPU": workers}
+
+
+def _reachable(address: str) -> str:
+    """The address, or in place of one that means every node itself this node's own."""
+    try:
+        is_local = ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    except OSError:
+        is_local = False  # a name that others may know
+    return str(ray.util.get_node_ip_address()) if is_local else address
+
+
+def _short(error: BaseException) -> str:
+    """What Ray says: how it begins and how it ends."""
+    words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
+    return words if len(words) <= 600 else f"{words[:300]} ... {words[-300:]}"

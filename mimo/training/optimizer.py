@@ -1,0 +1,215 @@
+"""Optimizers of this rank's modules: one each, none where nothing trains, with their own learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mimo.config.trainer import OptimConfig, RunConfig
+from mimo.grid.groups import Grids
+from mimo.model.build import BuiltModel
+from mimo.observability.spans import Kind, Spans
+from mimo.protocols import LANGUAGE
+
+# One optimizer step over modules on different grids, agreed by every rank.
+
+
+class HeteroOptimizer(MimoOptimizer):
+    """The wheel's `MimoOptimizer` with one agreement before the step instead of two, and non-finite gradients skipped.
+
+    The wheel asks the world twice (found inf, then norms) and lets a NaN norm through: the maximum of a NaN over ranks
+    is undefined, so ranks could disagree. Here norms and the flag travel together and a NaN becomes the flag.
+
+    Attributes:
+        spans: told where an update waits for other ranks.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spans = Spans()
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Clip by the global norm and update every module, or none.
+
+        Returns:
+            Whether parameters were updated, the global gradient norm before clipping (None when skipped), and the
+            number of zero gradients (None unless logged). The same on every rank.
+        """
+        skip = bool(self.prepare_grads())
+        names = sorted(self.module_infos)
+        stats = torch.zeros(len(names) + 1, dtype=torch.float64, device=torch.cuda.current_device())
+        for index, name in enumerate(names):
+            info = self.module_infos[name]
+            if info.is_active and info.optimizer is not None:
+                norm = float(info.optimizer.get_grad_norm() or 0.0)
+                skip |= not math.isfinite(norm)
+                stats[index] = norm**2 if math.isfinite(norm) else 0.0
+        stats[-1] = float(skip)
+        with self.spans.span(Kind.IDLE, "agreement on norms"):
+            dist.all_reduce(stats, op=dist.ReduceOp.MAX)
+        *squares, skipped = stats.tolist()
+        if skipped:
+            return False, None, None
+        grad_norm = math.sqrt(sum(squares))
+        self._clip(grad_norm)
+        num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        updated = torch.tensor([int(self.step_with_ready_grads())], device=stats.device)
+        with self.spans.span(Kind.IDLE, "agreement on the update"):
+            dist.all_reduce(updated, op=dist.ReduceOp.MIN)
+        return bool(updated.item()), grad_norm, num_zeros
+
+    def _clip(self, grad_norm: float) -> None:
+        for optimizer in self._active_optimizers:
+            parameters = optimizer.get_parameters()
+            if parameters and self.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=grad_norm)
+
+
+def peak_learning_rates(config: OptimConfig) -> dict[str, float]:
+    """Peak learning rate of `language`, `encoder` and `projector` parameters."""
+    encoder = config.lr if config.encoder_lr is None else config.encoder_lr
+    projector = encoder if config.projector_lr is None else config.projector_lr
+    return {LANGUAGE: config.lr, "encoder": encoder, "projector": projector}
+
+
+def build_optimizer(config: OptimConfig, built: BuiltModel, grids: Grids) -> HeteroOptimizer:
+    """One optimizer for each module that trains on any of its ranks; None for the others.
+
+    Collective over each module's ranks only: ranks of a frozen module take no part.
+    """
+    infos = {}
+    for name in grids.layout.grids:
+        active = name in grids.modules
+        optimizer = None
+        if name in built.wrapped:
+            optimizer = _build_one(config, built, grids, name)
+        infos[name] = ModuleOptimizerInfo(
+            optimizer=optimizer, grid=grids.grids[name], pg_collection=grids.collections.get(name), is_active=active
+        )
+    return HeteroOptimizer(infos, optimizer_config(config, config.lr, built.params_dtype))
+
+
+def optimizer_config(config: OptimConfig, lr: float, params_dtype: torch.dtype) -> OptimizerConfig:
+    """The wheel's optimizer configuration for a module whose peak learning rate is `lr`."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        min_lr=config.min_lr * lr / config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=params_dtype == torch.bfloat16,
+        params_dtype=params_dtype,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        log_num_zeros_in_grad=config.log_num_zeros_in_grad,
+    )
+
+
+def _build_one(config: OptimConfig, built: BuiltModel, grids: Grids, name: str) -> Any:
+    rates = peak_learning_rates(config)
+    module_config = optimizer_config(config, rates[LANGUAGE if name == LANGUAGE else "encoder"], built.params_dtype)
+    overrides: dict[ParamKey, Any] = get_standard_config_overrides(module_config)
+    if name != LANGUAGE:
+        scale = config.min_lr / config.lr
+        overrides[ParamKey(name="*input_projections*")] = {
+            "max_lr": rates["projector"],
+            "min_lr": rates["projector"] * scale,
+        }
+        if config.encoder_weight_decay is not None:
+            decay = config.encoder_weight_decay
+            overrides[ParamKey(name="*")] = {"start_wd": decay, "end_wd": decay}
+    groups = grids.collections[name]
+    with object_gather_within(groups.intra_dist_opt):
+        return get_megatron_optimizer(
+            module_config,
+            [built.wrapped[name]],
+            config_overrides=overrides,
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
+
+
+@contextmanager
+def object_gather_within(default: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, `all_gather_object` and `get_world_size` without a group mean `default`.
+
+    The wheel aligns parameter groups over the world, which gives every module the other modules' groups, and hangs when
+    the ranks of a frozen module build no optimizer.
+    """
+    gather, size = dist.all_gather_object, dist.get_world_size
+
+    def gather_within(object_list: Any, obj: Any, group: Any = None) -> Any:
+        return gather(object_list, obj, group=group or default)
+
+    def size_within(group: dist.ProcessGroup | None = None) -> int:
+        return size(group or default)
+
+    dist.all_gather_object, dist.get_world_size = gather_within, size_within
+    try:
+        yield
+    finally:
+        dist.all_gather_object, dist.get_world_size = gather, size
+
+
+# Learning-rate schedule: the wheel's, counted in samples so that iterations and samples are one thing.
+
+
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule of a validated configuration. `step(global_batch_size)` advances it by one iteration."""
+    flags, train, batch = config.schedule, config.train, config.train.global_batch_size
+    if train.train_samples is not None:
+        decay = flags.lr_decay_samples or train.train_samples
+        warmup, wsd = flags.lr_warmup_samples, flags.lr_wsd_decay_samples
+    else:
+        assert train.train_iters is not None, "validated"
+        decay = (flags.lr_decay_iters or train.train_iters) * batch
+        warmup = flags.lr_warmup_iters * batch
+        wsd = flags.lr_wsd_decay_iters * batch if flags.lr_wsd_decay_iters is not None else None
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=flags.lr_warmup_init,
+        max_lr=config.optim.lr,
+        min_lr=config.optim.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=config.optim.weight_decay,
+        end_wd=config.optim.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        wsd_decay_steps=wsd,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style if flags.lr_decay_style == "WSD" else None,
+    )
+
+
+def current_learning_rates(
+    config: RunConfig, scheduler: OptimizerParamScheduler, encoders: tuple[str, ...]
+) -> dict[str, float]:
+    """Learning rate of `language`, each encoder and `projector` at the scheduler's position.
+
+    Frozen parts are left out.
+    """
+    ratio = config.optim.min_lr / config.optim.lr
+    peaks = peak_learning_rates(config.optim)
+    parts = {LANGUAGE: peaks[LANGUAGE]}
+    if encoders and not config.layout.llm_only:
+        parts |= {name: peaks["encoder"] for name in encoders} | {"projector": peaks["projector"]}
+    return {
+        part: scheduler.get_lr({"max_lr": peak, "min_lr": peak * ratio})
+        for part, peak in parts.items()
+        if part not in config.model.frozen
+    }

@@ -1,0 +1,341 @@
+"""The end of a rank that cannot go on: say why in one piece, then leave without waiting for anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from mimo.watchdog.status import RankProcess
+
+STDERR_FD = 2
+# Seconds that an exit waits for its output to be taken: a full pipe that nobody reads must not keep the process alive.
+WRITE_LIMIT_S = 5.0
+# Seconds that the other ranks wait for rank 0 to report a refusal before the start; ranks may start far apart.
+SILENCE_S = 30.0
+# Seconds that a rank waits before it exits because of another one's error. Once torchrun notices the first process that
+# has ended, it ends the others, and its summary shows only what had ended by then.
+ECHO_DELAY_S = 5.0
+# What gloo and NCCL say of a rank whose process has ended.
+LOST_RANK_MARKS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+
+
+def within_limit(action: Callable[[], None], limit_s: float = WRITE_LIMIT_S) -> None:
+    """Run `action` in a thread and go on without it after the limit."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A closed pipe or stream has nobody left to read it.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _write_all(data: bytes) -> None:
+    # A closed or broken standard error leaves nowhere to report to.
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(STDERR_FD, data):]
+
+
+def write_report(text: str, path: Path | None = None) -> None:
+    """Write `text` to standard error in one piece, and to `path` if given.
+
+    It goes around `sys.stderr`, whose lock a blocked thread may hold. The text names a `path` that cannot be written,
+    or not in time: a file system that does not answer must not keep the process alive.
+    """
+    if path is not None:
+        # What is said if the writing below does not come to an end.
+        problem: list[str] = ["not written in time"]
+        within_limit(lambda: problem.append(_copy(text, path)))
+        if problem[-1]:
+            text += f"(no copy in {path}: {problem[-1]})\n"
+    within_limit(lambda: _write_all(text.encode("utf-8", "backslashreplace")))
+
+
+def _copy(text: str, path: Path) -> str:
+    """Write a file; why it could not be written, or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def write_error_file(message: str, *, is_cause: bool = True) -> None:
+    """Write a message for torchrun's summary, if torchrun asks for one. A message that is already there stays.
+
+    The file has the format of `torch.distributed.elastic.multiprocessing.errors`. The summary calls the failure with
+    the earliest time, in whole seconds, the root cause. So the time is rounded down on the rank that met the error and
+    up on ranks that stop because of it.
+
+    Args:
+        message: what to show.
+        is_cause: whether this rank met the error itself.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return
+    stamp = int(time.time()) + (0 if is_cause else 1)
+    text = json.dumps({"message": {"message": message.strip(), "extraInfo": {"timestamp": str(stamp)}}})
+    within_limit(lambda: _write_first(text, Path(name)))
+
+
+def _write_first(text: str, path: Path) -> None:
+    """Write a file in one step, unless it exists. The launcher fails on half a file, but can do without one."""
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+
+
+def _is_launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def refuse(error: ValueError) -> int:
+    """Report why a run cannot start, and return the exit code. Only for errors before any process group exists.
+
+    Every rank usually finds the same error, and rank 0 reports it. The others wait, because torchrun ends them once
+    rank 0 has exited; one that is not ended has met an error of its own and reports it.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    write_error_file(f"error: {error}", is_cause=rank == 0)
+    if rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif _is_launched():
+        time.sleep(SILENCE_S)
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+@contextlib.contextmanager
+def command_line() -> Iterator[None]:
+    """Context for parsing a command line. Under torchrun, its errors also appear in torchrun's summary."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said) if _is_launched() else contextlib.nullcontext():
+            yield
+    except SystemExit as ended:
+        rank = int(os.environ.get("RANK", "0"))
+        if ended.code:
+            write_error_file(said.getvalue() or "the command line cannot be read; rank 0 reports why",
+                             is_cause=rank == 0)
+            if rank != 0 and _is_launched():
+                time.sleep(SILENCE_S)
+        raise
+    finally:
+        sys.stderr.write(said.getvalue())
+
+
+def report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Leave the traceback of an uncaught exception for torchrun's summary and print it; for `sys.excepthook`."""
+    write_error_file("".join(traceback.format_exception(kind, error, trace)))
+    sys.__excepthook__(kind, error, trace)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Leave the process with `code`: no `atexit`, no join, no process group tear-down, any of which can hang."""
+    within_limit(_flush_streams)
+    os._exit(code)
+
+
+def _raised_at(error: BaseException) -> str:
+    """Where an error was raised: the last two parts of the path, the line and the function."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f"  raised at {'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}\n"
+
+
+class ReportedElsewhereError(RuntimeError):
+    """This rank stops because of an error that another rank can name, and does."""
+
+
+def _is_caused_elsewhere(error: BaseException) -> bool:
+    """Whether this rank stops only because another one has failed."""
+    return isinstance(error, ReportedElsewhereError) or _is_lost_rank(error)
+
+
+def _let_the_cause_end_first() -> None:
+    """Wait, so that the rank which met the error is the first that torchrun sees end."""
+    if not _is_launched():
+        return
+    if threading.current_thread() is threading.main_thread():
+        # The run's own handler would let this process go on; torchrun's SIGTERM has to end it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(ECHO_DELAY_S)
+
+
+def _is_lost_rank(error: BaseException) -> bool:
+    """Whether the error is the backend's word that another rank's process has ended.
+
+    Errors of the program's own classes are not, even where they quote such a message: that of an engine's process, for
+    one, which is no rank.
+    """
+    from_backend = type(error) is RuntimeError or (
+        isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"))
+    return from_backend and any(mark in str(error) for mark in LOST_RANK_MARKS)
+
+
+def format_error(who: str, error: BaseException) -> str:
+    """The block that names the rank and the error.
+
+    A rank that stops because of another one says so in one line: the cause must not drown in its consequences.
+    A ValueError is something the user can put right, so its message and one line with its place are enough. Anything
+    else, subclasses of ValueError that libraries raise included, is followed by its traceback.
+    """
+    if isinstance(error, ReportedElsewhereError):
+        return f"{who} stops: {error}\n"
+    if _is_lost_rank(error):
+        return f"{who} stops: another rank has ended; its message, if it left one, says why\n"
+    block = f"error on {who}: {''.join(traceback.format_exception_only(error))}"
+    if type(error) is ValueError:
+        return block + _raised_at(error)
+    return block + "".join(traceback.format_exception(error))
+
+
+class FailFast:
+    """The context that `fail_fast` returns.
+
+    Attributes:
+        who: the rank in words; may be made more precise inside, once the grids are known.
+    """
+
+    def __init__(self, who: str) -> None:
+        self.who = who
+
+    def __enter__(self) -> FailFast:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        if isinstance(error, KeyboardInterrupt):
+            write_report(f"interrupted: {self.who}\n")
+            exit_now(130)
+        block, is_cause = format_error(self.who, error), not _is_caused_elsewhere(error)
+        write_error_file(block, is_cause=is_cause)
+        write_report(block)
+        if not is_cause:
+            _let_the_cause_end_first()
+        exit_now(1)
+
+
+def fail_fast(who: str) -> FailFast:
+    """Context of a rank's whole run: an exception inside is printed in one block and ends the process with code 1.
+
+    Nothing is waited for, so the other ranks learn of the failure from the launcher at once and not from a timeout.
+    Under torchrun the block is also in its summary, and a rank that stops because of another one lets that one end
+    first, so that the summary names the right rank.
+    SystemExit passes through; an interrupt from the keyboard exits with code 130.
+
+    Args:
+        who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
+    """
+    return FailFast(who)
+
+
+# Processes of a run on this host: which one this is, which a signal has stopped, and the end of those left over.
+
+
+# faulthandler prints all stacks on it, also while a call into C keeps the interpreter's lock. Nobody else uses it.
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+# Seconds between that and the end of the process; it has to be scheduled, on a host that may be overloaded.
+STACKS_S = 2.0
+STOPPED = ("T", "t")
+
+
+def own_process(rank: int) -> RankProcess:
+    """This process."""
+    return RankProcess(rank, socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
+
+
+def show_stacks_on_signal() -> None:
+    """Let `end_processes` make this process print its stacks."""
+    faulthandler.register(STACKS_SIGNAL, file=STDERR_FD, all_threads=True)
+
+
+def stopped_siblings() -> tuple[int, ...]:
+    """Children of this process's parent, so other ranks under the same launcher, that a signal has stopped."""
+    stopped = []
+    for pid in _children(os.getppid()):
+        with contextlib.suppress(ProcessLookupError):
+            if _stat(pid)[0] in STOPPED:
+                stopped.append(pid)
+    return tuple(stopped)
+
+
+def end_processes(processes: Iterable[RankProcess]) -> None:
+    """End those of these processes that are on this host and still there: they cannot do so themselves.
+
+    A stopped one would keep its launcher waiting, a hung one prints its stacks first.
+    """
+    here = socket.gethostname()
+    left = [process for process in processes if process.host == here and process.pid != os.getpid()]
+    hung = [process for process in left if _is_there(process) and _stat_or_gone(process.pid) not in STOPPED]
+    for process in hung:
+        _send(process, STACKS_SIGNAL)
+    if hung:
+        time.sleep(STACKS_S)
+    for process in left:
+        _send(process, signal.SIGKILL)
+
+
+def _send(process: RankProcess, number: int) -> None:
+    # Another rank of this host may have been faster.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if _is_there(process):
+            os.kill(process.pid, number)
+
+
+def _is_there(process: RankProcess) -> bool:
+    """Whether the process still runs; its number alone may be another one's by now."""
+    try:
+        state, started = _stat(process.pid)
+    except ProcessLookupError:
+        return False
+    return started == process.started and state != "Z"
+
+
+def _stat_or_gone(pid: int) -> str:
+    try:
+        return _stat(pid)[0]
+    except ProcessLookupError:
+        return ""
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State letter and start time of a process. Raises ProcessLookupError where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError as error:
+        raise ProcessLookupError(f"no process {pid}") from error
+    return fields[0], int(fields[19])
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found

@@ -1,0 +1,123 @@
+"""SIGTERM and SIGINT: finish the iteration; if that does not happen, say what blocks it and leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from mimo.watchdog.process_exit import exit_now, write_report
+from mimo.watchdog.watchdog import POLL_S, Watchdog
+
+TERMINATED_EXIT_CODE = 143
+INTERRUPTED_EXIT_CODE = 130
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a request that the training loop reads between iterations.
+
+    Python runs signal handlers in the main thread only, and never while it is blocked in a collective. The signal's
+    number is therefore also written to a socket (`signal.set_wakeup_fd`) that a daemon thread reads. If the main thread
+    makes no progress after a signal, that thread reports who waited for what and exits with code 143 (130 after
+    SIGINT). It waits for `grace_s`, or for twice the longest time that the run went without progress, which the
+    watchdog's limit bounds. A second SIGINT exits with code 130 at once.
+
+    A forked child (a data worker) gets the former handlers back: it must die of SIGTERM, and not tell its parent.
+
+    Attributes:
+        requested: the run was asked to stop.
+        name: the signal that asked first, for example `SIGTERM`; None before.
+    """
+
+    def __init__(self, watchdog: Watchdog, *, grace_s: float = 20.0) -> None:
+        """Install the handlers; main thread only.
+
+        Args:
+            watchdog: knows when the main thread last moved, how long that may take, and what it waits for. A phase
+                under `Watchdog.limit` is given that limit where it is longer.
+            grace_s: least seconds without progress after a signal; below torchrun's 30 s, after which it kills.
+        """
+        self.requested = False
+        self.name: str | None = None
+        self._watchdog = watchdog
+        self._grace_s = grace_s
+        self._reader, self._writer = socket.socketpair()
+        # The interpreter writes from inside the C handler, which must never block.
+        self._writer.setblocking(False)
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old_handlers: dict[signal.Signals, Any] = {}
+        for number in _SIGNALS:
+            self._old_handlers[number] = signal.signal(number, self._handle)
+        self._open = True
+        os.register_at_fork(after_in_child=self._restore_in_child)
+        self._thread = threading.Thread(target=self._listen, name="stop signal", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore the former handlers; main thread only. A second call does nothing."""
+        if not self._open:
+            return
+        self._restore(self._old_wakeup_fd)
+        # End of file ends the thread. Closing alone would not bring it while a data worker lives, which a run that
+        # fails leaves alone: it has the socket from its fork.
+        self._writer.shutdown(socket.SHUT_WR)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+
+    def _restore(self, wakeup_fd: int) -> None:
+        self._open = False
+        for number, handler in self._old_handlers.items():
+            # None stands for a handler that was not installed from Python and cannot be put back from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(wakeup_fd)
+
+    def _restore_in_child(self) -> None:
+        """Run in a forked child, whose copy of the socket still reaches the parent's thread."""
+        if self._open:
+            self._restore(-1)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._request(signal.Signals(number))
+
+    def _request(self, number: signal.Signals) -> None:
+        if self.name is None:
+            self.name = number.name
+        self.requested = True
+
+    def _listen(self) -> None:
+        """Body of the daemon thread: count signals, and once there is one, watch for progress."""
+        since: float | None = None
+        interrupts = 0
+        while True:
+            self._reader.settimeout(None if since is None else self._pause_s(since))
+            try:
+                data = self._reader.recv(64)
+            except TimeoutError:
+                continue
+            if not data:
+                return
+            # Other signals with a Python handler arrive here too.
+            numbers = [signal.Signals(byte) for byte in data if byte in _SIGNALS]
+            for number in numbers:
+                self._request(number)
+                interrupts += number == signal.SIGINT
+                since = time.monotonic() if since is None else since
+            if interrupts >= 2:
+                write_report(f"interrupted twice: {self._watchdog.who} exits without finishing the iteration\n")
+                exit_now(INTERRUPTED_EXIT_CODE)
+
+    def _pause_s(self, since: float) -> float:
+        """Seconds until the next look at the main thread; does not return where its time is up."""
+        # A healthy run may need this long for what it does next, a microbatch or the state of a save.
+        usual_s = min(2 * self._watchdog.longest_s, self._watchdog.timeout_s)
+        left_s = self._watchdog.time_left(max(self._grace_s, usual_s), since)
+        if left_s <= 0:
+            self._watchdog.report(f"{self.name} could not be honoured")
+            exit_now(INTERRUPTED_EXIT_CODE if self.name == "SIGINT" else TERMINATED_EXIT_CODE)
+        return min(POLL_S, left_s)

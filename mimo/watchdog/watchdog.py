@@ -1,0 +1,477 @@
+"""Turns a hang into an exit that says which rank waited for what, at which step."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch.distributed as dist
+
+from mimo.grid.spec import Layout
+from mimo.watchdog import status as stall_status
+from mimo.watchdog.diagnosis import RankPlace, write_summary
+from mimo.watchdog.gather import Processes, StallStore, Statuses
+from mimo.watchdog.process_exit import (
+    STDERR_FD,
+    WRITE_LIMIT_S,
+    end_processes,
+    exit_now,
+    own_process,
+    show_stacks_on_signal,
+    stopped_siblings,
+    within_limit,
+    write_error_file,
+    write_report,
+)
+from mimo.watchdog.status import RankProcess, RankStatus, find_blocked, format_ranks, format_schedule, stack_lines
+
+if TYPE_CHECKING:
+    from mimo.grid.groups import Grids
+
+STALL_EXIT_CODE = 17
+# Seconds between looks at the clock; a changed limit takes effect within it.
+POLL_S = 1.0
+# Seconds from a stall until the process is gone, whatever its threads are stuck in.
+LEAVE_S = 60.0
+# Seconds for the state of the process groups.
+GROUPS_S = 1.0
+# Seconds for lines of source code, from what may be the file system that hangs.
+FILES_S = 1.0
+OWN_THREADS = ("watchdog", "stall store")
+
+RankSource = Sequence[int] | Callable[[], Sequence[int]] | None
+"""Global ranks, or what gives them when somebody asks."""
+
+
+class Conclusion(Protocol):
+    """Makes one summary of the statuses of all ranks; `mimo.watchdog.watchdog` has them.
+
+    Attributes:
+        holder: who holds what the statuses go through, in words for when there is no answer.
+    """
+
+    holder: str
+
+    def start(self, on_stall: Callable[[], None]) -> None:
+        """Begin to look for stalls of other ranks; `on_stall` is called, on any thread, when there is one."""
+        ...
+
+    def conclude(self, status: RankStatus) -> tuple[RankProcess, ...] | None:
+        """Give this rank's status and wait for the summary: processes that this rank has to end, None without one."""
+        ...
+
+    def close(self, *, failed: bool = False) -> None:
+        """Stop looking; `failed` where this rank's part of the run ended with an error."""
+        ...
+
+
+class Wait:
+    """One thing the main thread waits for; made by `Watchdog.waiting`."""
+
+    __slots__ = ("what", "details", "peers", "group", "on_loader", "is_work", "since", "outer", "_watchdog")
+
+    def __init__(self, watchdog: Watchdog, what: str, peers: RankSource, group: RankSource, on_loader: bool,
+                 is_work: bool, details: dict[str, object]) -> None:
+        self.what = what
+        self.details = details
+        self.peers, self.group, self.on_loader, self.is_work = peers, group, on_loader, is_work
+        self.since = 0.0
+        self.outer: Wait | None = None
+        self._watchdog = watchdog
+
+    def __enter__(self) -> Wait:
+        watchdog = self._watchdog
+        self.outer = watchdog.current_wait
+        self.since = watchdog.moved()
+        watchdog.current_wait = self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._watchdog.current_wait = self.outer
+        self._watchdog.moved()
+
+    def status(self, now: float) -> stall_status.Wait:
+        """The wait as data; `str` of it is `bridge recv_forward (lane 1, peers 0) for 12.0 s`."""
+        peers, group = _ranks(self.peers), _ranks(self.group)
+        named: dict[str, object] = self.details | {
+            "peers": format_ranks(peers) if peers else None, "group": format_ranks(group) if group else None}
+        details = ", ".join(f"{name} {value() if callable(value) else value}" for name, value in named.items()
+                            if value is not None)
+        return stall_status.Wait(self.what, details, now - self.since, peers, group, self.on_loader,
+                                 self.is_work)
+
+
+def _ranks(source: RankSource) -> tuple[int, ...]:
+    return tuple(source() if callable(source) else source or ())
+
+
+def main_frame() -> FrameType | None:
+    """The innermost Python frame of the main thread."""
+    main = threading.main_thread().ident
+    return sys._current_frames().get(main) if main is not None else None
+
+
+def _stack_lines(frame: FrameType) -> tuple[str, ...]:
+    """As `stack_lines`; without lines of code where the file system does not give them."""
+    found: list[tuple[str, ...]] = []
+    within_limit(lambda: found.append(stack_lines(frame)), FILES_S)
+    return found[0] if found else stack_lines(frame, code=False)
+
+
+def thread_stacks() -> str:
+    """The Python stack of every thread but those that look for stalls, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    blocks = [f"thread {names.get(ident, ident)} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
+              for ident, frame in frames if ident != threading.get_ident() and names.get(ident) not in OWN_THREADS]
+    return "".join(blocks)
+
+
+class Watchdog:
+    """Watches one rank's main thread from a daemon thread.
+
+    The main thread says where it is with `progress` and `waiting`, which only write attributes. When nothing changed
+    for the limit, the watchdog writes a report to standard error and to `report_path`, takes part in the summary of all
+    ranks, then exits with code 17. It does the same when another rank's watchdog has come to its limit.
+
+    A call into C that never returns and keeps the interpreter's lock stops the watchdog's thread too. So it also keeps
+    a timer of `faulthandler` armed, which needs no lock: `gil_slack_s` past the limit it prints the stacks and exits
+    with code 1. Likewise for whatever keeps the exit from coming to its end.
+
+    Attributes:
+        who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
+        current_wait: innermost open wait.
+        last_change: monotonic time of the last progress or transition, seconds.
+        longest_s: longest time between two of them outside `limit` contexts, since `forget_longest`.
+        timeout_s: seconds without progress that are a stall; infinite where nothing is.
+        files_timeout_s: seconds for which `on_files` contexts may go without; infinite for any time.
+        iteration, microbatch: the last ones told; None before the first.
+        at_stall: called after the summary of a stall, each for a few seconds at most.
+        schedule: gives the state of forward and backward passes, where a trainer has one.
+        loader: gives that of the data loader.
+        groups: gives those of the process groups, where torch records them.
+        on_device: whether kernels of an accelerator run behind the main thread's back.
+    """
+
+    def __init__(self, timeout_s: float, who: str, *, files_timeout_s: float = 0.0, report_path: Path | None = None,
+                 gil_slack_s: float = 30.0, rank: int = 0, conclusion: Conclusion | None = None) -> None:
+        """Start watching.
+
+        Args:
+            timeout_s: seconds without progress that are a stall; 0 or less never is one.
+            who: the rank in words.
+            files_timeout_s: the same for saves and loads.
+            report_path: where the report goes besides standard error, for example `run_dir/stall-rank3.txt`.
+            gil_slack_s: seconds past the limit after which the interpreter's lock must be stuck.
+            rank: global rank.
+            conclusion: makes the summary of all ranks; without it there is none.
+        """
+        self.who = who
+        self.current_wait: Wait | None = None
+        self.last_change = time.monotonic()
+        self.longest_s = 0.0
+        self.timeout_s = timeout_s if timeout_s > 0 else math.inf
+        self.files_timeout_s = files_timeout_s if files_timeout_s > 0 else math.inf
+        self.iteration: int | None = None
+        self.microbatch: int | None = None
+        self.at_stall: list[Callable[[], None]] = []
+        self.schedule: Callable[[], stall_status.Schedule | None] | None = None
+        self.loader: Callable[[], stall_status.LoaderStatus] | None = None
+        self.groups: Callable[[], tuple[stall_status.GroupStatus, ...]] | None = None
+        self.on_device = False
+        self._rank = rank
+        self._earlier_schedules = 0  # index of the last one before this iteration
+        self._extra_s = 0.0
+        self._report_path = report_path
+        self._gil_slack_s = gil_slack_s
+        self._conclusion = conclusion
+        self._closed, self._stalled_elsewhere, self._look = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if timeout_s > 0:
+            self._thread = threading.Thread(target=self._watch, name=OWN_THREADS[0], daemon=True)
+            self._thread.start()
+            if conclusion is not None:
+                conclusion.start(self._on_stall_elsewhere)
+
+    def progress(self, *, iteration: int | None = None, microbatch: int | None = None) -> None:
+        """Tell that work moved on: `iteration` has begun, or is over. A new one forgets microbatch and passes."""
+        if iteration is not None:
+            if iteration != self.iteration:
+                last = self.schedule() if self.schedule is not None else None
+                self._earlier_schedules = last.index if last is not None else 0
+            self.iteration = iteration
+            self.microbatch = None
+        if microbatch is not None:
+            self.microbatch = microbatch
+        self.moved()
+
+    def moved(self) -> float:
+        """Note a transition; gives its monotonic time, seconds."""
+        now = time.monotonic()
+        if not self._extra_s:
+            self.longest_s = max(self.longest_s, now - self.last_change)
+        self.last_change = now
+        return now
+
+    def forget_longest(self) -> None:
+        """What has taken long so far, up to now, says nothing of what follows."""
+        self.moved()
+        self.longest_s = 0.0
+
+    def waiting(self, what: str, *, peers: RankSource = None, group: RankSource = None, on_loader: bool = False,
+                is_work: bool = False, **details: object) -> Wait:
+        """Context of a wait for others: `with watchdog.waiting("bridge recv_forward", peers=[0], lane=1):`.
+
+        Nestable; the report names every open wait. Details that are None are left out, those that can be called are
+        when the report is written.
+
+        Args:
+            what: what for, in words, without what differs from rank to rank.
+            peers: global ranks each of which has to do its part.
+            group: global ranks that have to come to the same wait; not needed for a blocking call of torch.distributed,
+                which the stack shows.
+            on_loader: it is for this rank's data loader.
+            is_work: it is no wait, but work that a report had better name.
+            details: more for the reader.
+        """
+        return Wait(self, what, peers, group, on_loader, is_work, details)
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Context of a phase that may go `seconds` without progress, such as a checkpoint; never shortens a limit.
+
+        `math.inf` pauses the watchdog.
+        """
+        outer = self._extra_s
+        self.moved()
+        self._extra_s = max(outer, seconds)
+        try:
+            yield
+        finally:
+            # In this order, the reverse of `time_left`'s: the shorter limit must never meet the phase's own age.
+            self.moved()
+            self._extra_s = outer
+
+    @contextmanager
+    def on_files(self, what: str, **details: Any) -> Iterator[None]:
+        """Context of a save or a load, which may take `files_timeout_s`; see `waiting`."""
+        limit_s = self.files_timeout_s
+        said = None if math.isinf(limit_s) else f"--checkpoint-timeout-s {limit_s:g}"
+        with self.limit(limit_s), self.waiting(what, **details, limit=said):
+            yield
+
+    def time_left(self, usual_s: float, since: float = -math.inf) -> float:
+        """Seconds until the main thread has gone too long without progress.
+
+        Args:
+            usual_s: limit outside `limit` contexts.
+            since: monotonic time before which idleness does not count.
+        """
+        allowed_s = max(usual_s, self._extra_s)
+        return allowed_s - (time.monotonic() - max(since, self.last_change))
+
+    def waits(self, now: float) -> tuple[stall_status.Wait, ...]:
+        """Open waits, innermost first."""
+        found, wait = [], self.current_wait
+        while wait is not None:
+            found.append(wait.status(now))
+            wait = wait.outer
+        return tuple(found)
+
+    def describe(self) -> str:
+        """Where the main thread is: rank, step, microbatch and every open wait, innermost first."""
+        now = time.monotonic()
+        parts = [f"{self.who}: no progress for {now - self.last_change:.1f} s"]
+        if self.iteration is not None:
+            parts.append(f"iteration {self.iteration}")
+        schedule = self._schedule_status()
+        if self.microbatch is not None:
+            parts.append(f"microbatch {self.microbatch}")
+        elif schedule is not None and not schedule.is_over:
+            parts.append(format_schedule(schedule))
+        waits = "; inside ".join(map(str, self.waits(now)))
+        return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; in no announced wait")
+
+    def status(self) -> RankStatus:
+        """Where this rank is, as data."""
+        now = time.monotonic()
+        frame = main_frame()
+        return RankStatus(
+            self._rank, idle_s=now - self.last_change, iteration=self.iteration, microbatch=self.microbatch,
+            waits=self.waits(now),
+            blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
+            stack=_stack_lines(frame) if frame is not None else (),
+            schedule=self._schedule_status(),
+            loader=self.loader() if self.loader is not None else None, groups=self._group_statuses(),
+            on_device=self.on_device, stopped_pids=stopped_siblings())
+
+    def _schedule_status(self) -> stall_status.Schedule | None:
+        found = self.schedule() if self.schedule is not None else None
+        return found and replace(found, is_over=found.index <= self._earlier_schedules)
+
+    def _group_statuses(self) -> tuple[stall_status.GroupStatus, ...]:
+        found: list[tuple[stall_status.GroupStatus, ...]] = [()]
+        groups = self.groups
+        if groups is not None:
+            # The record's own lock may be held by what hangs.
+            within_limit(lambda: found.append(groups()), GROUPS_S)
+        return found[-1]
+
+    def report(self, headline: str) -> None:
+        """Write `headline`, where the main thread is and all stacks to standard error and `report_path`."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        write_report(f"{headline} on {self.describe()} [{stamp}]\n{thread_stacks()}", self._report_path)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Stop watching. A second call does nothing.
+
+        Args:
+            failed: this rank's part of the run ended with an error; a summary of the others will say so.
+        """
+        self._closed.set()
+        self._look.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self._conclusion is not None:
+                self._conclusion.close(failed=failed)
+
+    def _on_stall_elsewhere(self) -> None:
+        self._stalled_elsewhere.set()
+        self._look.set()
+
+    def _watch(self) -> None:
+        seen: stall_status.Schedule | None = None
+        while not self._closed.is_set():
+            if self.schedule is not None and (now := self.schedule()) != seen:
+                # A pass has come to its end, which nobody tells: they may be many between two waits.
+                seen = now
+                self.moved()
+            left_s = self.time_left(self.timeout_s)
+            if left_s <= 0 or self._stalled_elsewhere.is_set():
+                self._leave(fired=left_s <= 0)
+            if math.isinf(left_s):
+                faulthandler.cancel_dump_traceback_later()
+            else:
+                faulthandler.dump_traceback_later(left_s + POLL_S + self._gil_slack_s, exit=True, file=STDERR_FD)
+            self._look.wait(min(POLL_S, left_s))
+        faulthandler.cancel_dump_traceback_later()
+
+    def _leave(self, *, fired: bool) -> NoReturn:
+        """Report, take part in the summary, exit."""
+        # What follows may block, with the interpreter's lock even: files, the store, actions of others.
+        faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=STDERR_FD)
+        conclusion = self._conclusion
+        try:
+            status = self.status()
+        except Exception as error:  # of what others tell of themselves: the answer has to go out all the same
+            status = RankStatus(self._rank, idle_s=time.monotonic() - self.last_change, iteration=self.iteration,
+                                microbatch=self.microbatch, stack=(f"its state cannot be told: {error!r}",))
+        if conclusion is None:
+            self.report("stall")
+        else:
+            # The answer goes out first: others wait for it.
+            talk = threading.Thread(target=self.report, args=("stall" if fired else "stall elsewhere, seen",),
+                                    daemon=True)
+            talk.start()
+            silent = conclusion.conclude(status)
+            talk.join(WRITE_LIMIT_S)
+            if silent is None:
+                write_report(f"{self.who} knows of no summary of the stall: there is no answer from "
+                             f"{conclusion.holder}\n")
+            end_processes(silent or ())
+        # Where this rank has written the summary, that stays.
+        write_error_file(f"stall: {self.describe()} ends; the summary of the stall says which rank it waits for",
+                         is_cause=conclusion is None)
+        for action in self.at_stall:
+            within_limit(action)
+        exit_now(STALL_EXIT_CODE)
+
+
+# The watchdog of a rank of a run, and the summary that all ranks make together when one of them stalls.
+
+
+SUMMARY_FILE = "stall-summary.txt"
+
+
+def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_timeout_s: float = 0.0) -> Watchdog:
+    """The watchdog of this rank, with the process groups in place. Collective over the world.
+
+    Args:
+        timeout_s: seconds without progress that are a stall.
+        grids: process groups.
+        run_dir: gets `stall-rankN.txt` of every rank and `stall-summary.txt`.
+        files_timeout_s: seconds without progress that are one in a save or a load; 0: none are.
+    """
+    folder, places = Path(run_dir), rank_places(grids.layout)
+
+    def write(statuses: Statuses, processes: Processes) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        summary = write_summary(statuses, processes, places, stamp)
+        write_error_file(summary)
+        write_report(summary, folder / SUMMARY_FILE)
+
+    process = own_process(grids.rank)
+    show_stacks_on_signal()
+    conclusion: Conclusion = Alone(process, write)
+    if len(places) > 1:
+        # Runs share the store: a launcher's restarts, which the launchers of several nodes count apart, and runs one
+        # after the other in the same processes. What an earlier one said must not count here.
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0, group=grids.host)
+        # torch has no public name for the store of `init_process_group`.
+        default: Any = dist.distributed_c10d._get_default_store()
+        conclusion = StallStore(default.clone(), process, len(places), write, holder=_holder(places),
+                                run=name[0])
+    return Watchdog(timeout_s, grids.describe(), files_timeout_s=files_timeout_s,
+                    report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank, conclusion=conclusion)
+
+
+def _holder(places: dict[int, RankPlace]) -> str:
+    """Who holds the store of the process groups: a launcher that says so, or rank 0."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return "the launcher of the first node, which is stopped or gone, or cannot be reached"
+    return f"the process of {places[0].who}, which is stopped or gone, or cannot be reached"
+
+
+def rank_places(layout: Layout) -> dict[int, RankPlace]:
+    """Every rank of the layout in words, with its modules and their pipeline stages as its role."""
+    places = {}
+    for rank in range(layout.world_size):
+        modules = layout.modules_of(rank)
+        role = tuple((name, layout.grids[name].coordinates(rank)["pp"]) for name in modules)
+        places[rank] = RankPlace(layout.describe(rank), modules, role)
+    return places
+
+
+class Alone:
+    """The conclusion of a run of one rank."""
+
+    holder = "nobody"
+
+    def __init__(self, process: RankProcess, write: Callable[[Statuses, Processes], None]) -> None:
+        self._process, self._write = process, write
+
+    def start(self, on_stall: Callable[[], None]) -> None:
+        """There is no other rank."""
+
+    def conclude(self, status: RankStatus) -> tuple[RankProcess, ...]:
+        """Write the summary of the one rank."""
+        self._write({status.rank: status}, {status.rank: self._process})
+        return ()
+
+    def close(self, *, failed: bool = False) -> None:
+        """There is nothing to stop."""

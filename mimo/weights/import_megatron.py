@@ -1,0 +1,408 @@
+"""Megatron's own checkpoints of the whole model as one, into the modules of any layout.
+
+Megatron-LM saves a multimodal model as one tree of global tensors (`vision_model.`, `vision_projection.`,
+`language_model.`), with equal layers stacked or not, depending on its version and options. A provider says which
+prefix belongs to which part of which module (`mimo.protocols.MegatronSource`); everything else is compared by global
+names, one for each tensor of each layer and expert. Only tensors are read: never `common.pt`, objects or optimizers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mimo.checkpoint import paths
+from mimo.checkpoint.entries import Saved, broadcast_from_writers, spread_replicas
+from mimo.checkpoint.load import check_finite
+from mimo.checkpoint.optimizer_state import differing
+from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_index
+from mimo.checkpoint.state import RunState, by_index
+from mimo.comm.host import from_first_rank, gather, raise_together
+from mimo.protocols import LANGUAGE, MegatronSource
+from mimo.watchdog.watchdog import Watchdog
+from mimo.weights.rules import StoredTensor, global_name, num_stacked_axes
+
+# What a Megatron checkpoint of the whole model holds, by global name, and what of it does not fit this run.
+
+
+# Lines of one kind in an error; a checkpoint of another size differs in everything.
+MAX_LINES = 20
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A global tensor of one layer and expert in the checkpoint.
+
+    Attributes:
+        stored: key and place on the stacked axes.
+        shape: without those.
+        dtype: as it is stored.
+    """
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Contents:
+    """What the checkpoint holds for this run.
+
+    Attributes:
+        root: what stands before the source's prefixes in every key (`module.`), mostly nothing.
+        places: by global name, without `root`.
+        incomplete: keys whose pieces leave something out or overlap.
+        passed_over: number of tensors that the source says are not needed, by the reason.
+    """
+
+    root: str
+    places: dict[str, Place] = field(default_factory=dict)
+    incomplete: list[str] = field(default_factory=list)
+    passed_over: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Findings:
+    """What a rank finds, by global name.
+
+    Attributes:
+        missing, clashes, unmapped: what does not fit, with what is said of it.
+        padded: tensors with other numbers of rows, stored and here; no clash where those rows are padding.
+        lengths: how long series of layers and experts are.
+    """
+
+    missing: set[tuple[str, str]] = field(default_factory=set)
+    clashes: set[tuple[str, str]] = field(default_factory=set)
+    unmapped: set[tuple[str, str]] = field(default_factory=set)
+    padded: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
+    lengths: dict[str, int] = field(default_factory=dict)
+
+
+def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str]) -> Contents:
+    """The tensors of a checkpoint that concern a run with these modules, by global name.
+
+    Raises:
+        ValueError: no tensor has a prefix of the source.
+    """
+    stored = {key: entry for key, entry in index.state_dict_metadata.items()
+              if isinstance(entry, TensorStorageMetadata) and not _OPTIMIZER.match(key)}
+    theirs = {module: set(prefixes.values()) for module, prefixes in source.prefixes.items()}
+    contents = Contents(_root(stored, source))
+    absent = tuple(prefix for module, prefixes in theirs.items() if module not in modules for prefix in prefixes)
+    for key, entry in sorted(stored.items()):
+        name = key.removeprefix(contents.root)
+        reason = _ignored(name, source)
+        if reason is not None:
+            contents.passed_over[reason] = contents.passed_over.get(reason, 0) + 1
+        elif not (absent and name.startswith(absent)):
+            contents.places |= _places(name, key, entry)
+            if not is_covered(entry):
+                contents.incomplete.append(key)
+    return contents
+
+
+def _root(keys: Iterable[str], source: MegatronSource) -> str:
+    """What stands before the source's prefixes."""
+    keys = sorted(keys)
+    prefixes = sorted({prefix for of_module in source.prefixes.values() for prefix in of_module.values()})
+    pattern = re.compile(rf"(?P<root>(?:[A-Za-z_]\w*\.)*?)(?:{'|'.join(map(re.escape, prefixes))})")
+    roots = {found["root"] for found in map(pattern.match, keys) if found is not None}
+    if len(roots) == 1 or "" in roots:
+        return "" if "" in roots else roots.pop()
+    wanted = ", ".join(f"{prefix}*" for prefix in prefixes)
+    if roots:
+        raise ValueError(f"it holds {wanted} under {', '.join(sorted(roots))}: which of them is the model?")
+    if any(key.startswith(f"{module}.") for key in keys for module in source.prefixes):
+        raise ValueError("it is a checkpoint of this trainer, with modules of their own: give it as --load, with "
+                         "--finetune where only its weights are wanted")
+    starts = list(dict.fromkeys(f"{key.partition('.')[0]}.*" for key in keys))
+    shown = ", ".join(starts[:5]) + (", ..." if len(starts) > 5 else "") if starts else "no tensors"
+    raise ValueError(f"it is not a checkpoint of the model as one, {wanted}: it holds {shown}")
+
+
+def _ignored(name: str, source: MegatronSource) -> str | None:
+    return next((reason for pattern, reason in source.ignored if re.search(pattern, name)), None)
+
+
+def _places(name: str, key: str, entry: TensorStorageMetadata) -> dict[str, Place]:
+    """The tensors of every layer and expert that are stacked in one stored tensor, by global name."""
+    size, stacked = tuple(entry.size), num_stacked_axes(name)
+    if stacked >= len(size):
+        stacked = 0  # a scalar under a name that looks stacked
+    axes, dtype = size[:stacked], entry.properties.dtype
+    return {global_name(name, index) if stacked else name: Place(StoredTensor(key, index, axes), size[stacked:], dtype)
+            for index in itertools.product(*(range(count) for count in axes))}
+
+
+def shape_of(piece: ShardedTensor) -> tuple[int, ...]:
+    """The whole tensor's, without stacked axes."""
+    return tuple(piece.global_shape[piece.prepend_axis_num:])
+
+
+def clashes_of(piece: ShardedTensor, place: Place, vocab_size: int | None) -> list[str]:
+    """What is wrong with a stored tensor for a piece of the model.
+
+    Args:
+        piece: of the model.
+        place: where its tensor is stored.
+        vocab_size: rows that it must have at least, where others are padding; None where every row counts.
+    """
+    shape, problems = shape_of(piece), []
+    if vocab_size is None or len(shape) != len(place.shape) or shape[1:] != place.shape[1:]:
+        if shape != place.shape:
+            problems.append(f": shape {list(place.shape)} in the checkpoint, {list(shape)} in this run")
+    elif place.shape[0] < vocab_size:
+        problems.append(f": shape {list(place.shape)} in the checkpoint, {list(shape)} in this run, of which "
+                        f"{vocab_size} rows are tokens")
+    if piece.dtype != place.dtype:
+        problems.append(f": {place.dtype} in the checkpoint, {piece.dtype} in this run")
+    return problems
+
+
+def count_series(name: str, lengths: dict[str, int]) -> None:
+    """Note how many layers, and experts a layer, a name speaks of.
+
+    >>> lengths = {}
+    >>> count_series("decoder.layers.7.mlp.experts.3.weight", lengths); lengths
+    {'decoder.layers': 8, 'decoder.layers.*.mlp.experts': 4}
+    """
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part.isdecimal() and place:
+            series = ".".join("*" if earlier.isdecimal() else earlier for earlier in parts[:place])
+            lengths[series] = max(lengths.get(series, 0), int(part) + 1)
+
+
+def listing(what: str, contents: Contents, reports: list[Findings], left: set[tuple[str, str]]) -> str | None:
+    """One error with everything that does not fit; None where all of it does."""
+    found = {
+        "names of this run that the model provider does not map": set().union(*(one.unmapped for one in reports)),
+        "missing in the checkpoint": set().union(*(one.missing for one in reports)),
+        "of another shape or dtype": set().union(*(one.clashes for one in reports)),
+        "in the checkpoint, but not in this run": left,
+        "incomplete in the checkpoint": {(key, ": its pieces leave something out or overlap")
+                                         for key in contents.incomplete},
+    }
+    if not any(found.values()):
+        return None
+    stored, own = dict[str, int](), dict[str, int]()
+    for name in contents.places:
+        count_series(name, stored)
+    for report in reports:
+        for series, count in report.lengths.items():
+            own[series] = max(own.get(series, 0), count)
+    lines = [f"{series}: {stored[series]} in the checkpoint, {own[series]} in this run"
+             for series in sorted(stored.keys() & own.keys()) if stored[series] != own[series]]
+    for title, problems in found.items():
+        if problems:
+            lines += [f"{title} ({len(problems)}):", *(f"  {line}" for line in grouped(problems))]
+    return "\n".join([what, *lines])
+
+
+def grouped(problems: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for the same problem of all layers and experts, at most MAX_LINES and one that counts the others."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, text in sorted(problems, key=lambda problem: (_natural(problem[0]), problem[1])):
+        alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), text), []).append(name)
+    lines = [names[0] + text + (f", and {len(names) - 1} like it in other layers or experts" if len(names) > 1 else "")
+             for (_, text), names in alike.items()]
+    return lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], f"... and {len(lines) - MAX_LINES} more"]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """For sorting: layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+FORMAT = "torch_dist"
+
+
+def load_single_model(state: RunState, source: MegatronSource, vocab_size: int, watchdog: Watchdog) -> list[str]:
+    """Fill the modules of every rank, and the optimizers' fp32 copies, from a checkpoint. Collective over the world.
+
+    Args, result and errors as `load_single_weights`.
+    """
+    lines = load_single_weights(state, source, vocab_size, watchdog)
+    state.optimizer.reload_model_params()
+    wrong = differing(state.held(state.saved()))
+    raise_together(state.grids, f"{source.flag} {source.path}: the optimizer's fp32 copies are not the loaded weights: "
+                                f"{', '.join(wrong)}" if wrong else None)
+    return lines
+
+
+@torch.no_grad()
+def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int, watchdog: Watchdog) -> list[str]:
+    """Fill the modules of every rank from a checkpoint; optimizers keep their copies. Collective over the world.
+
+    Args:
+        state: the run; its iteration, schedule, generators and data stay as they are.
+        source: where the checkpoint is and how its names are made.
+        vocab_size: tokens; rows of embedding and output beyond it are padding, which each layout has its own number
+            of. Padding that the checkpoint lacks is set to zero.
+        watchdog: told about the wait.
+
+    Returns:
+        Lines that tell a person what was loaded.
+
+    Raises:
+        ValueError: on the first rank: there is no such checkpoint, or it and the model do not fit (all that is missing,
+            left over, of another shape or dtype, or stored in part; nothing is changed then), or a file is damaged.
+        ReportedElsewhereError: on the other ranks then.
+    """
+    with watchdog.on_files("checkpoint to load", folder=source.path):
+        folder = _find(state, source)
+        contents = _read(state, source, folder)
+        saved = state.saved()
+        entries, notes = _check(state, source, folder, contents, saved, vocab_size)
+        _fill(state, source, folder, entries)
+        broadcast_from_writers(saved, state.grids)
+        check_finite(state, saved, folder)
+    notes += [f"passed over: {count} {'tensors' if count > 1 else 'tensor'}, {reason}"
+              for reason, count in contents.passed_over.items()]
+    notes.append("the checkpoint's own arguments are not read: check that flags such as --norm-epsilon, "
+                 "--moe-router-topk-scaling-factor and --vision-hidden-act are those that it was trained with")
+    return [f"weights from {folder}", *(f"  {note}" for note in notes)]
+
+
+def _find(state: RunState, source: MegatronSource) -> Path:
+    """The checkpoint's own folder, found by the first rank; nothing in there is changed."""
+    error, folder = None, None
+    if state.grids.rank == 0:
+        try:
+            folder = _folder(Path(source.path), source.flag)
+        except (ValueError, OSError) as problem:
+            error = str(problem)
+    raise_together(state.grids, error)
+    found: Path = from_first_rank(state.grids, folder)
+    return found
+
+
+def _folder(root: Path, flag: str) -> Path:
+    if not root.is_dir():
+        raise ValueError(f"{flag} {root}: there is no such folder")
+    old = sorted([*root.glob("mp_rank_*"), *root.glob("*/mp_rank_*")])
+    if old:
+        raise ValueError(f"{flag} {root} is of Megatron's old format, one file a rank ({old[0].name}); only {FORMAT} "
+                         f"is loaded: save it again with --ckpt-format {FORMAT}")
+    folder = paths.find(root, None, flag, repair=False)
+    if folder is None:
+        raise ValueError(f"{flag} {root} holds no checkpoint: neither {paths.METADATA}, nor {paths.TRACKER}, nor a "
+                         "complete folder iter_*")
+    try:
+        backend = json.loads((folder / paths.METADATA).read_bytes())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise ValueError(f"{flag}: {folder / paths.METADATA} does not say of what format the checkpoint is: "
+                         f"{problem!r}") from problem
+    if backend != FORMAT:
+        raise ValueError(f"{flag} {folder} is of format {backend}; only {FORMAT} is loaded")
+    return folder
+
+
+def _read(state: RunState, source: MegatronSource, folder: Path) -> Contents:
+    """The checkpoint's index, read by every rank, the same for all of them."""
+    contents, error, digest = None, None, 0
+    try:
+        contents = contents_of(read_index(folder), source, state.grids.layout.grids)
+        digest = zlib.crc32("\n".join(contents.places).encode())
+    except (ValueError, OSError) as problem:
+        error = f"{source.flag} {folder}: {problem}"
+    raise_together(state.grids, error)
+    if digest != from_first_rank(state.grids, digest):
+        error = f"{source.flag} {folder}: rank {state.grids.rank} finds another index there than rank 0"
+    raise_together(state.grids, error)
+    assert contents is not None, "raised above"
+    return contents
+
+
+def _check(state: RunState, source: MegatronSource, folder: Path, contents: Contents, saved: list[Saved],
+           vocab_size: int) -> tuple[list[ShardedTensor], list[str]]:
+    """What this rank reads, and notes for a person, once everything has its place and nothing is left over."""
+    findings, entries, used = Findings(), [], set()
+    # One replica of each weight reads it, and the network carries it to the others.
+    for module, piece in zip((one.module for one in saved for _ in one.pieces), spread_replicas(saved, state.grids),
+                             strict=True):
+        name = _theirs(piece, module, source)
+        if name is None:
+            findings.unmapped.add((piece.key, " has no counterpart in the checkpoint's names"))
+            continue
+        count_series(name, findings.lengths)
+        place = contents.places.get(name)
+        if place is None:
+            findings.missing.add((name, f" {list(shape_of(piece))}"))
+            continue
+        used.add(name)
+        rows = vocab_size if module == LANGUAGE and piece.allow_shape_mismatch else None
+        findings.clashes |= {(name, text) for text in clashes_of(piece, place, rows)}
+        if shape_of(piece) != place.shape:
+            findings.padded.add((name, place.shape[:1], shape_of(piece)[:1]))
+        if piece.replica_id[-1] == 0:
+            entries.append((piece, place))
+    left = _left_over(state, contents, used)
+    reports: list[Findings] = gather(state.grids, findings)
+    error = None
+    if state.grids.rank == 0:
+        error = listing(f"{source.flag} {folder} does not fit the model; nothing was loaded", contents, reports, left)
+    raise_together(state.grids, error)
+    notes = [f"{name}: {theirs[0]} rows in the checkpoint, {ours[0]} in this run; those beyond {vocab_size} are padding"
+             for name, theirs, ours in sorted(set().union(*(report.padded for report in reports)))]
+    return [entry for piece, place in entries for entry in _entry(piece, place)], notes
+
+
+def _theirs(piece: ShardedTensor, module: str, source: MegatronSource) -> str | None:
+    """The checkpoint's global name of a piece; None where the source has no prefix for it."""
+    own = global_name(piece.key, piece.global_offset[:piece.prepend_axis_num]).removeprefix(f"{module}.")
+    prefixes = [prefix for prefix in source.prefixes.get(module, {}) if own.startswith(prefix)]
+    if not prefixes:
+        return None
+    longest = max(prefixes, key=len)
+    return source.prefixes[module][longest] + own.removeprefix(longest)
+
+
+def _left_over(state: RunState, contents: Contents, used: set[str]) -> set[tuple[str, str]]:
+    """Stored tensors that no rank has a piece of. Collective."""
+    mask = torch.tensor([name in used for name in contents.places], dtype=torch.uint8)
+    if len(mask):
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=state.grids.host)
+    return {(name, f" {list(place.shape)}") for (name, place), found in
+            zip(contents.places.items(), mask.tolist(), strict=True) if not found}
+
+
+def _entry(piece: ShardedTensor, place: Place) -> list[ShardedTensor]:
+    """What is read for a piece: none where all of it is padding that the checkpoint lacks, which is zero then."""
+    assert piece.data is not None
+    data, offset = piece.data, tuple(piece.global_offset[piece.prepend_axis_num:])
+    if shape_of(piece) != place.shape:
+        known = min(max(place.shape[0] - offset[0], 0), data.shape[0])
+        data[known:].zero_()
+        data = data[:known]
+    if not math.prod(data.shape):
+        return []
+    ones, stored = (1,) * len(place.stored.axes), place.stored
+    return [ShardedTensor(
+        key=stored.key, data=data.view(*ones, *data.shape), dtype=piece.dtype, local_shape=(*ones, *data.shape),
+        global_shape=(*stored.axes, *place.shape), global_offset=(*stored.index, *offset), axis_fragmentations=None,
+        replica_id=piece.replica_id)]
+
+
+def _fill(state: RunState, source: MegatronSource, folder: Path, entries: list[ShardedTensor]) -> None:
+    """Read everything in place. A damaged file stops every rank."""
+    error = None
+    try:
+        if entries:
+            DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify).load(by_index(entries), folder)
+    except (ValueError, OSError, CheckpointingException) as problem:
+        error = f"{source.flag}: {problem}"
+    raise_together(state.grids, error)

@@ -1,0 +1,423 @@
+"""Tensors of a Hugging Face folder: safetensors, read one at a time. Nothing else is ever unpickled or fetched."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+ADAPTER = "adapter_config.json"
+# Formats of weights that are recognised, to say that they are not read and to leave them out of copies.
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
+MAX_OPEN_FILES = 2
+# Names of the safetensors format.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """What a file's header says of one tensor.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its dtype; None for one that torch has no equal of.
+        dtype_name: as the file spells it.
+        file: file name inside the folder.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    dtype_name: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Everything a folder holds, without its data: what one rank reads and tells the others.
+
+    Attributes:
+        path: the folder.
+        tensors: every tensor by name.
+        file_bytes: size of every file of weights by name.
+    """
+
+    path: str
+    tensors: Mapping[str, SourceTensor]
+    file_bytes: Mapping[str, int]
+
+
+class HfSource:
+    """A folder of safetensors: headers are read at once, tensors when they are asked for.
+
+    Args:
+        path: folder with `model.safetensors`, `model.safetensors.index.json` or any other `*.safetensors`.
+        catalog: what the folder holds where that is known already; else every header is read.
+
+    Raises:
+        ValueError: no such folder, no safetensors in it, a file that the index names is missing, a file is truncated or
+            is not in the format, a tensor is not in the file that the index names. Names the file.
+    """
+
+    def __init__(self, path: str | Path, catalog: Catalog | None = None) -> None:
+        self.path = Path(path)
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        self.catalog = _read_catalog(self.path) if catalog is None else catalog
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """Every tensor by name."""
+        return self.catalog.tensors
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor on the CPU, in the file's dtype.
+
+        Args:
+            name: one of `tensors`.
+            rows: part of the first axis; None for all of it.
+
+        Raises:
+            ValueError: the file is gone or was changed since its header was read.
+        """
+        entry = self.tensors[name]
+        file = self._handle(entry.file)
+        try:
+            tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        except SafetensorError as error:
+            raise ValueError(f"{self.path / entry.file}: {name} cannot be read: {error}") from error
+        shape = entry.shape if rows is None else (len(range(*rows.indices(entry.shape[0]))), *entry.shape[1:])
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{self.path / entry.file}: {name} was {list(entry.shape)} when its header was read and "
+                             f"gives {list(tensor.shape)} now, not {list(shape)}")
+        return tensor
+
+    def missing_files(self) -> list[str]:
+        """What differs here from the catalogue, a line for each file: absent, or of another size."""
+        problems = []
+        for name, size in self.catalog.file_bytes.items():
+            file = self.path / name
+            if not file.is_file():
+                problems.append(f"{file} is not there")
+            elif file.stat().st_size != size:
+                problems.append(f"{file} has {file.stat().st_size} bytes, not {size}")
+        return problems
+
+    def close(self) -> None:
+        """Let go of the open files; reading opens them again."""
+        self._open.clear()
+
+    def _handle(self, name: str) -> Any:
+        if name in self._open:
+            self._open.move_to_end(name)
+        else:
+            self._open[name] = _open_file(self.path / name)
+            if len(self._open) > MAX_OPEN_FILES:
+                self._open.popitem(last=False)
+        return self._open[name]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files of safetensors in a folder, without their index."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file name is one of weights, in any format, or of their index."""
+    return name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json", *OTHER_FORMATS))
+
+
+def _read_catalog(folder: Path) -> Catalog:
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder; weights are read from a local folder, never from a hub")
+    if (folder / ADAPTER).is_file():
+        raise ValueError(f"{folder} has {ADAPTER}: transformers would add an adapter to these weights, which is not "
+                         "supported; merge it into the model first, or remove it")
+    located = _index(folder)
+    files = sorted(set(located.values())) if located is not None else _unindexed(folder)
+    tensors: dict[str, SourceTensor] = {}
+    for name in files:
+        for tensor, entry in _header(folder, name).items():
+            if tensor in tensors:
+                raise ValueError(f"{folder}: {tensor} is in {tensors[tensor].file} and in {name}")
+            tensors[tensor] = entry
+    for tensor, name in (located or {}).items():
+        if tensor not in tensors or tensors[tensor].file != name:
+            raise ValueError(f"{folder / INDEX} says that {tensor} is in {name}, which does not hold it")
+    return Catalog(str(folder), tensors, {name: (folder / name).stat().st_size for name in files})
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """Tensor name to file name; None where the folder has no index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        located = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not an index of safetensors: {error!r}") from error
+    if not isinstance(located, dict) or not all(isinstance(name, str) for name in located.values()):
+        raise ValueError(f"{path} is not an index of safetensors: weight_map must name a file for each tensor")
+    missing = sorted({name for name in located.values() if not (folder / name).is_file()})
+    if missing:
+        raise ValueError(f"{path} names files that are not there: {', '.join(missing)}")
+    if (folder / SINGLE).is_file() and SINGLE not in located.values():
+        # transformers reads the one and vLLM the other.
+        raise ValueError(f"{folder} has {SINGLE} and {INDEX}, which does not name it: these are two sets of weights; "
+                         "remove one of them")
+    return located
+
+
+def _unindexed(folder: Path) -> list[str]:
+    found = [path.name for path in weight_files(folder)]
+    if SINGLE in found:
+        shards = [name for name in found if SHARD.fullmatch(name)]
+        if shards:
+            raise ValueError(f"{folder} has {SINGLE} and parts of other weights ({', '.join(shards[:4])}"
+                             f"{', ...' if len(shards) > 4 else ''}) without {INDEX}; remove what is not the model")
+        return [SINGLE]
+    if found:
+        return found
+    others = sorted(path.name for path in folder.iterdir() if path.name.endswith(OTHER_FORMATS))
+    if others:
+        raise ValueError(f"{folder} has weights as {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}; only "
+                         "safetensors is loaded: save the model again with save_pretrained(..., "
+                         "safe_serialization=True)")
+    raise ValueError(f"{folder} has no weights: neither {SINGLE}, nor {INDEX}, nor any other *.safetensors")
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or is not safetensors: {error}") from error
+
+
+def _header(folder: Path, name: str) -> dict[str, SourceTensor]:
+    file = _open_file(folder / name)
+    entries = {}
+    for tensor in file.keys():
+        part = file.get_slice(tensor)
+        dtype_name = str(part.get_dtype())
+        entries[tensor] = SourceTensor(tuple(part.get_shape()), DTYPES.get(dtype_name), dtype_name, name)
+    return entries
+
+
+# Safetensors files written tensor by tensor: the format of https://github.com/huggingface/safetensors#format.
+#
+# A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes without gaps.
+# Everything about a tensor but its values is known in advance, so the header comes first and one tensor at a time is
+# held.
+
+
+MAX_SHARD_BYTES = 5_000_000_000
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Progress = Callable[[int, int, str], None]
+"""Told after each tensor: how many are done, how many there are, the name of this one."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file and what it holds."""
+
+    file: str
+    tensors: tuple[TensorInfo, ...]
+
+
+def plan_shards(parts: Sequence[Sequence[TensorInfo]], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[list[Shard]]:
+    """Files for the tensors of several writers, numbered through.
+
+    Args:
+        parts: each writer's tensors, in the order in which they are to lie in its files.
+        max_shard_bytes: data of a file, at most; a larger tensor gets a file of its own.
+
+    Returns:
+        Each writer's files; `model.safetensors` where one holds everything.
+
+    Raises:
+        ValueError: a name occurs twice, a dtype the format does not know, no positive limit.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"a shard of at most {max_shard_bytes} bytes holds nothing")
+    counts = Counter(info.name for part in parts for info in part)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(f"more than one tensor would be called {', '.join(twice)}")
+    unknown = [f"{info.name} ({info.dtype})" for part in parts for info in part if info.dtype not in DTYPE_NAMES]
+    if unknown:
+        raise ValueError(f"safetensors has no dtype for {', '.join(unknown)}")
+    cut = [_cut(part, max_shard_bytes) for part in parts]
+    total = sum(len(files) for files in cut)
+    shards, number = [], 0
+    for files in cut:
+        mine = []
+        for tensors in files:
+            number += 1
+            file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+            mine.append(Shard(file, tuple(tensors)))
+        shards.append(mine)
+    return shards
+
+
+def _cut(tensors: Iterable[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
+    files: list[list[TensorInfo]] = []
+    size = 0
+    for info in tensors:
+        if not files or (files[-1] and size + info.num_bytes > max_bytes):
+            files.append([])
+            size = 0
+        files[-1].append(info)
+        size += info.num_bytes
+    return files
+
+
+class ShardWriter:
+    """Writes a list of files into a folder, under temporary names until `publish`.
+
+    A context manager: where the block raises, the temporary files are removed.
+
+    Args:
+        folder: made where it is not there.
+        shards: the files, from `plan_shards`.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
+        self.folder, self.shards = folder, shards
+        self._places: dict[str, tuple[Path, int, TensorInfo]] = {}
+        self._left: dict[str, int] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for shard in shards:
+                self._begin(shard)
+        except OSError:
+            self.discard()
+            raise
+
+    def write(self, name: str, tensor: torch.Tensor, first_row: int = 0) -> bool:
+        """Write a tensor, or some rows of it; dtype and shape are those that were announced.
+
+        Args:
+            name: the tensor's.
+            tensor: its values, or as many of its rows as there are.
+            first_row: number of the first one.
+
+        Returns:
+            Whether all of the tensor has been written.
+
+        Raises:
+            OSError: the disk is full or the file cannot be written.
+        """
+        path, offset, info = self._places[name]
+        if tuple(tensor.shape) != info.shape:
+            assert tensor.shape[1:] == info.shape[1:] and first_row + tensor.shape[0] <= info.shape[0], (
+                info, tensor.shape, first_row)
+            offset += first_row * math.prod(info.shape[1:]) * info.dtype.itemsize
+        assert tensor.dtype == info.dtype and tensor.numel() <= self._left[name], (info, tensor.dtype, tensor.shape)
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(memoryview(data))
+        self._left[name] -= tensor.numel()
+        if not self._left[name]:
+            del self._left[name]
+        return name not in self._left
+
+    def finish(self) -> None:
+        """Make the data safe on the disk. Every tensor must have been written."""
+        assert not self._left, f"not written: {sorted(self._left)}"
+        for shard in self.shards:
+            path = self._temporary(shard.file)
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
+
+    def publish(self) -> None:
+        """Give the files their names."""
+        for shard in self.shards:
+            self._temporary(shard.file).replace(self.folder / shard.file)
+
+    def discard(self) -> None:
+        """Remove the temporary files that are left."""
+        for shard in self.shards:
+            self._temporary(shard.file).unlink(missing_ok=True)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
+
+    def _temporary(self, file: str) -> Path:
+        return self.folder / f".{file}.writing"
+
+    def _begin(self, shard: Shard) -> None:
+        """The header, and the file at its full size."""
+        # Readers map the file and need every tensor at a multiple of its element's size: the widest come first.
+        order = sorted(shard.tensors, key=lambda info: -info.dtype.itemsize)
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        offsets = {}
+        for info in order:
+            entries[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape),
+                                  "data_offsets": [offset, offset + info.num_bytes]}
+            offsets[info.name] = offset
+            offset += info.num_bytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        path = self._temporary(shard.file)
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + offset)
+        for info in order:
+            self._places[info.name] = (path, 8 + len(header) + offsets[info.name], info)
+            self._left[info.name] = math.prod(info.shape)
+
+
+def check_empty(folder: Path) -> None:
+    """Raise ValueError where a folder has weights already: what is left of others would be loaded with new ones."""
+    found = [path.name for path in weight_files(folder)] if folder.is_dir() else []
+    if found or (folder / INDEX).is_file():
+        raise ValueError(f"{folder} already holds weights ({', '.join(found[:3]) or INDEX}); give a folder without")
+
+
+def write_index(folder: Path, shards: Iterable[Shard]) -> None:
+    """`model.safetensors.index.json` of all files; none where there is one file only."""
+    shards = list(shards)
+    if [shard.file for shard in shards] == [SINGLE]:
+        return
+    located = {info.name: shard.file for shard in shards for info in shard.tensors}
+    total = sum(info.num_bytes for shard in shards for info in shard.tensors)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}, indent=2)
+    temporary = folder / f".{INDEX}.writing"
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(folder / INDEX)
