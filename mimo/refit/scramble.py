@@ -3,8 +3,10 @@
 A refit that leaves out a tensor, or exchanges two, hardly shows in the log-probs of a policy that has moved little
 since the last refit, or whose tensors are alike. Scrambled weights have nothing in common with the real ones: the sign
 of about half of the elements is changed, and matrices of an untrained model are scaled up so that each layer
-contributes. Whatever an engine did not take in, or took for something else, then changes its log-probs. Rounded weights
-say how far log-probs move when nothing differs but the precision.
+contributes. Whatever an engine did not take in, or took for something else, then changes its log-probs. Embeddings are
+scaled above what the layers add to them, so that a layer's rounding errors hardly change what the next layers compute.
+Routers are scaled so that few tokens are undecided between two experts. Both make the rounding noise smaller next to
+the effect of a fault. Rounded weights say how far log-probs move when nothing differs but the precision.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
@@ -29,6 +32,9 @@ FORMATS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), t
 SCALED_DTYPES = frozenset({torch.bfloat16, torch.float32})
 EXPONENT_BITS = 8
 MAX_POWER = 20
+# Further powers of two: elements of an embedding come to a size of 4 to 8, router logits to one of 4 to 8.
+EMBEDDING_POWER = 2
+ROUTER_POWER = 2
 # Elements that are changed at a time, so that masks of a large embedding take little memory.
 BLOCK_ELEMENTS = 1 << 24
 
@@ -45,7 +51,7 @@ def scrambled(built: BuiltModel, grids: Grids) -> Iterator[None]:
     """
     with torch.no_grad():
         parts = _parts(built, grids)
-        powers = _powers(parts)
+        powers = _powers(parts, _has_tied_embeddings(built))
         for part, power in zip(parts, powers, strict=True):
             _scale(part, power)
             _flip(part, "signs", part.sign_bit)
@@ -116,8 +122,17 @@ def _parts(built: BuiltModel, grids: Grids) -> list[_Part]:
     return list(found.values())
 
 
-def _powers(parts: list[_Part]) -> list[int]:
-    """By which powers of two matrices are scaled up so that inputs of size 1 give outputs of size 1; 0 for others."""
+def _has_tied_embeddings(built: BuiltModel) -> bool:
+    """Tell whether the output layer of the language model, on whatever stage, uses the weights of its embedding."""
+    return any(isinstance(module, LanguageModule) and module.share_embeddings_and_output_weights
+               for module in built.model.modules())
+
+
+def _powers(parts: list[_Part], is_tied: bool) -> list[int]:
+    """Return the power of two by which each part is scaled up so that inputs of size 1 give outputs of size 1 to 2.
+
+    The power is 0 for parts that are no matrices. A tied embedding is scaled as an output layer.
+    """
     matrices = [part for part in parts if part.piece.tensor.ndim > 1 and part.piece.tensor.dtype in SCALED_DTYPES]
     if not matrices:
         return [0] * len(parts)
@@ -125,10 +140,16 @@ def _powers(parts: list[_Part]) -> list[int]:
     norms = torch.stack([torch.linalg.vector_norm(part.piece.tensor, dtype=torch.float32) for part in matrices])
     powers = {}
     for part, norm in zip(matrices, norms.tolist(), strict=True):
-        tensor = part.piece.tensor
-        # The root of the elements' mean square times that of the inputs of an output, in the whole tensor.
-        gain = norm / math.sqrt(tensor.numel()) * math.sqrt(math.prod(part.piece.shape[1:]))
-        powers[id(part)] = min(MAX_POWER, max(0, -math.frexp(gain)[1] + 1)) if gain > 0 and math.isfinite(gain) else 0
+        gain = norm / math.sqrt(part.piece.tensor.numel())
+        further = 0
+        if part.name.endswith("word_embeddings.weight") and not is_tied:
+            further = EMBEDDING_POWER  # a row is looked up: its elements are the outputs
+        else:
+            gain *= math.sqrt(math.prod(part.piece.shape[1:]))  # of an output, in the whole tensor
+            if part.name.endswith("router.weight"):
+                further = ROUTER_POWER
+        if gain > 0 and math.isfinite(gain):
+            powers[id(part)] = min(MAX_POWER, max(0, -math.frexp(gain)[1] + 1 + further))
     return [powers.get(id(part), 0) for part in parts]
 
 

@@ -79,7 +79,7 @@ def test_finishing_what_has_not_come_is_refused() -> None:
 def test_the_probe_finds_one_wrong_weight() -> None:
     ranks, engine = synced()
     ours = [logprobs_of(whole_weights(0), prompt["prompt_token_ids"]) for prompt in PROMPTS]
-    expected = Expected(ours, ours)
+    expected = Expected(ours, ours, 2.0)
     assert compare_logprobs(engine, PROMPTS, expected).num_tokens == 5
     with torch.no_grad():
         engine._llm.workers[0].model.blocks[3].weight[2, 4] += 0.1

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from mimo.refit.rendezvous import RefitError
-from mimo.rl.probe import KL_FLOOR, MEAN_FLOOR, NOISE_FACTOR, Expected, compare_logprobs
+from mimo.rl.probe import KL_FLOOR, MEAN_FLOOR, Expected, compare_logprobs
 
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [4, 5]}]
 OURS = [[-1.0, -2.0], [-3.0]]
 # Rounding changes every token by 0.1.
-EXPECTED = Expected(OURS, [[-1.1, -1.9], [-3.1]])
+NOISE_FACTOR = 2.0
+EXPECTED = Expected(OURS, [[-1.1, -1.9], [-3.1]], NOISE_FACTOR)
 
 
 class Engine:
@@ -54,14 +55,14 @@ def test_more_than_rounding_explains_is_refused_with_the_worst_token() -> None:
 def test_one_token_far_off_in_the_noise_of_many_is_no_alarm() -> None:
     """In bfloat16 a router sends a token elsewhere now and then, with the same weights."""
     ours = [[-2.0] * 500, [-3.0]]
-    noise = Expected(ours, [[-2.0 + 0.1 * (-1) ** place for place in range(500)], [-3.1]])
+    noise = Expected(ours, [[-2.0 + 0.1 * (-1) ** place for place in range(500)], [-3.1]], NOISE_FACTOR)
     answers = [[-2.0 + 0.1 * (-1) ** place for place in range(499)] + [-7.0], [-3.0]]
     assert compare_logprobs(Engine(answers), PROMPTS, noise).worst == (0, 500)
 
 
 def test_tokens_without_a_log_prob_of_the_trainer_are_not_compared() -> None:
     report = compare_logprobs(Engine([[-9.0, -2.1], [-3.0]]), PROMPTS,
-                              Expected([[None, -2.0], [-3.0]], [[None, -2.1], [-3.1]]))
+                              Expected([[None, -2.0], [-3.0]], [[None, -2.1], [-3.1]], NOISE_FACTOR))
     assert (report.num_tokens, report.worst) == (2, (0, 2))
 
 
@@ -76,4 +77,4 @@ def test_both_sides_have_the_same_tokens() -> None:
     with pytest.raises(ValueError, match=r"the trainer's log-probs are of \[2, 1\] tokens, the engine's of \[1, 1\]"):
         compare_logprobs(Engine([[-1.0], [-3.0]]), PROMPTS, EXPECTED)
     with pytest.raises(ValueError, match="2 prompts have no token"):
-        compare_logprobs(Engine([[], []]), PROMPTS, Expected([[], []], [[], []]))
+        compare_logprobs(Engine([[], []]), PROMPTS, Expected([[], []], [[], []], NOISE_FACTOR))
