@@ -1,10 +1,13 @@
-"""Whole runs of train_hetero.py from a script: start one on this host, read what it left."""
+"""Start runs of train_hetero.py, or other programs of ranks, on this host, and read their metrics."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,13 @@ SHOWN = 3000
 
 
 def num_ranks(config: RunConfig) -> int:
-    """Ranks that the grids of a run need. Raises ValueError for layout flags that contradict each other."""
+    """Number of ranks that the grids of a run need. Raises ValueError for layout flags that contradict each other."""
     provider = registry.model_provider(config.model.model_provider)
     return required_world_size(config.layout, provider.encoders(config.model_family))
 
 
 def quiet(config: RunConfig) -> RunConfig:
-    """The run without evaluation, generations, console lines in between and checkpoints."""
+    """The run without evaluations, generations, checkpoints and console lines before its end."""
     return replace(
         config,
         train=replace(config.train, eval_interval=0, eval_iters=0, num_generations=0),
@@ -36,33 +39,52 @@ def quiet(config: RunConfig) -> RunConfig:
     )
 
 
-def command(config: RunConfig, toml: Path) -> list[str]:
-    """What starts the run that `toml` describes, one process a rank."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks(config)),
-            str(ROOT / "train_hetero.py"), "--config", str(toml)]
+def torchrun(script: str | Path, ranks: int, arguments: Sequence[str], *, output: Path | None = None,
+             **environment: str) -> int:
+    """Run a script once a rank on this host and return torchrun's exit code.
+
+    Args:
+        script: the program of a rank.
+        ranks: number of processes.
+        arguments: the program's arguments.
+        output: file for everything that the ranks print; if left out, they print where this process does.
+        environment: variables of the ranks, besides those of this process.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+               str(script), *arguments]
+    with output.open("w", encoding="utf-8") if output is not None else nullcontext() as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT,
+                                   env={**os.environ, **environment})
+        try:
+            return process.wait()
+        finally:
+            # If this process has to end early, torchrun ends its ranks, so that none outlives it.
+            process.terminate()
+            process.wait()
+
+
+def iterations(folder: Path) -> list[dict[str, Any]]:
+    """The iterations in a run folder's metrics.jsonl, in order. Evaluations are left out."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "iteration-time" in record]
 
 
 def train(config: RunConfig, folder: Path) -> list[dict[str, Any]]:
-    """Train to the end.
+    """Train to the end and return the `iterations`.
 
     Args:
-        config: the run; its flags go through `folder/flags.toml`.
-        folder: gets flags.toml, output.txt and the run's own files.
-
-    Returns:
-        The iterations of metrics.jsonl, in order; evaluations are left out.
+        config: the run. It reads its flags from `folder/flags.toml`.
+        folder: receives flags.toml, output.txt and the files that the run writes.
 
     Raises:
-        RuntimeError: the run failed; the message ends with the end of its output.
+        RuntimeError: the run failed. The message ends with the last lines of its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = replace(config, observe=replace(config.observe, run_dir=str(folder)))
     (folder / "flags.toml").write_text(to_toml(config), encoding="utf-8")
     output = folder / "output.txt"
-    with output.open("w", encoding="utf-8") as stream:
-        done = subprocess.run(command(config, folder / "flags.toml"), check=False, stdout=stream,
-                              stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise RuntimeError(f"the run in {folder} ended with code {done.returncode}:\n{output.read_text()[-SHOWN:]}")
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "iteration-time" in record]
+    code = torchrun(ROOT / "train_hetero.py", num_ranks(config), ["--config", str(folder / "flags.toml")],
+                    output=output)
+    if code:
+        raise RuntimeError(f"the run in {folder} ended with code {code}:\n{output.read_text()[-SHOWN:]}")
+    return iterations(folder)

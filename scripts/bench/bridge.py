@@ -1,36 +1,34 @@
-"""The bridge between encoder and language model against the wire and against the wheel's own bridge, in one run.
+"""Compare the bridge between encoder and language model with bare P2P and with Megatron Core's own bridge, in one run.
 
     python scripts/bench/bridge.py --device cuda --size-mb 1 --size-mb 44 --size-mb 256
     python scripts/bench/bridge.py --device cpu --case "1->1" --case "1tp2->1tp2" --size-mb 1
 
-A case is encoder replicas -> language replicas, each with its tensor-parallel size: `2->1`, `1tp2->1tp2`. Left out, all
-of the cases below that --world-size ranks are enough for. Each runs under torchrun with as many processes as its grids
-have ranks, and moves --microbatches microbatches forward and their gradients back, in the order of the 1F1B schedule:
-the next microbatch goes forth while the last one's gradient comes back. A lane gets --size-mb (10^6 bytes) of rows each
-way per microbatch. --uneven gives samples half as many rows more and less in turn.
+A case names encoder replicas -> language replicas, each with its tensor-parallel size: `2->1`, `1tp2->1tp2`. Without
+--case, all of the cases below run that --world-size ranks are enough for. Each case runs under torchrun with one
+process for each rank of its grids. It moves --microbatches microbatches forward and their gradients back in the order
+of the 1F1B schedule: the next microbatch is sent while the gradient of the last one returns. Per microbatch, a lane
+gets --size-mb (10^6 bytes) of rows each way. With --uneven, samples have 50 % more and 50 % fewer rows in turn.
 
-Arms take turns, in one order and then in the other, --blocks times after --warmup-blocks times that are left out:
-`ours` is mimo.bridge.disjoint.Bridge as the trainer makes it, with its timeline; `raw` is torch's batched P2P of the
-least bytes, from ranks that have the rows straight to each rank that needs them; `upstream` is the wheel's
-BridgeCommunicator. Before and after, every value that every rank of every arm receives is compared with what was sent.
+The arms take turns, in one order and then in the other, --blocks times after --warmup-blocks times that do not count:
+`ours` is mimo.bridge.disjoint.Bridge as the trainer makes it, with its timeline; `raw` is torch's batched P2P with the
+fewest bytes, from a rank that has the rows to each rank that needs them; `upstream` is Megatron Core's
+BridgeCommunicator. Before and after the timed blocks, every rank compares what it receives with what was sent.
 
-Seconds are of one microbatch forth and back: medians over blocks of the slowest rank, by the host's clock with the
-device drained at both ends of a block. GB/s are every row once, both ways, over these seconds. raw/ours is raw's time
-over ours (near 1 is good, above 1 where the direct sends of raw share a link), upstream/ours the wheel's over ours
-(above 1 is good). Messages are P2P messages, broadcasts those inside tensor-parallel groups, bytes theirs, all of one
-microbatch forth and back over all ranks. Syncs are the times that the host waits for the device in it, on the rank
-that does so most: on CUDA as torch.cuda.set_sync_debug_mode finds them, on a CPU, where there is no device to wait
-for, reads of a tensor's values by Python. The last line of output is JSON; above it the same as a Markdown table.
+Seconds are those of one microbatch forward and back: the median over blocks of the slowest rank, by the host's clock,
+with the device drained at both ends of a block. GB/s count every row once, both ways, over these seconds. raw/ours is
+raw's time over ours (near 1 is good; it is above 1 where the direct sends of raw share a link). upstream/ours is the
+time of Megatron Core's bridge over ours (above 1 is good). Messages are P2P messages; broadcasts are those inside
+tensor-parallel groups. Both, and their bytes, are those of one microbatch forward and back, summed over ranks. Syncs
+are the times that the host waits for the device meanwhile, on the rank that waits most often. On CUDA,
+torch.cuda.set_sync_debug_mode finds them. On a CPU, which has no device to wait for, they are reads of a tensor's
+values by Python. The last line of output is JSON; above it, a Markdown table shows the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -39,7 +37,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.training_runs import SHOWN
+from scripts.bench.harness import argument_parser, check_least, table
+from scripts.training_runs import SHOWN, torchrun
 
 RANK_SCRIPT = Path(__file__).with_name("bridge_rank.py")
 CASES = ("1->1", "1->2", "2->1", "1->1tp2", "1tp2->1", "2->2", "1tp2->1tp2", "1->2tp2", "2tp2->1", "2tp2->2tp2")
@@ -49,7 +48,7 @@ DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 HIDDEN_SIZE = 2688
 ARMS = ("ours", "raw", "upstream")
 DEFINITIONS = {
-    "seconds": "of one microbatch forth and back, median over blocks, slowest rank",
+    "seconds": "one microbatch forward and back: median over blocks, slowest rank",
     "gb_per_s": "every row once, both ways, over seconds",
     "raw_over_ours": "seconds of raw over those of ours",
     "upstream_over_ours": "seconds of upstream over those of ours",
@@ -58,7 +57,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Grids to move activations between: data-parallel and tensor-parallel sizes of both."""
+    """Data-parallel and tensor-parallel sizes of the two grids."""
 
     name: str
     encoder_dp: int
@@ -72,56 +71,49 @@ class Case:
 
 
 def parse_case(text: str) -> Case:
-    """A case from its name. Raises argparse.ArgumentTypeError for what is none, or no bridge can serve."""
+    """Return the case of a name. Raises ArgumentTypeError for a bad name or a case that no bridge can serve."""
     found = re.fullmatch(r"([1-9]\d*)(?:tp([1-9]\d*))?->([1-9]\d*)(?:tp([1-9]\d*))?", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no case such as '1->2' or '1tp2->1tp2'")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a case such as '1->2' or '1tp2->1tp2'")
     encoder_dp, encoder_tp, language_dp, language_tp = (int(group or 1) for group in found.groups())
     if encoder_dp % language_dp and language_dp % encoder_dp:
-        raise argparse.ArgumentTypeError(f"{text}: one number of replicas has to be a multiple of the other")
+        raise argparse.ArgumentTypeError(f"{text}: one number of replicas must be a multiple of the other")
     return Case(text, encoder_dp, encoder_tp, language_dp, language_tp)
 
 
 def unsupported(case: Case, *, uneven: bool) -> str:
-    """Why the wheel's bridge cannot serve a case; empty where it can."""
+    """Say why Megatron Core's bridge cannot serve a case; empty if it can."""
     if uneven and case.encoder_dp > case.language_dp:
         return "it cuts the gradient of a lane into even parts, whatever rows each encoder replica has sent"
     return ""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--world-size", type=int, help="most ranks of a case (4; on CUDA the GPUs there are)")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--world-size", type=int, help="most ranks of a case (4; on CUDA, the number of GPUs)")
     parser.add_argument("--case", action="append", type=parse_case, metavar="CASE",
-                        help=f"may be given several times (left out: what fits of {' '.join(CASES)})")
+                        help=f"may be given several times (default: what fits of {' '.join(CASES)})")
     parser.add_argument("--size-mb", action="append", type=float, metavar="MB",
-                        help="of a lane's microbatch, one way; may be given several times (1 and 4; on CUDA 1 to 256)")
+                        help="a lane's microbatch, one way; may be given several times (1 and 4; on CUDA, 1 to 256)")
     parser.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE, help=f"columns of a row ({HIDDEN_SIZE})")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a block (8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches of a block (8)")
     parser.add_argument("--blocks", type=int, default=7, help="timed blocks of each arm (7)")
-    parser.add_argument("--warmup-blocks", type=int, default=3, help="first blocks, not in the figures (3)")
+    parser.add_argument("--warmup-blocks", type=int, default=3, help="first blocks, which do not count (3)")
     parser.add_argument("--uneven", action="store_true", help="samples have different numbers of rows")
-    parser.add_argument("--timeout-s", type=float, default=300, help="no progress for so long ends a case (300)")
+    parser.add_argument("--timeout-s", type=float, default=300, help="seconds without progress that end a case (300)")
     chosen = parser.parse_args(arguments)
-    for name, least in (("world_size", 2), ("hidden_size", 1), ("microbatches", 1), ("blocks", 1),
-                        ("warmup_blocks", 0)):
-        value = vars(chosen)[name]
-        if value is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')} {value} is below {least}")
+    check_least(parser, chosen, world_size=2, hidden_size=1, microbatches=1, blocks=1, warmup_blocks=0)
     chosen.sizes_mb = chosen.size_mb or SIZES_MB[chosen.device]
     if min(chosen.sizes_mb) <= 0 or chosen.timeout_s <= 0:
-        parser.error(f"--size-mb {min(chosen.sizes_mb):g} --timeout-s {chosen.timeout_s:g}: both are above 0")
+        parser.error(f"--size-mb {min(chosen.sizes_mb):g} --timeout-s {chosen.timeout_s:g}: both must be above 0")
     return chosen
 
 
 def cases_of(chosen: argparse.Namespace, gpus: int) -> list[Case]:
-    """The cases to run.
+    """Return the cases to run.
 
     Raises:
-        ValueError: no GPU, fewer than --world-size, or a case that needs more ranks than there may be.
+        ValueError: there are fewer GPUs than --world-size, or a case needs more ranks than --world-size allows.
     """
     if chosen.device == "cuda" and max(chosen.world_size or 2, 2) > gpus:
         raise ValueError(f"--device cuda --world-size {chosen.world_size or 2}: torch finds {gpus} GPUs here")
@@ -136,28 +128,17 @@ def cases_of(chosen: argparse.Namespace, gpus: int) -> list[Case]:
 
 
 def run_case(chosen: argparse.Namespace, case: Case, folder: Path) -> dict[str, Any]:
-    """What a case's ranks measured. Raises RuntimeError with the end of their output where they fail."""
+    """Return what a case's ranks measured. Raises RuntimeError with the end of their output if they fail."""
     reason = unsupported(case, uneven=chosen.uneven)
     out = folder / "result.json"
     settings = {"device": chosen.device, "case": asdict(case), "sizes_mb": list(chosen.sizes_mb),
                 "hidden_size": chosen.hidden_size, "dtype": DTYPES[chosen.device], "uneven": chosen.uneven,
                 "microbatches": chosen.microbatches, "blocks": chosen.blocks, "warmup_blocks": chosen.warmup_blocks,
                 "timeout_s": chosen.timeout_s, "arms": ARMS[:-1] if reason else ARMS, "out": str(out)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks),
-               str(RANK_SCRIPT), json.dumps(settings)]
-    with (folder / "output.txt").open("w+", encoding="utf-8") as stream:
-        # torchrun passes on what it is told to end for, so that no rank outlives this script.
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT,
-                                   env={"OMP_NUM_THREADS": "1", **os.environ})
-        try:
-            code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-        stream.seek(0)
-        if code:
-            raise RuntimeError(f"its ranks ended with code {code}:\n{stream.read()[-SHOWN:]}")
+    output = folder / "output.txt"
+    code = torchrun(RANK_SCRIPT, case.ranks, [json.dumps(settings)], output=output)
+    if code:
+        raise RuntimeError(f"its ranks ended with code {code}:\n{output.read_text(encoding='utf-8')[-SHOWN:]}")
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     found |= {"case": case.name, "ranks": case.ranks, "encoder": {"dp": case.encoder_dp, "tp": case.encoder_tp},
               "language": {"dp": case.language_dp, "tp": case.language_tp},
@@ -166,17 +147,17 @@ def run_case(chosen: argparse.Namespace, case: Case, folder: Path) -> dict[str, 
 
 
 def with_ratios(size: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one size with GB/s and what they are to each other."""
+    """Add GB/s and the ratios between arms to the figures of one size."""
     arms = {name: arm | {"gb_per_s": size["bytes"] / arm["seconds"] / 1e9} for name, arm in size["arms"].items()}
     ratios = {f"{name}_over_ours": arms[name]["seconds"] / arms["ours"]["seconds"] for name in ARMS[1:] if name in arms}
     return size | {"arms": arms} | ratios
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """All arms of all cases as a table."""
+    """Show all arms of all cases as a table."""
     header = ["case", "ranks", "MB", "arm", "ms", "GB/s", "raw/ours", "upstream/ours", "messages", "MB sent",
               "broadcasts", "MB broadcast", "syncs"]
-    rows = [header, ["---"] * len(header)]
+    rows = [header]
     for result in results:
         for size in result.get("sizes", ()):
             for name, arm in size["arms"].items():
@@ -186,13 +167,13 @@ def markdown(results: list[dict[str, Any]]) -> str:
                              f"{1000 * arm['seconds']:.3f}", f"{arm['gb_per_s']:.2f}", *ratios,
                              f"{arm['messages']:g}", f"{arm['p2p_bytes'] / 1e6:.1f}", f"{arm['broadcasts']:g}",
                              f"{arm['broadcast_bytes'] / 1e6:.1f}", f"{arm['host_syncs']:g}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all cases, print, and give the exit code: 1 where one failed, 2 where nothing can run."""
+    """Run all cases and print. Returns the exit code: 1 if a case failed, 2 if nothing can run."""
     chosen = parse_arguments(arguments)
-    import torch  # counts GPUs; --help does not need it
+    import torch  # imported late, so that --help is quick
 
     try:
         cases = cases_of(chosen, torch.cuda.device_count())

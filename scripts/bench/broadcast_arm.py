@@ -1,4 +1,7 @@
-"""vLLM's own packed NCCL broadcast as an arm beside this project's refit, in the same engine; see `refit.py`."""
+"""vLLM's own packed NCCL broadcast, an arm of refit.py in the same engine as this project's refit.
+
+vLLM's workers import this module by its name to run `choose_backend`, so it is not part of the program refit.py.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from mimo.rollout.process import EngineHandle
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """Find a port at which nobody listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def use(grids: Any, handle: EngineHandle, backend: str) -> None:
-    """Have the engine's workers take weights by a backend, or by one of our arms."""
+    """Let the engine's workers take weights by `nccl` or by one of our arms."""
     import torch.distributed as dist
 
     if grids.rank == 0:
@@ -28,7 +31,7 @@ def use(grids: Any, handle: EngineHandle, backend: str) -> None:
 
 def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, handle: EngineHandle,
                   dtype: str) -> Callable[[str], None]:
-    """vLLM's own packed broadcast from the trainer's first rank, as vLLM 0.26 and 0.32 have it."""
+    """Return vLLM's own packed broadcast from the trainer's first rank, in the form of vLLM 0.32 or 0.26."""
     import torch
 
     from mimo.comm.host import from_first_rank
@@ -51,7 +54,7 @@ def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, han
 
 
 def older_broadcast(grids: Any, handle: EngineHandle, source: Any, port: int) -> Callable[[str], None]:
-    """As vLLM 0.26's examples do it."""
+    """Broadcast as the examples of vLLM 0.26 do."""
     from concurrent.futures import ThreadPoolExecutor
 
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
@@ -83,7 +86,7 @@ def older_broadcast(grids: Any, handle: EngineHandle, source: Any, port: int) ->
 
 
 def add_broadcast() -> None:
-    """In the engine's process: let a call choose which weight-transfer engine its workers use."""
+    """Add a method in the engine's process that chooses the weight-transfer engine of its workers."""
     def use_backend(engine: Any, name: str) -> None:
         engine._llm.llm_engine.collective_rpc(choose_backend, args=(name,))
 
@@ -91,7 +94,7 @@ def add_broadcast() -> None:
 
 
 def choose_backend(worker: Any, name: str) -> None:
-    """In a worker: the weight-transfer engine of an arm, made when it is first asked for."""
+    """Set the weight-transfer engine of an arm in a worker. It is made on first use."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

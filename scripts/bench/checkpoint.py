@@ -1,12 +1,12 @@
-"""What checkpoints cost: seconds that a save stalls training (sync and async), against a bare copy of the same bytes.
+"""Measure what checkpoints cost: the time that a save stalls training, against a bare copy of the same bytes.
 
     python scripts/bench/checkpoint.py --device cpu
     python scripts/bench/checkpoint.py --device cuda --dir /scratch
     python scripts/bench/checkpoint.py --device cpu --nproc 2
 
-The last line of output is JSON. A stall is all that the main thread of the slowest rank spends on a save: until `save`
-returns, and for an async one the `poll` calls that publish it later. Each kind of save is done once before it is
-timed: the first one plans, and allocates what later ones reuse.
+The last line of output is JSON. A stall is all the time that the main thread of the slowest rank spends on a save:
+until `save` returns and, for an asynchronous save, in the `poll` calls that publish it later. Each kind of save runs
+once before it is timed, because the first one plans and allocates what later ones reuse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.tables import device_name
+from scripts.bench.harness import argument_parser, device_name
+from scripts.training_runs import torchrun
 
 if TYPE_CHECKING:
     from mimo.checkpoint.save import Saver
@@ -38,18 +38,17 @@ if TYPE_CHECKING:
     from mimo.data.loader import StepLoader
     from mimo.training.step import TrainerParts
 
-# About 140 million parameters (14 bytes each: bf16 weights, fp32 copy and two moments), and 480 million: enough for the
-# copy to take much longer than the few milliseconds that a save takes beside it.
+# About 140 and 480 million parameters of 14 bytes each (bf16 weights, fp32 copy and two moments). Copying them takes
+# much longer than the few milliseconds that a save needs besides.
 SIZES = {"cpu": {"hidden_size": 1024, "num_layers": 8, "seq_length": 128, "global_batch_size": 1},
          "cuda": {"hidden_size": 1536, "num_layers": 12, "seq_length": 2048, "global_batch_size": 4}}
 ASYNC_SHARE, COPY_SHARE = 0.05, 1.2
 
 
 def flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser = argument_parser(__doc__)
     parser.add_argument("--nproc", type=int, default=1, help="processes to start, unless torchrun has started this one")
-    parser.add_argument("--dir", help="folder for checkpoints, emptied at the end; left out: a temporary one")
+    parser.add_argument("--dir", help="folder for checkpoints, emptied at the end (default: a temporary one)")
     parser.add_argument("--repeats", type=int, default=5, help="timed saves of each kind")
     parser.add_argument("--steps", type=int, default=6, help="timed steps without a save")
     for name in ("hidden-size", "num-layers", "seq-length", "global-batch-size"):
@@ -59,7 +58,7 @@ def flags() -> argparse.Namespace:
 
 @dataclass
 class Bench:
-    """A trainer on this rank, and what the measurements share."""
+    """The trainer on this rank."""
 
     parts: TrainerParts
     loader: StepLoader
@@ -67,7 +66,7 @@ class Bench:
     progress: Progress
 
     def agreed(self, seconds: float) -> float:
-        """The maximum over ranks."""
+        """Return the maximum over ranks."""
         import torch
         import torch.distributed as dist
 
@@ -76,7 +75,7 @@ class Bench:
         return float(value)
 
     def timed(self, action: Callable[[], Any]) -> float:
-        """Seconds of `action` on the slowest rank, all starting together."""
+        """Seconds of `action` on the slowest rank. All ranks start together."""
         self.parts.platform.synchronize()
         self.agreed(0.0)
         began = time.perf_counter()
@@ -85,7 +84,7 @@ class Bench:
         return self.agreed(time.perf_counter() - began)
 
     def step(self) -> None:
-        """One training iteration."""
+        """Run one training iteration."""
         from mimo.training.step import train_step
 
         train_step(self.parts, self.loader.next_step())
@@ -93,13 +92,13 @@ class Bench:
         self.progress.consumed_samples += self.parts.config.train.global_batch_size
 
     def save(self, saver: Saver) -> float:
-        """Seconds until `save` returns."""
+        """Save, and return the seconds until `save` returns."""
         self.state.streams = self.loader.state_dict()
         return self.timed(lambda: saver.save(self.progress))
 
 
 def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
-    """The mock model of the wanted size on the layout for this many processes."""
+    """Build the mock model in the wanted size on a layout for this many processes."""
     from mimo.config.cli import parse
     from mimo.config.validate import num_microbatches, validate
     from mimo.platform import get_platform
@@ -117,7 +116,7 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
     device = get_platform(arguments.device)
     device.set_device(int(os.environ["LOCAL_RANK"]))
     device.init_process_group(rank, world_size, 600.0)
-    # Imported here: megatron must come after the platform is installed.
+    # Imported here because megatron must come after the platform is installed.
     from mimo.checkpoint.state import Progress
     from mimo.data.loader import open_loader
     from mimo.grid.groups import Grids
@@ -136,7 +135,7 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
 
 
 def make_saver(bench: Bench, *, async_save: bool) -> Saver:
-    """A saver whose first save is done."""
+    """Return a saver after its first save."""
     from mimo.checkpoint.save import Saver
 
     config = bench.parts.config
@@ -148,7 +147,7 @@ def make_saver(bench: Bench, *, async_save: bool) -> Saver:
 
 
 def measure_sync(bench: Bench, repeats: int) -> list[float]:
-    """Stalls of saves that write before they return."""
+    """Measure stalls of saves that write before they return."""
     saver = make_saver(bench, async_save=False)
     found = []
     for _ in range(repeats):
@@ -158,7 +157,7 @@ def measure_sync(bench: Bench, repeats: int) -> list[float]:
 
 
 def measure_async(bench: Bench, repeats: int) -> dict[str, Any]:
-    """Stalls of saves that write in the background, and the steps taken meanwhile."""
+    """Measure stalls of saves that write in the background, and the steps meanwhile."""
     saver = make_saver(bench, async_save=True)
     begins, publishing, steps, written = [], [], [], []
     for _ in range(repeats):
@@ -169,14 +168,14 @@ def measure_async(bench: Bench, repeats: int) -> dict[str, Any]:
         while saver.is_pending:
             while (writing := bench.agreed(float(saver.is_writing))) and len(steps) < 1000:
                 steps.append(bench.timed(bench.step))
-            publishing[-1] += bench.timed(lambda: saver.poll(bool(writing)))  # noqa: B023 (called at once)
+            publishing[-1] += bench.timed(lambda: saver.poll(bool(writing)))  # noqa: B023 (called immediately)
         written.append(bench.agreed(time.perf_counter() - began))
     return {"begin_s": begins, "publish_s": publishing, "step_s": steps, "until_published_s": written,
             "bytes": saver.last_bytes, "iteration": saver.last_iteration}
 
 
 def measure_copy(bench: Bench, num_bytes: int, repeats: int) -> list[float]:
-    """Seconds of a bare copy of as many bytes to host memory that is there already (page-locked on CUDA)."""
+    """Seconds of a bare copy of as many bytes to host memory allocated before (page-locked on CUDA)."""
     import torch
 
     device = bench.parts.platform.device
@@ -184,21 +183,21 @@ def measure_copy(bench: Bench, num_bytes: int, repeats: int) -> list[float]:
     target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     taken = []
     for _ in range(repeats + 1):
-        # As before a save: what a step leaves in the caches is not what is copied.
+        # As before a save, the caches then hold what a step left there, not what is copied.
         bench.step()
         taken.append(bench.timed(lambda: target.copy_(source, non_blocking=True)))
     return taken[1:]
 
 
 def measure_load(bench: Bench, folder: Path) -> float:
-    """Seconds to load the last checkpoint in place, every checksum compared; the files are in the page cache."""
+    """Seconds to load the last checkpoint in place with all checksums. The files are in the page cache."""
     from mimo.checkpoint.load import load_checkpoint
 
     return bench.timed(lambda: load_checkpoint(bench.state, folder, bench.parts.watchdog))
 
 
 def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """All figures, times in seconds."""
+    """Return all figures. Times are in seconds."""
     bench = make_trainer(arguments, folder)
     steps = [bench.timed(bench.step) for _ in range(arguments.steps + 2)][2:]
     sync = measure_sync(bench, arguments.repeats)
@@ -226,19 +225,11 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def end_process_group() -> None:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-
-
 def start_processes(arguments: argparse.Namespace) -> int:
     """This command again under torchrun, which would take --nproc for its own."""
     given = [text for name, value in vars(arguments).items() if value is not None and name != "nproc"
              for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.nproc),
-               __file__, *given]
-    return subprocess.run(command, check=False).returncode
+    return torchrun(__file__, arguments.nproc, given)
 
 
 def main() -> int:
@@ -250,13 +241,15 @@ def main() -> int:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    # What the wheel and torch warn of at every start says nothing here.
+    # Warnings of Megatron Core and torch at every start say nothing about the benchmark.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     folder = Path(arguments.dir or tempfile.gettempdir()) / f"checkpoint-bench-{os.environ['MASTER_PORT']}"
     try:
         figures = measure(arguments, str(folder))
-        end_process_group()
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
     finally:
         if os.environ["RANK"] == "0":
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,20 +1,19 @@
-"""What a GPU did in a traced step: its kernels by kind and by part of the step, and how long it had none.
+"""Show what a GPU did in a traced step: its kernels by kind and by part of the step, and how long it was idle.
 
     python train_hetero.py ... --run-dir RUN --profile-steps 8:8
     python scripts/bench/kernels.py RUN/profile/rank-0.json.gz
 
-Reads a trace of --profile-steps (torch's profiler). The window is from the first kernel's begin to the last one's end;
-`busy` is the time in it with at least one kernel or copy, on whatever stream, `idle` the rest: the GPU waits for its
-host, or for another rank. Kinds are told by the kernels' names, the first that matches counts; where streams overlap, a
-kind's time is that of its kernels one by one, so kinds may sum to more than `busy`. Parts are the ranges of the
-schedule (`language stage 0 forward`), summed over microbatches; a kernel belongs to the innermost one that its launch
-lies in, those of `backward` passes to the pass that waits for autograd's thread. The last line of output is JSON; above
-it the same as Markdown tables.
+The program reads a trace of --profile-steps (torch's profiler). The window lasts from the begin of the first kernel to
+the end of the last one. In `busy` time, at least one kernel or copy runs on some stream. The rest is `idle`: the GPU
+waits for its host or for another rank. The name of a kernel decides about its kind; the first match counts. Where
+streams overlap, the kinds may sum to more than `busy`, because each kernel counts in full. Parts are the ranges of the
+schedule (`language stage 0 forward`), summed over microbatches. A kernel belongs to the innermost range that contains
+its launch; kernels of `backward` passes belong to the pass that waits for autograd's thread. The last line of output is
+JSON; above it, Markdown tables show the same.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -26,7 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# kind -> what its kernels' names have in them; in the order in which they are tried
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import harness
+
+# Patterns of kernels' names by kind. They are tried in this order.
 KINDS = {
     "communication": r"nccl|ncclDev",
     "copies and memset": r"^Memcpy|^Memset",
@@ -42,7 +45,7 @@ KINDS = {
     "other elementwise": r"elementwise|vectorized|unrolled|triton_|cat|fill|copy|cast|transpose|add|mul",
 }
 OTHER = "other"
-# Names in the tables are cut: templates of kernels fill screens.
+# Names in the tables are cut, because those of templates fill screens.
 NAME_WIDTH = 100
 GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -51,7 +54,7 @@ MICROBATCH = re.compile(r" microbatch \d+.*$")
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something the GPU did. Times are in microseconds of the trace's clock."""
+    """A kernel or copy. Times are in microseconds of the trace's clock."""
 
     name: str
     kind: str
@@ -61,26 +64,22 @@ class Kernel:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel by its name."""
+    """Return the kind of a kernel from its name."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Events of a trace.
-
-    Raises:
-        ValueError: it cannot be read, or is none.
-    """
+    """Read the events of a trace. Raises ValueError if the file is not a trace or cannot be read."""
     try:
         opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
         with opened as file:
             return list(json.load(file)["traceEvents"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of torch's profiler: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} is not a trace of torch's profiler: {type(error).__name__}: {error}") from error
 
 
 class Ranges:
-    """The schedule's ranges on the host; `at` finds the innermost one of a moment."""
+    """The schedule's ranges on the host."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         ranges = sorted(((event["ts"], event["ts"] + event["dur"], MICROBATCH.sub("", event["name"]))
@@ -90,8 +89,8 @@ class Ranges:
         self._begins = [begin for begin, _, _ in ranges]
 
     def at(self, moment: float) -> str:
-        """Name of the innermost range, without its microbatch; empty outside all."""
-        # Ranges nest a few deep, so the one sought is among the last that began.
+        """Return the name of the innermost range at a moment, without its microbatch. Empty outside all ranges."""
+        # Ranges are nested a few levels deep, so the innermost one is among the last that began.
         last = bisect_right(self._begins, moment)
         for begin, end, name in reversed(self._ranges[max(0, last - 64):last]):
             if begin <= moment <= end:
@@ -100,11 +99,7 @@ class Ranges:
 
 
 def kernels_of(events: Sequence[Mapping[str, Any]]) -> list[Kernel]:
-    """What the GPU did, by begin.
-
-    Raises:
-        ValueError: the trace has no kernels.
-    """
+    """Return what the GPU did, sorted by begin. Raises ValueError if the trace has no kernels."""
     ranges = Ranges(events)
     launches = {event["args"]["correlation"]: event["ts"] for event in events
                 if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})}
@@ -115,12 +110,12 @@ def kernels_of(events: Sequence[Mapping[str, Any]]) -> list[Kernel]:
             found.append(Kernel(event["name"], kind_of(event["name"]), event["ts"], event["ts"] + event["dur"],
                                 ranges.at(launched)))
     if not found:
-        raise ValueError("the trace has no kernels of a GPU: it is of a CPU, or of a rank that did nothing")
+        raise ValueError("the trace has no kernels of a GPU: it comes from a CPU, or from a rank that did nothing")
     return sorted(found, key=lambda kernel: kernel.begin)
 
 
 def busy_us(kernels: Sequence[Kernel]) -> float:
-    """Time with at least one of the kernels, which are sorted by begin."""
+    """Time in which at least one kernel runs. `kernels` are sorted by begin."""
     total, until = 0.0, float("-inf")
     for kernel in kernels:
         total += max(0.0, kernel.end - max(kernel.begin, until))
@@ -129,7 +124,7 @@ def busy_us(kernels: Sequence[Kernel]) -> float:
 
 
 def summed(kernels: Iterable[Kernel], key: str) -> dict[str, dict[str, float]]:
-    """Milliseconds and number of kernels by one of their fields, longest first."""
+    """Sum milliseconds and number of kernels by one of their fields, the longest first."""
     times: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         times[getattr(kernel, key)].append((kernel.end - kernel.begin) / 1000)
@@ -138,7 +133,7 @@ def summed(kernels: Iterable[Kernel], key: str) -> dict[str, dict[str, float]]:
 
 
 def figures(events: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
-    """What is printed of a trace."""
+    """Return all figures of a trace."""
     kernels = kernels_of(events)
     window_ms = (max(kernel.end for kernel in kernels) - kernels[0].begin) / 1000
     busy_ms = busy_us(kernels) / 1000
@@ -154,24 +149,22 @@ def figures(events: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
 
 
 def _longest(kernels: Iterable[Kernel], top: int) -> dict[str, dict[str, float]]:
-    """Those that take longest by name."""
+    """Sum kernels by name and return those that take longest."""
     return {name[:NAME_WIDTH]: found for name, found in list(summed(kernels, "name").items())[:top]}
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, Any]], window_ms: float) -> str:
-    """Times by name as a Markdown table."""
-    lines = [f"| {title} | ms | % of the window | kernels |", "| --- | --- | --- | --- |"]
-    lines += [f"| {name} | {row['ms']:.2f} | {100 * row['ms'] / window_ms:.1f} | {row['kernels']} |"
-              for name, row in rows.items()]
-    return "\n".join(lines)
+    """Show times by name as a Markdown table."""
+    return harness.table([[title, "ms", "% of the window", "kernels"],
+                          *([name, f"{row['ms']:.2f}", f"{100 * row['ms'] / window_ms:.1f}", row["kernels"]]
+                            for name, row in rows.items())])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read, print, and give the exit code: 2 where there is nothing to read."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("trace", type=Path, help="a file profile/rank-R.json.gz of a run's folder")
-    parser.add_argument("--top", type=int, default=15, help="kernels that are shown by name")
+    """Read, print, and return the exit code: 2 if there is nothing to read."""
+    parser = harness.argument_parser(__doc__, device=False)
+    parser.add_argument("trace", type=Path, help="a file profile/rank-R.json.gz in the folder of a run")
+    parser.add_argument("--top", type=int, default=15, help="number of kernels to show by name")
     chosen = parser.parse_args(arguments)
     try:
         found = figures(read_trace(chosen.trace), chosen.top)

@@ -1,4 +1,4 @@
-"""All layouts of a model on so many ranks, sorted by what arithmetic expects of them: plain data, no process."""
+"""Search the layouts of a model on a number of ranks, and sort them by their expected efficiency. Plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from mimo.config.cli import parse
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
-from scripts.bench.bounds import split_efficiency
 from scripts.training_runs import num_ranks
 
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
@@ -18,13 +17,13 @@ KINDS = (HOMOGENEOUS, COLOCATED, DISJOINT)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout to be tried.
+    """A layout to try.
 
     Attributes:
-        kind: one of `KINDS`. Homogeneous: encoder and language model on the same ranks with the same grid; colocated:
-            on the same ranks with different ones; disjoint: on different ranks.
-        flags: what the layout adds to the flags of the run.
-        config: the run on it.
+        kind: one of `KINDS`. Encoder and language model are on the same ranks with the same grid (homogeneous), on the
+            same ranks with different grids (colocated) or on different ranks (disjoint).
+        flags: flags that the layout adds to those of the run.
+        config: configuration of the run on this layout.
     """
 
     kind: str
@@ -33,23 +32,23 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """For messages and as the key of its figures."""
+        """Name for messages, and key of the figures."""
         return f"{self.kind}: {self.flags}"
 
 
 def divisors(number: int) -> list[int]:
-    """In rising order."""
+    """Divisors in rising order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def grids(size: int) -> Iterator[tuple[int, int, int]]:
-    """All (tp, dp, pp) whose product is `size`; the least split ones first."""
+    """Yield all (tp, dp, pp) whose product is `size`, the least split ones first."""
     found = [(tp, size // tp // pp, pp) for tp in divisors(size) for pp in divisors(size // tp)]
     yield from sorted(found, key=lambda grid: (grid[0] * grid[2], grid[2]))
 
 
 def layout_of(kind: str, encoder: tuple[int, int, int], language: tuple[int, int, int]) -> LayoutConfig:
-    """The layout of two grids, each (tp, dp, pp); with sequence parallelism where the language model has tp."""
+    """Return the layout of two grids (tp, dp, pp), with sequence parallelism if the language model has tp."""
     return LayoutConfig(
         layout="disjoint" if kind == DISJOINT else "colocated", encoder_tp=encoder[0], encoder_dp=encoder[1],
         encoder_pp=encoder[2], llm_tp=language[0], llm_dp=language[1], llm_pp=language[2],
@@ -57,11 +56,11 @@ def layout_of(kind: str, encoder: tuple[int, int, int], language: tuple[int, int
 
 
 def all_layouts(kind: str, size: int) -> Iterator[LayoutConfig]:
-    """Every layout of a kind on `size` ranks, whether the trainer can run it or not."""
+    """Yield every layout of a kind on `size` ranks, whether the trainer can run it or not."""
     if kind == HOMOGENEOUS:
         yield from (layout_of(kind, grid, grid) for grid in grids(size))
     elif kind == COLOCATED:
-        # Without stages: the trainer has none there, and homogeneous layouts say so already.
+        # The trainer has no pipeline stages here, and homogeneous layouts cover that refusal already.
         flat = [grid for grid in grids(size) if grid[2] == 1]
         yield from (layout_of(kind, encoder, language) for encoder in flat for language in flat if encoder != language)
     else:
@@ -71,7 +70,7 @@ def all_layouts(kind: str, size: int) -> Iterator[LayoutConfig]:
 
 
 def flags_of(config: RunConfig, micro_batch_size: int) -> str:
-    """The flags that a run's layout differs in from the default one, and its microbatches from that size."""
+    """Return the flags in which a run differs from the default layout and the given micro-batch size."""
     words = []
     for field in fields(LayoutConfig):
         value = vars(config.layout)[field.name]
@@ -85,15 +84,15 @@ def flags_of(config: RunConfig, micro_batch_size: int) -> str:
 
 
 def search(base: RunConfig, kind: str, size: int) -> tuple[list[Candidate], list[tuple[str, str]]]:
-    """Layouts of a kind that the trainer takes, and flags and reason of each that it refuses.
+    """Return the layouts of a kind that the trainer accepts, and the flags and reason of each that it refuses.
 
-    Some come with larger microbatches, too: a tensor-parallel language model has room for more samples of its lane, and
-    encoder ranks that share a lane need a sample each.
+    Some are tried with larger microbatches, too: a tensor-parallel language model has room for more samples of its
+    lane, and encoder ranks that share a lane need a sample each.
 
     Args:
-        base: the run; its own layout counts for nothing.
+        base: the run. Its own layout is ignored.
         kind: one of `KINDS`.
-        size: ranks.
+        size: number of ranks.
     """
     found, refused, samples = [], [], base.train.micro_batch_size
     for layout in all_layouts(kind, size):
@@ -111,16 +110,16 @@ def search(base: RunConfig, kind: str, size: int) -> tuple[list[Candidate], list
 
 
 def given(flags: Sequence[str], kind: str, layouts: Sequence[str], size: int) -> list[Candidate]:
-    """Layouts that the user names.
+    """Return the layouts that the user names.
 
     Args:
-        flags: of the run.
+        flags: flags of the run.
         kind: one of `KINDS`.
         layouts: flags of each layout.
-        size: ranks.
+        size: number of ranks.
 
     Raises:
-        ValueError: one that does not work, or on another number of ranks.
+        ValueError: the trainer refuses a layout, or it has another number of ranks.
     """
     found = []
     for words in layouts:
@@ -133,13 +132,27 @@ def given(flags: Sequence[str], kind: str, layouts: Sequence[str], size: int) ->
     return found
 
 
+def split_efficiency(ranks: Mapping[str, int], work: Mapping[str, float]) -> float:
+    """Share of all GPUs that a disjoint layout can use at best: 1 if each grid's share of GPUs is its share of work.
+
+    This is the minimum over grids of (its GPUs / all GPUs) / (its work / all work), because the grid with the fewest
+    GPUs for its work sets the pace of all.
+
+    Args:
+        ranks: GPUs of each grid.
+        work: work of each grid in one unit: FLOPs if grids are equally efficient, else GPU-seconds of their passes.
+    """
+    all_ranks, all_work = sum(ranks.values()), sum(work.values())
+    return min(ranks[name] / all_ranks * all_work / work[name] for name in ranks if work[name] > 0)
+
+
 def eta_split(config: RunConfig, encoder: str, work: Mapping[str, float]) -> float | None:
-    """`split_efficiency` of a disjoint layout; None on others, or where the work is not known.
+    """Return `split_efficiency` of a disjoint layout, or None for other layouts or unknown work.
 
     Args:
         config: the run.
         encoder: name of its encoder.
-        work: of each module.
+        work: work of each module.
     """
     layout = config.layout
     if layout.layout != "disjoint" or not work:
@@ -150,7 +163,7 @@ def eta_split(config: RunConfig, encoder: str, work: Mapping[str, float]) -> flo
 
 
 def by_split(candidates: Sequence[Candidate], encoder: str, work: Mapping[str, float]) -> list[Candidate]:
-    """Disjoint layouts, the best split first, and of those with one split the least parallel inside a module."""
+    """Sort disjoint layouts: the best split first, then the least parallelism inside a module."""
     def order(candidate: Candidate) -> tuple[float, int, int]:
         layout = candidate.config.layout
         efficiency = eta_split(candidate.config, encoder, work) or 0.0

@@ -1,29 +1,29 @@
-"""What a model trains at on disjoint, colocated and homogeneous layouts of the same GPUs, from the same weights.
+"""Compare how fast a model trains on disjoint, colocated and homogeneous layouts of the same GPUs.
 
     python scripts/bench/layouts.py --device cuda --gpus 4
     python scripts/bench/layouts.py --device cpu --gpus 2
     python scripts/bench/layouts.py --device cuda --gpus 4 --disjoint "--encoder-dp 1 --llm-dp 3" --rounds 3
 
-`homogeneous`: encoder and language model on the same ranks with the same tensor and data parallel sizes; `colocated`:
-on the same ranks with different ones; `disjoint`: on different ranks. First every kind is searched: all its layouts on
---gpus ranks that the trainer's checks take, --candidates of them: those least split (homogeneous, colocated) or whose
-shares of GPUs are nearest to the shares of work (disjoint; the work in FLOPs is that of the runs before), each for
---search-steps iterations. Layouts with a tensor-parallel language model come with larger microbatches, too.
---homogeneous, --colocated and --disjoint name layouts in place of a search. Then the best of each kind have --rounds
-turns, one after the other, of --warmup-steps and --steps iterations. Flags that are not the benchmark's are
-train_hetero.py's, the same for all; they stand behind those of --preset and so overrule them.
+In a `homogeneous` layout, encoder and language model are on the same ranks with the same tensor- and data-parallel
+sizes; in a `colocated` one, on the same ranks with different sizes; in a `disjoint` one, on different ranks. First the
+benchmark searches each kind: of all layouts on --gpus ranks that the trainer accepts, it tries --candidates for
+--search-steps iterations each. It prefers the least split ones (homogeneous, colocated), or those whose shares of GPUs
+are nearest to the shares of work (disjoint; earlier runs say how many FLOPs each module has). Layouts with a
+tensor-parallel language model are tried with larger microbatches, too. --homogeneous, --colocated and --disjoint name
+layouts in place of a search. Then the best layouts of each kind take --rounds turns of --warmup-steps and --steps
+iterations. The benchmark passes flags that it does not know to train_hetero.py; they follow the flags of --preset and
+so override them.
 
-All runs have the same global batches and start from the same weights. Timed iterations train on those of the warmup
-again, so that no shape of theirs is new (without --encoder-prefetch-depth, which looks ahead). Where the losses of
-their first --loss-steps iterations differ from those of the best homogeneous layout by more than --loss-tolerance, as a
-share, that is an error.
-A layout that runs out of memory is a row that says so.
+All runs have the same global batches and start from the same weights. Timed iterations repeat the batches of the
+warmup, so that none of their shapes is new (except with --encoder-prefetch-depth, which looks ahead). It is an error
+if the losses of the first --loss-steps iterations differ from those of the best homogeneous layout by more than
+--loss-tolerance, as a share. The row of a layout that runs out of memory says so.
 
-tokens/s and TFLOP/s are per GPU, of the timed iterations of all rounds: tokens of text and images without padding,
-model FLOPs as docs/training.md counts them. `over homogeneous` is the median over rounds of the ratio to the best
-homogeneous layout's tokens/s. `eta split` of a disjoint layout is what its whole GPUs allow at best, min over grids of
-its share of GPUs over its share of work: by FLOPs, and in JSON also by the GPU-seconds of its passes. The last line of
-output is JSON; above it the same as a Markdown table.
+tokens/s and TFLOP/s are per GPU, in the timed iterations of all rounds: tokens of text and images without padding,
+model FLOPs as docs/training.md counts them. `over homogeneous` is the median over rounds of the ratio to tokens/s of
+the best homogeneous layout. `eta split` of a disjoint layout is the best that its whole GPUs allow, the minimum over
+grids of the share of GPUs over the share of work. Work is counted in FLOPs, and in JSON also in GPU-seconds of the
+passes. The last line of output is JSON; above it, a Markdown table shows the same.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from dataclasses import dataclass, field, replace
+
 from mimo import registry
-from mimo.config.cli import parse
+from mimo.config.cli import parse, to_toml
+from mimo.config.trainer import RunConfig
 from scripts.bench import presets
+from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, table_of
 from scripts.bench.layout_search import (
     DISJOINT,
     HOMOGENEOUS,
@@ -56,45 +60,161 @@ from scripts.bench.layout_search import (
     given,
     search,
 )
-from scripts.bench.layouts_runs import OUT_OF_MEMORY, Outcome, median, run_all
-from scripts.bench.tables import device_name, markdown
-from scripts.training_runs import quiet
+from scripts.training_runs import ROOT, SHOWN, iterations, quiet, torchrun
 
-# Data are random, and so are weights: the losses of two unrelated models differ by about 2e-3.
+OUT_OF_MEMORY = "out of memory"
+DONE, OUT_OF_MEMORY_FILES = "done", "out-of-memory-rank*"
+
+
+@dataclass
+class Outcome:
+    """Figures of a run's timed iterations. Tokens/s and TFLOP/s are per GPU.
+
+    Attributes:
+        error: why the run has no figures; empty if it has them.
+        tokens_per_s: tokens of text and images without padding.
+        tflops: those of the model. None if its provider does not know its FLOPs.
+        step_ms: median time of a step.
+        peak_gib: high-water mark of the module and rank that needs most memory.
+        losses: losses of all iterations.
+        flops: FLOPs of a step by module.
+        busy_s: GPU-seconds of the passes of a step by module.
+        grad_norms: gradient norms of all iterations; None for one that was skipped.
+    """
+
+    error: str = ""
+    tokens_per_s: float = 0.0
+    tflops: float | None = None
+    step_ms: float = 0.0
+    peak_gib: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    flops: dict[str, float] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
+    grad_norms: list[float | None] = field(default_factory=list)
+
+
+def median(outcomes: Sequence[Outcome], name: str) -> float | None:
+    """Median of a figure over several runs. None if no run has it."""
+    known = [vars(outcome)[name] for outcome in outcomes if vars(outcome)[name] is not None]
+    return statistics.median(known) if known else None
+
+
+def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int, ranks: int) -> Outcome:
+    """Return the figures of a run that did not fail, from its `iterations`."""
+    timed = records[warmup:]
+    seconds = sum(record["iteration-time"] for record in timed)
+    tokens = sum(record["image-tokens"] + record["text-tokens"] for record in timed)
+    flops = {name.partition("/")[2]: statistics.fmean(record[name] for record in timed)
+             for name in timed[0] if name.startswith("flops/")}
+    layout = config.layout
+    sizes = {"language": layout.llm_tp * layout.llm_dp * layout.llm_pp}
+    busy = {}
+    for name in flops:
+        size = sizes.get(name, layout.encoder_tp * layout.encoder_dp * layout.encoder_pp)
+        parts = [f"timeline/{name}/{part}-s" for part in ("forward", "backward")]
+        if all(part in timed[0] for part in parts):
+            busy[name] = size * statistics.fmean(sum(record[part] for part in parts) for record in timed)
+    return Outcome(
+        tokens_per_s=tokens / seconds / ranks, flops=flops, busy_s=busy,
+        tflops=sum(flops.values()) * len(timed) / seconds / ranks / 1e12 if flops else None,
+        step_ms=1000 * statistics.median(record["iteration-time"] for record in timed),
+        peak_gib=max(record[name] for record in records for name in record if name.startswith("peak-memory-bytes/"))
+        / 2**30, losses=[record["lm loss"] for record in records],
+        grad_norms=[record["grad-norm"] for record in records])
+
+
+def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ranks: int, warmup: int,
+            num_batches: int, memory_limit_gib: float | None, *, fresh: bool = False) -> list[Outcome]:
+    """Run all configurations in order.
+
+    One launch runs them one after the other in the same processes, so that there is one start. If a run fails, another
+    launch continues with the next one.
+
+    Args:
+        configs: the runs.
+        names: name of each run for messages.
+        folder: receives a folder for each run.
+        ranks: number of processes.
+        warmup: iterations of each run that its figures leave out.
+        num_batches: number of global batches that a run repeats.
+        memory_limit_gib: memory that a rank may use; None for all there is.
+        fresh: whether each run has a launch of its own.
+    """
+    folders, runs = [], []
+    for config, name in zip(configs, names, strict=True):
+        place = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
+        if place.exists():  # left by an earlier invocation
+            shutil.rmtree(place)
+        place.mkdir(parents=True)
+        flags = place / "flags.toml"
+        flags.write_text(to_toml(replace(config, observe=replace(config.observe, run_dir=str(place)))),
+                         encoding="utf-8")
+        folders.append(place)
+        runs.append({"flags": str(flags), "folder": str(place), "num_batches": num_batches})
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(runs):
+        first, last = len(outcomes), len(outcomes) + 1 if fresh else len(runs)
+        more = f" and {last - first - 1} more" if last - first > 1 else ""
+        print(f"{names[first]}{more}", file=sys.stderr, flush=True)
+        output = launch(runs[first:last], folders[first], ranks, memory_limit_gib)
+        for index in range(first, last):
+            if not (folders[index] / DONE).exists():
+                outcomes.append(Outcome(error=failure(folders[index], names[index], output)))
+                break
+            outcomes.append(outcome_of(configs[index], iterations(folders[index]), warmup, ranks))
+    return outcomes
+
+
+def launch(runs: Sequence[dict[str, Any]], folder: Path, ranks: int, memory_limit_gib: float | None) -> Path:
+    """Run `layouts_rank.py` on all ranks and return the file with its output."""
+    settings, output = folder / "runs.json", folder / "output.txt"
+    settings.write_text(json.dumps({"runs": runs, "memory_limit_gib": memory_limit_gib}), encoding="utf-8")
+    torchrun(ROOT / "scripts" / "bench" / "layouts_rank.py", ranks, [str(settings)], output=output)
+    return output
+
+
+def failure(folder: Path, name: str, output: Path) -> str:
+    """Say why a run failed. Its output goes to standard error."""
+    said = output.read_text(encoding="utf-8", errors="replace")
+    full = sorted(folder.glob(OUT_OF_MEMORY_FILES))
+    if full:
+        print(f"{name}: {full[0].name}: {full[0].read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
+        return OUT_OF_MEMORY
+    print(f"{name}:\n{said[-SHOWN:]}", file=sys.stderr, flush=True)
+    killed = f"Signal {signal.SIGKILL.value} (SIGKILL)" in said
+    return "killed: out of memory?" if killed else "the run failed"
+
+
+# Data and weights are random. The losses of two unrelated models differ by about 2e-3.
 TOLERANCE = {"bf16": 5e-4, "fp32": 1e-4}
-# Norms see a gradient of the wrong scale or a path that is missing, which random targets hide; they are less exact.
+# Norms reveal a gradient of the wrong scale or a missing path, which random targets hide. They are less exact.
 GRAD_NORM_FACTOR = 20
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what of it is for the trainer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    """Return the benchmark's own flags, and those that it passes to the trainer."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--gpus", type=int, required=True, help="ranks of every layout; processes on the CPU")
     parser.add_argument("--preset", choices=presets.PRESETS,
-                        help="model, data and batch; left out: h200 on cuda, tiny on cpu")
-    parser.add_argument("--kind", action="append", choices=KINDS, help="kinds that are compared; left out: all three")
+                        help="model, data and batch (default: h200 on cuda, tiny on cpu)")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="kinds to compare (default: all three)")
     for kind in KINDS:
         parser.add_argument(f"--{kind}", action="append", default=[], metavar="FLAGS",
                             help=f"a {kind} layout in place of the search; may be given several times")
-    parser.add_argument("--candidates", type=int, default=3, help="layouts of a kind that are tried (3)")
+    parser.add_argument("--candidates", type=int, default=3, help="layouts of each kind to try (3)")
     parser.add_argument("--search-steps", type=int, default=2, help="timed iterations of each (2)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of the best of each kind (2)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of the best layouts of each kind (2)")
     parser.add_argument("--steps", type=int, default=5, help="timed iterations of a turn (5)")
-    parser.add_argument("--warmup-steps", type=int, default=3, help="iterations of every run before those (3)")
-    parser.add_argument("--loss-steps", type=int, default=3, help="first iterations whose losses have to be equal (3)")
-    parser.add_argument("--loss-tolerance", type=float, help="largest difference, as a share; left out: "
-                        f"{TOLERANCE['bf16']} in bf16, {TOLERANCE['fp32']} in fp32")
-    parser.add_argument("--memory-limit-gib", type=float, help="what a rank may use, GiB; left out: all there is")
+    parser.add_argument("--warmup-steps", type=int, default=3, help="iterations of every run before the timed ones (3)")
+    parser.add_argument("--loss-steps", type=int, default=3, help="first iterations whose losses are compared (3)")
+    parser.add_argument("--loss-tolerance", type=float, help="largest difference of losses, as a share "
+                        f"(default: {TOLERANCE['bf16']} in bf16, {TOLERANCE['fp32']} in fp32)")
+    parser.add_argument("--memory-limit-gib", type=float, help="GiB that a rank may use (default: all there is)")
     parser.add_argument("--fresh-processes", action="store_true",
-                        help="start processes for every run; else those of a phase share them")
-    parser.add_argument("--out", type=Path, help="folder of the runs; left out: a temporary one, deleted at the end")
+                        help="start new processes for every run, not only for every phase")
+    parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one, deleted at the end)")
     chosen, further = parser.parse_known_args(arguments)
-    for name, least in (("gpus", 2), ("candidates", 1), ("search_steps", 1), ("rounds", 1), ("steps", 1),
-                        ("warmup_steps", 1), ("loss_steps", 1)):
-        if vars(chosen)[name] < least:
-            parser.error(f"--{name.replace('_', '-')} {vars(chosen)[name]} is below {least}")
+    check_least(parser, chosen, gpus=2, candidates=1, search_steps=1, rounds=1, steps=1, warmup_steps=1, loss_steps=1)
     if chosen.loss_steps > chosen.warmup_steps + chosen.search_steps:
         parser.error(f"--loss-steps {chosen.loss_steps}: the shortest runs have --warmup-steps {chosen.warmup_steps} + "
                      f"--search-steps {chosen.search_steps} iterations")
@@ -108,18 +228,18 @@ class Bench:
 
     Args:
         chosen: the command line.
-        flags: the trainer's.
-        folder: of all runs.
+        flags: flags of the trainer.
+        folder: receives all runs.
     """
 
     def __init__(self, chosen: argparse.Namespace, flags: list[str], folder: Path) -> None:
         self.chosen, self.folder = chosen, folder
-        presets.check_gpus(chosen.device, chosen.gpus)
+        check_gpus(chosen.device, chosen.gpus)
         self.base = quiet(parse(flags))
         encoders = registry.model_provider(self.base.model.model_provider).encoders(self.base.model_family)
         if len(encoders) != 1 or self.base.layout.llm_only:
             raise ValueError(f"--model-provider {self.base.model.model_provider} has {len(encoders)} encoders here: "
-                             "layouts are compared for a model with one")
+                             "the comparison needs a model with one encoder")
         (self.encoder,) = encoders
         self.refused: dict[str, list[tuple[str, str]]] = {}
         self.found: dict[str, list[Candidate]] = {}
@@ -136,11 +256,11 @@ class Bench:
 
     @property
     def work(self) -> dict[str, float]:
-        """FLOPs of a step by module, from a run that came to its end; empty where none has."""
+        """FLOPs of a step by module, from a run that did not fail. Empty if there is none."""
         return next((outcome.flops for outcome in self.searched.values() if outcome.flops), {})
 
     def run(self) -> None:
-        """Search, then let the best of each kind take turns."""
+        """Search, then let the best layouts of each kind take turns."""
         self._search([candidate for kind in self.chosen.kind if kind != DISJOINT for candidate in self._kept(kind)])
         if DISJOINT in self.chosen.kind:
             if not self.chosen.disjoint:
@@ -170,19 +290,19 @@ class Bench:
             config = quiet(candidate.config)
             configs.append(replace(config, train=replace(config.train, train_iters=iterations)))
         names = [f"{label}: {candidate.name}" for candidate, label in turns]
-        # Warmup sees every global batch that is timed; the same ones in all runs, whose losses are compared.
+        # The warmup sees every global batch that is timed. All runs have the same ones, for the comparison of losses.
         num_batches = min(self.chosen.warmup_steps, self.chosen.steps)
         return run_all(configs, names, self.folder, self.chosen.gpus, self.chosen.warmup_steps, num_batches,
                        self.chosen.memory_limit_gib, fresh=self.chosen.fresh_processes)
 
     def best(self, kind: str) -> Candidate | None:
-        """The fastest candidate of a kind in the search; None where none came to its end."""
+        """Return the fastest candidate of a kind in the search, or None if all failed."""
         ended = [(self.searched[candidate.name].tokens_per_s, candidate) for candidate in self.found.get(kind, ())
                  if candidate.name in self.searched and not self.searched[candidate.name].error]
         return max(ended, key=lambda each: each[0])[1] if ended else None
 
     def row(self, candidate: Candidate) -> dict[str, Any]:
-        """Figures of a candidate: of its turns where it had any, else of the search."""
+        """Return the figures of a candidate: those of its turns if it had any, else those of the search."""
         turns = [outcomes[candidate.name] for outcomes in self.rounds if candidate.name in outcomes]
         ended = [outcome for outcome in turns or [self.searched[candidate.name]] if not outcome.error]
         errors = [outcome.error for outcome in (*turns, self.searched[candidate.name]) if outcome.error]
@@ -201,9 +321,10 @@ class Bench:
             "losses": ended[0].losses if ended else []}
 
     def worst(self, name: str) -> tuple[float | None, str]:
-        """Largest difference of a figure of the first iterations, as a share, and whose it is; None: no two runs.
+        """Return the largest difference of a figure in the first iterations, as a share, and its run.
 
-        Over all runs, against the first one of the best homogeneous layout, or of any where that has none.
+        All runs are compared with the first one of the best homogeneous layout or, if there is none, with the first
+        run of all. The difference is None if there are no two runs.
 
         Args:
             name: `losses` or `grad_norms`.
@@ -220,7 +341,7 @@ class Bench:
 
 
 def difference(one: float | None, two: float | None) -> float:
-    """Of two figures, as a share of the second; infinite where one is none or not finite."""
+    """Difference of two figures as a share of the second. Infinite if one is None or not finite."""
     if one is None or two is None:
         return 0.0 if one is two else math.inf
     found = abs(float(one) / float(two) - 1)
@@ -233,12 +354,12 @@ COLUMNS = {"layout": "layout", "kind": "kind", "tokens/s per GPU": "tokens_per_s
 
 
 def report(bench: Bench) -> int:
-    """Print everything; gives the exit code: 1 where a run failed for another reason than memory, or losses differ."""
+    """Print all figures and return the exit code: 1 if losses differ or a run failed for another reason than memory."""
     chosen = bench.chosen
     tried = [candidate for found in bench.found.values() for candidate in found if candidate.name in bench.searched]
     rows = [bench.row(candidate) for candidate in tried]
     tolerance = chosen.loss_tolerance or TOLERANCE["bf16" if bench.base.model.bf16 else "fp32"]
-    print(markdown(COLUMNS, rows, error_cell=2), flush=True)
+    print(table_of(COLUMNS, rows, error_cell=2), flush=True)
     allowed = {"losses": tolerance, "grad_norms": GRAD_NORM_FACTOR * tolerance}
     worst = {name: bench.worst(name) for name in allowed}
     print(json.dumps({
@@ -257,15 +378,15 @@ def report(bench: Bench) -> int:
 
 
 def shares(work: dict[str, float]) -> dict[str, float]:
-    """Each module's share of all work."""
+    """Return each module's share of all work."""
     return {name: value / sum(work.values()) for name, value in work.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all, print, and give the exit code."""
+    """Run all, print and return the exit code."""
     chosen, further = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # As in train_hetero.py: a provider named pkg.module:attr may lie in the folder the command was typed in.
+    # As in train_hetero.py: a provider pkg.module:attr may lie in the current folder.
     sys.path.append(os.getcwd())
     with tempfile.TemporaryDirectory(prefix="layouts-bench-") as temporary:
         try:

@@ -1,13 +1,14 @@
-"""One rank of scripts/bench/layouts.py: several runs of the trainer, one after the other, each on a layout of its own.
+"""One rank of scripts/bench/layouts.py: several runs of the trainer, one after the other, each on its own layout.
 
-Its argument is a file with the runs as JSON. What a run leaves in its folder says how it went: `done`, or of a rank
-that ran out of memory `out-of-memory-rank<N>`.
+The argument is a JSON file with the runs. A run leaves a file in its folder that says how it ended: `done`, or
+`out-of-memory-rank<N>` from a rank that ran out of memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import itertools
 import json
 import os
@@ -15,7 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from mimo import registry
 from mimo.config.cli import parse
@@ -26,12 +32,48 @@ from mimo.training.run import launch
 from mimo.watchdog.process_exit import fail_fast
 from scripts.bench.rl_sweep_rank import is_out_of_memory, limit_memory
 
+STD = 0.02
+
+
+@torch.no_grad()
+def set_weights(model: Any, seed: int) -> None:
+    """Draw every matrix of this rank's model from a normal distribution, alike on every layout.
+
+    Megatron draws the shard of each rank by itself, so the same seed gives another model with another tensor-parallel
+    size. Here each rank draws whole tensors, seeded by their names, and keeps its part. Vectors (norms, biases) stay as
+    built.
+
+    Args:
+        model: a model whose sharded state dict says which part of each tensor this rank holds.
+        seed: seed of the run.
+    """
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    for entry in nested_values(state):
+        if not isinstance(entry, ShardedTensor) or entry.data is None or not entry.data.is_floating_point():
+            continue
+        # Layers of one kind may be one tensor with an axis for the layers.
+        layers = entry.prepend_axis_num
+        shape, offset = entry.global_shape[layers:], entry.global_offset[layers:]
+        if len(shape) < 2:
+            continue
+        name = f"{entry.key.replace('.module.', '.')} {tuple(entry.global_offset[:layers])} {seed}"
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
+        generator = torch.Generator(device=entry.data.device).manual_seed(number)
+        whole = torch.randn(tuple(shape), generator=generator, device=entry.data.device) * STD
+        for axis, (start, length) in enumerate(zip(offset, entry.data.shape, strict=True)):
+            whole = whole.narrow(axis, start, length)
+        entry.data.copy_(whole)
+
+
 DONE, OUT_OF_MEMORY = "done", "out-of-memory-rank"
 
 
 def repeat(loader: Any, count: int) -> None:
-    """Have a loader give its first steps over and over: what a shape costs when it first comes up, kernels that are
-    compiled and plans of cuDNN, is then paid for before the steps that are timed.
+    """Let a loader repeat its first steps.
+
+    The first occurrence of a shape costs the compilation of kernels and plans of cuDNN. With repeated steps, this
+    happens before the timed ones.
     """
     next_step, seen, given = loader.next_step, [], itertools.count()
 
@@ -45,13 +87,12 @@ def repeat(loader: Any, count: int) -> None:
 
 
 def train(config: RunConfig, platform: Platform, rank: int, world_size: int, num_batches: int) -> None:
-    """One run, to its end. Where there is not enough memory the rank says so and ends; torchrun ends the others."""
+    """Train to the end. A rank that runs out of memory leaves a file and exits; then torchrun ends the others."""
     from mimo.grid.groups import Grids
     from mimo.training.loop import TrainingLoop
-    from scripts.bench.same_weights import set_weights
 
     class SameStart(TrainingLoop):
-        """Starts from weights that depend on nothing but the seed, unless the flags name others."""
+        """A run that starts from weights that depend on the seed alone, unless the flags name others."""
 
         def _open(self, split: str, *, prefetch: bool) -> Any:
             loader = super()._open(split, prefetch=prefetch)
@@ -80,7 +121,7 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int, num
                 raise
             text = " ".join(str(error).split()) or type(error).__name__
             (folder / f"{OUT_OF_MEMORY}{rank}").write_text(text, encoding="utf-8")
-            # Before groups are destroyed: the others wait in a collective.
+            # Exit before groups are destroyed, because the other ranks wait in a collective.
             os._exit(1)
         platform.synchronize()
     if rank == 0:
@@ -88,7 +129,7 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int, num
 
 
 def free(platform: Platform) -> None:
-    """Give back what the last run held on the device."""
+    """Free the memory that the last run held on the device."""
     gc.collect()
     if platform.name == "cuda":
         import torch
@@ -97,7 +138,7 @@ def free(platform: Platform) -> None:
 
 
 def run_all(runs: list[dict[str, Any]], platform: Platform, memory_limit_gib: float | None) -> None:
-    """Every run in turn."""
+    """Run all runs in order."""
     import torch.distributed as dist
 
     limit_memory(memory_limit_gib, platform)
@@ -108,9 +149,9 @@ def run_all(runs: list[dict[str, Any]], platform: Platform, memory_limit_gib: fl
 
 
 def main() -> int:
-    """Under torchrun; gives the exit code."""
+    """Run under torchrun and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", type=Path, help="JSON file, as layouts_runs.py writes it")
+    parser.add_argument("settings", type=Path, help="JSON file that layouts.py writes")
     settings = json.loads(parser.parse_args().settings.read_text(encoding="utf-8"))
     sys.path.append(os.getcwd())
     runs = settings["runs"]

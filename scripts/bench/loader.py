@@ -1,20 +1,20 @@
-"""What routed lanes save: shards opened, bytes read, samples decoded, memory and samples/s, against per-lane loaders.
+"""Compare routed lanes with per-lane loaders: shards opened, bytes read, samples decoded, memory and samples/s.
 
     python scripts/bench/loader.py --device cpu
     python scripts/bench/loader.py --device cpu --lanes 4 --llm-tp 1 --packing-buffer-size 32
     python scripts/bench/loader.py --device cuda --data-path DATASET --tokenizer FOLDER --image-token-id 32000
 
-One process a rank on this host: an encoder grid of --encoder-dp ranks, and a language grid of --lanes replicas of
---llm-tp times --llm-pp ranks. They train nothing: each takes its microbatches as fast as they come. `routed`, where one
-rank reads a lane for all, and `per-lane`, where every rank reads the lanes that it needs, take turns on the same
-batches, which are compared. Flags that are not listed here are those of train_hetero.py.
+One process runs for each rank on this host: an encoder grid of --encoder-dp ranks, and a language grid of --lanes
+replicas of --llm-tp times --llm-pp ranks. They train nothing: each takes its microbatches as fast as they come. With
+`routed` lanes, one rank reads a lane for all; with `per-lane` loaders, every rank reads the lanes that it needs. Both
+take turns on the same batches, which are compared. Flags that are not listed here go to train_hetero.py.
 
-Counted over all ranks and their workers, from the opening of the loaders until they are closed, so that what was read
-ahead and never used is in: opens of shards (tar files; their indices apart) and bytes that were asked of them.
-`decoded_per_used` is how often a sample that a step used was decoded; samples that were decoded ahead of the last step
-are told apart, as `decoded_ahead`. `resident_bytes` is the proportional set size of ranks and workers in the steady
-state. samples/s are of all lanes, over the steps after the first --warmup-steps. Of --repeats rounds, the figure is the
-median. The last line of output is JSON.
+Opens of shards (tar files without their indices) and the bytes requested from them are counted over all ranks and
+their workers, from the opening of the loaders until they are closed. So they include what was read ahead and never
+used. `decoded_per_used` is how often a sample that a step used was decoded; samples decoded ahead of the last step
+count as `decoded_ahead`. `resident_bytes` is the proportional set size of ranks and workers in the steady state.
+samples/s are those of all lanes in the steps after the first --warmup-steps. Figures are medians over --repeats rounds.
+The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ import gc
 import hashlib
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,8 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.harness import argument_parser, check_least, device_name
+from scripts.training_runs import torchrun
 
 if TYPE_CHECKING:
     from mimo.config.trainer import RunConfig
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 ARMS = ("routed", "per-lane")
 OPENS_PER_SHARD, RATE = 1.1, 1.0
-# Patches a side of an image, of which each becomes a token.
+# Patches on a side of an image. Each patch becomes a token.
 PATCHES = 8
 VOCABULARY = 512
 # The id of `<image>` in the tokenizer that comes with drawn images.
@@ -55,53 +55,53 @@ IMAGE_TOKEN = 3
 
 
 def flags() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what of it is for the trainer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the benchmark's own flags, and those that it passes to the trainer."""
+    parser = argument_parser(__doc__, device=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True,
-                        help="cuda: batches are page-locked, and a step copies them to the GPU")
+                        help="with cuda, batches are page-locked and a step copies them to the GPU")
     parser.add_argument("--lanes", type=int, default=2, help="replicas of the language model")
     parser.add_argument("--encoder-dp", type=int, default=1, help="encoder ranks, which share the lanes")
     parser.add_argument("--llm-tp", type=int, default=2, help="ranks of a language model's stage")
     parser.add_argument("--llm-pp", type=int, default=1, help="stages of a language model")
-    parser.add_argument("--num-workers", type=int, default=2, help="data workers of a lane")
-    parser.add_argument("--micro-batch-size", type=int, help="rows of a lane in a step (8, with packing 1)")
-    parser.add_argument("--packing-buffer-size", type=int, default=0, help="samples among which packs are chosen")
+    parser.add_argument("--num-workers", type=int, default=2, help="data workers of each lane")
+    parser.add_argument("--micro-batch-size", type=int, help="rows of a lane in a step (8; with packing, 1)")
+    parser.add_argument("--packing-buffer-size", type=int, default=0,
+                        help="samples to choose packs from; 0 for no packing")
     parser.add_argument("--seq-length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=16, help="timed steps")
     parser.add_argument("--warmup-steps", type=int, default=3, help="steps before them")
     parser.add_argument("--repeats", type=int, default=2, help="rounds of both arms")
-    parser.add_argument("--samples", type=int, default=640, help="samples to write where no --data-path is given")
-    parser.add_argument("--shards", type=int, default=126, help="shards to write")
-    parser.add_argument("--image-size", type=int, default=224, help="pixels a side of an image, a multiple of 8")
-    parser.add_argument("--data-path", help="prepared shards; left out: images are drawn in a temporary folder")
+    parser.add_argument("--samples", type=int, default=640, help="samples to write without --data-path")
+    parser.add_argument("--shards", type=int, default=126, help="shards to write without --data-path")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels on a side of an image, a multiple of 8")
+    parser.add_argument("--data-path", help="prepared shards (default: images drawn in a temporary folder)")
     chosen, further = parser.parse_known_args()
     if chosen.micro_batch_size is None:
         chosen.micro_batch_size = 1 if chosen.packing_buffer_size else 8
     if chosen.image_size % PATCHES or not 1 <= chosen.shards <= chosen.samples:
         parser.error(f"--image-size {chosen.image_size} --shards {chosen.shards} --samples {chosen.samples}: need a "
                      f"multiple of {PATCHES}, and 1 <= shards <= samples")
-    if min(chosen.steps, chosen.warmup_steps, chosen.repeats) < 1:
-        parser.error("--steps, --warmup-steps, --repeats: at least 1")
+    check_least(parser, chosen, steps=1, warmup_steps=1, repeats=1)
     return chosen, further
 
 
 def world_size(chosen: argparse.Namespace) -> int:
-    """Ranks of the two grids."""
+    """Number of ranks of the two grids."""
     return int(chosen.encoder_dp + chosen.lanes * chosen.llm_tp * chosen.llm_pp)
 
 
 @dataclass
 class Visit:
-    """One arm in one round, on one rank.
+    """One turn of an arm on one rank.
 
     Attributes:
-        keys: sample keys of each step, of every batch this rank holds.
-        digests: of all tensors of each step before the timed ones.
-        first_s: until the first batch, on the slowest rank.
-        steady_s: of all timed steps, on the slowest rank.
+        keys: sample keys of each step in all batches that this rank holds.
+        digests: digests of all tensors of each step before the timed ones.
+        first_s: seconds until the first batch, on the slowest rank.
+        steady_s: seconds of all timed steps, on the slowest rank.
         resident_bytes: proportional set size of this rank and its workers.
-        processes: their number.
-        events: what they did.
+        processes: number of these processes.
+        events: what these processes read and decoded.
     """
 
     keys: list[tuple[str, ...]]
@@ -114,7 +114,7 @@ class Visit:
 
 
 def configuration(chosen: argparse.Namespace, further: list[str]) -> tuple[RunConfig, Layout]:
-    """What train_hetero.py would make of the flags, checked as it does, which also imports what the loaders need."""
+    """Parse and check the flags as train_hetero.py does. This also imports what the loaders need."""
     from mimo.config.cli import parse
     from mimo.config.validate import validate
 
@@ -134,7 +134,7 @@ def configuration(chosen: argparse.Namespace, further: list[str]) -> tuple[RunCo
 
 
 class Bench:
-    """One rank."""
+    """The benchmark on one rank."""
 
     def __init__(self, chosen: argparse.Namespace, further: list[str]) -> None:
         import torch
@@ -148,12 +148,11 @@ class Bench:
         if chosen.device == "cuda":
             self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        # They take seconds to import, and the launcher needs neither.
-        from scripts.bench.image_shards import prepare_images, write_shards
-        from scripts.bench.read_events import Events, watch
+        # Imported here because it takes seconds, and the launcher does not need it.
+        from scripts.bench.loader_data import Events, prepare_images, watch, write_shards
 
         dist.init_process_group("gloo")
-        # The loaders' messages: a barrier of the main thread is not to meet them.
+        # A group for the loaders' messages, apart from the barriers of the main thread.
         self.channel = dist.new_group(backend="gloo")
         if not chosen.data_path:
             further = [*further, "--data-path", str(self.folder / "shards"), "--tokenizer",
@@ -169,7 +168,7 @@ class Bench:
         watch(self.events)
 
     def agreed(self, seconds: float = 0.0) -> float:
-        """The maximum over ranks, once all are here."""
+        """Wait for all ranks, and return the maximum over them."""
         import torch
         import torch.distributed as dist
 
@@ -178,7 +177,7 @@ class Bench:
         return float(value)
 
     def open(self, arm: str) -> StepLoader:
-        """The loader of an arm, from the first sample."""
+        """Open the loader of an arm at the first sample."""
         from mimo import registry
         from mimo.data.loader import open_loader
 
@@ -191,7 +190,7 @@ class Bench:
             lane_loader=arm, host=self.channel, tag=self.opened, pin_memory=self.device.type == "cuda")
 
     def step(self, loader: StepLoader) -> Microbatch:
-        """The next microbatch, where a training step takes it from."""
+        """Take the next microbatch as a training step does."""
         import torch
 
         (batch,) = loader.next_step()
@@ -201,9 +200,9 @@ class Bench:
         return batch
 
     def visit(self, arm: str) -> Visit:
-        """Open an arm, step, and close it."""
+        """Open an arm, take its steps, and close it."""
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what the arm before has freed is not this one's
+        ctypes.CDLL(None).malloc_trim(0)  # memory that the last arm freed must not count for this one
         path = self.folder / f"events-{self.opened}-{self.rank}"
         self.events.record(path)
         self.agreed()
@@ -228,13 +227,13 @@ class Bench:
 
 
 def keys_of(batch: Microbatch) -> tuple[str, ...]:
-    """Sample keys of all that a rank holds of a microbatch; a pack is several samples."""
+    """Sample keys of all that a rank holds of a microbatch. A pack has several samples."""
     rows = (*(batch.text.keys if batch.text else ()), *(key for part in batch.encoders.values() for key in part.keys))
     return tuple(key for row in rows for key in row.split(" "))
 
 
 def digest(batch: Microbatch) -> str:
-    """Everything that a microbatch holds, as a hash."""
+    """Hash everything that a microbatch holds."""
     import torch
 
     from mimo.data.batch import map_tensors
@@ -250,7 +249,7 @@ def digest(batch: Microbatch) -> str:
 
 
 def resident() -> tuple[int, int]:
-    """Proportional set size of this process and its workers in bytes, and their number: shared pages count once."""
+    """Proportional set size of this process and its workers in bytes (shared pages count once), and their number."""
     import psutil
 
     here = psutil.Process()
@@ -259,7 +258,7 @@ def resident() -> tuple[int, int]:
 
 
 def arm_figures(bench: Bench, visits: list[Visit]) -> dict[str, Any]:
-    """One arm in one round, from the visits of all ranks."""
+    """Figures of an arm in one round, from the visits of all ranks."""
     language = bench.layout.language
     steps = [[key for lane in range(bench.layout.num_lanes) for key in visits[language.rank_at(dp=lane)].keys[step]]
              for step in range(len(visits[0].keys))]
@@ -270,7 +269,7 @@ def arm_figures(bench: Bench, visits: list[Visit]) -> dict[str, Any]:
         noted.setdefault(kind, []).append(value)
     decoded = Counter(value.split(" ", 1)[1] for value in noted["decode"])
     opens, distinct = len(noted["open-shard"]), len(set(noted["open-shard"]))
-    # A key is used again where a run is longer than the data; what is decoded ahead may then count here, never less.
+    # A run longer than the data uses keys again. Then a sample decoded ahead may count here, but none is lost.
     decoded_for_used = sum(decoded[key] for key in used)
     timed = sum(map(len, steps[bench.chosen.warmup_steps:]))
     return {
@@ -286,13 +285,13 @@ def arm_figures(bench: Bench, visits: list[Visit]) -> dict[str, Any]:
 
 
 def middle(values: list[Any]) -> Any:
-    """The median; of whole numbers a whole number."""
+    """Median of figures. The median of whole numbers is rounded."""
     found = statistics.median(values)
     return round(found) if isinstance(values[0], int) else found
 
 
 def compare(first: list[Visit], other: list[Visit]) -> None:
-    """Raise RuntimeError unless all ranks had the same batches in both."""
+    """Raise RuntimeError unless all ranks had the same batches in both arms."""
     for rank, (one, two) in enumerate(zip(first, other, strict=True)):
         if (one.keys, one.digests) != (two.keys, two.digests):
             step = next(step for step, (left, right) in enumerate(zip(one.keys, two.keys, strict=True))
@@ -302,8 +301,7 @@ def compare(first: list[Visit], other: list[Visit]) -> None:
 
 
 def measure(bench: Bench) -> dict[str, Any] | None:
-    """All figures, on rank 0."""
-    import torch
+    """Return all figures on rank 0, and None on other ranks."""
     import torch.distributed as dist
 
     rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
@@ -324,7 +322,7 @@ def measure(bench: Bench) -> dict[str, Any] | None:
     worst = max(figures["opens_per_shard"] for figures in rounds["routed"])
     return {
         "device": bench.chosen.device,
-        "device_name": torch.cuda.get_device_name() if bench.device.type == "cuda" else platform.machine(),
+        "device_name": device_name(bench.device.type),
         "cpus": os.cpu_count(), "world_size": bench.layout.world_size, "lanes": bench.layout.num_lanes,
         "encoder_dp": bench.chosen.encoder_dp, "num_workers": bench.chosen.num_workers,
         "packing_buffer_size": bench.chosen.packing_buffer_size, "steps": bench.chosen.steps, "equal_batches": True,
@@ -343,19 +341,11 @@ def show(figures: dict[str, Any]) -> None:
         print(f"{name:20}{routed:>14{shown}}{per_lane:>14{shown}}{ratio:>9.2f}")
 
 
-def launch(chosen: argparse.Namespace) -> int:
-    """Start this command again, once a rank."""
-    with tempfile.TemporaryDirectory(prefix="loader-bench-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                   str(world_size(chosen)), __file__, *sys.argv[1:]]
-        return subprocess.run(command, check=False, env={"OMP_NUM_THREADS": "1", **os.environ, "BENCH_FOLDER": folder}
-                              ).returncode
-
-
 def main() -> int:
     chosen, further = flags()
     if "RANK" not in os.environ:
-        return launch(chosen)
+        with tempfile.TemporaryDirectory(prefix="loader-bench-") as folder:
+            return torchrun(__file__, world_size(chosen), sys.argv[1:], BENCH_FOLDER=folder)
     import torch.distributed as dist
 
     bench = Bench(chosen, further)

@@ -1,19 +1,41 @@
-"""Flags of the models and data that benchmarks of training take where none are given."""
+"""Models and data that the benchmarks use unless flags say otherwise."""
 
 from __future__ import annotations
 
-# Images of one size; how many a sample has varies, from 1 on.
+from typing import Any
+
+# config.json of Hugging Face, for models with random weights.
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+         "attention_bias": False, "rope_theta": 1e6, "max_position_embeddings": 4096, "vocab_size": 151936,
+         "head_dim": 128, "bos_token_id": 0, "eos_token_id": 1}
+QWEN3_MOE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+                     "mlp_only_layers": [], "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": QWEN3_MOE | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
+                         "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False},
+    "qwen3-0.6b": QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                           "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "qwen3-4b": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                         "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "qwen3-30b-a3b": QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+                                  "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+                                  "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                                  "tie_word_embeddings": False},
+}
+
+# Flags of train_hetero.py. Images have one size; their number varies from one sample to the next.
 TINY = """--model-provider mock --dataset-provider mock --seq-length 96 --micro-batch-size 1 --global-batch-size 8
 --mock-images-max 3 --mock-text-only-fraction 0 --mock-min-length 16 --mock-max-length 40 --lr 1e-4
 --lr-decay-style constant""".split()
 
-# So small that it takes no time beside sleeps.
+# So small that its own time is nothing beside the sleeps of schedule.py --synthetic.
 SMALLEST = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64
 --vocab-size 96 --image-token-id 95 --vision-num-layers 2 --vision-hidden-size 32 --vision-num-attention-heads 4
 --vision-ffn-hidden-size 64 --vision-image-size 16 --seq-length 64""".split()
 
-# A language model of 3.0 billion parameters, as Llama 3.2 of that size has them, and a vision transformer of 0.57
-# billion. A vision transformer's patches become language tokens in squares.
+# A language model of 3.0 billion parameters in the shape of Llama 3.2 3B, and a vision transformer of 0.57 billion.
+# Pixel shuffle makes one language token of a square of patches.
 _GPU = """--model-provider llava --num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 24
 --num-query-groups 8 --max-position-embeddings 4096 --vision-hidden-size 1536 --vision-num-layers 20
 --vision-num-unused-layers 0 --vision-num-attention-heads 24 --vision-ffn-hidden-size 6144
@@ -24,7 +46,7 @@ PRESETS: dict[str, list[str]] = {
     # 1024 patches and 256 tokens an image: the encoder has about a quarter of the work.
     "h200": [*_GPU, *"""--vision-image-size 448 --vision-pixel-shuffle 2 --mock-images-max 13 --mock-min-length 256
                        --mock-max-length 768""".split()],
-    # 2304 patches and 144 tokens an image: about half of it.
+    # 2304 patches and 144 tokens an image: the encoder has about half of the work.
     "h200-even": [*_GPU, *"""--vision-image-size 672 --vision-pixel-shuffle 4 --mock-images-max 14
                             --mock-min-length 1024 --mock-max-length 2048""".split()],
     "tiny": TINY,
@@ -32,26 +54,14 @@ PRESETS: dict[str, list[str]] = {
     "none": [],
 }
 DEFAULT = {"cpu": "tiny", "cuda": "h200"}
-# What a machine without GPUs needs, or what one with them is measured with.
 ON_DEVICE = {"cpu": ["--no-bf16", "--transformer-impl", "local"], "cuda": ["--bf16"]}
 
 
 def flags(device: str, preset: str) -> list[str]:
-    """Flags that stand before the user's own.
+    """Return the flags that precede the user's own.
 
     Args:
         device: `cpu` or `cuda`.
         preset: a name of `PRESETS`.
     """
     return [*PRESETS[preset], *ON_DEVICE[device], "--device", device]
-
-
-def check_gpus(device: str, ranks: int) -> None:
-    """Raise ValueError where this host has fewer GPUs than ranks are to run on."""
-    if device == "cpu":
-        return
-    import torch  # for this alone
-
-    there = torch.cuda.device_count()
-    if ranks > there:
-        raise ValueError(f"--device cuda: the grids have {ranks} ranks, this host has {there} GPUs")

@@ -1,14 +1,14 @@
-"""Seconds and bytes of a refit: this project's path against vLLM's own packed NCCL broadcast, in one run.
+"""Compare seconds and bytes of a refit with those of vLLM's own packed NCCL broadcast, in one run.
 
     python scripts/bench/refit.py --device cuda --model qwen3-4b --trainer "--llm-tp 2" --engine-tp 2
     python scripts/bench/refit.py --device cpu
 
-A trainer with random weights of a real model's shape (no optimizer) on the first GPUs, a live vLLM engine on the next.
-The arms take turns, --repeats times after one round that is left out: `direct` is `WeightSender` as it comes, `loader`
-sends every tensor through the engine's own loading, `broadcast` (CUDA only) gathers whole tensors on the trainer's
-first rank and sends them with vLLM's packed NCCL broadcast. `bound_s` is the time that the busiest worker's bytes take
-at the rate of a plain copy between two GPUs, measured in the same run. The last line of output is JSON; above it the
-same as a Markdown table, medians in seconds.
+A trainer with random weights in the shape of a real model (without optimizer) uses the first GPUs, and a live vLLM
+engine the next. The arms take turns, --repeats times after one round that does not count: `direct` is `WeightSender` as
+it comes, `loader` sends every tensor through the engine's own loading, and `broadcast` (CUDA only) gathers whole
+tensors on the trainer's first rank and sends them with vLLM's packed NCCL broadcast. `bound_s` is the time that the
+bytes of the busiest worker take at the rate of a plain copy between two GPUs, measured in the same run. The last line
+of output is JSON; above it, a Markdown table shows medians in seconds.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from mimo.refit.options import RefitOptions, RefitReport
 from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineHandle, EngineProcess
 from scripts.bench.broadcast_arm import add_broadcast, broadcast_arm, free_port, use
-from scripts.bench.models import MODELS
+from scripts.bench.harness import argument_parser, table
+from scripts.bench.presets import MODELS
 
 COPY_BYTES = 1 << 30
 PARTS = ("pause", "pack", "wire", "install")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and give the exit code."""
+    """Run, print, and return the exit code."""
     chosen = parse(arguments)
     trainer_gpus = trainer_ranks(chosen)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,22 +61,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--trainer", default="", help="the trainer's grid flags, such as '--llm-tp 2'")
     parser.add_argument("--engine-tp", type=int, default=1, help="tensor-parallel workers of the engine")
     parser.add_argument("--engine-pp", type=int, default=1, help="pipeline stages of the engine")
-    parser.add_argument("--engine-ep", action="store_true", help="the engine's workers hold whole experts each")
-    parser.add_argument("--engine-memory", type=float, default=0.6, help="part of a GPU that vLLM may use")
+    parser.add_argument("--engine-ep", action="store_true", help="expert parallelism: each worker holds whole experts")
+    parser.add_argument("--engine-memory", type=float, default=0.6, help="fraction of GPU memory that vLLM may use")
     parser.add_argument("--engine-extra", type=json.loads, default={}, metavar="JSON",
                         help="""further arguments of vllm.LLM, such as '{"quantization": "fp8_per_block"}'""")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arm", action="append", choices=("direct", "loader", "broadcast"),
-                        help="left out: direct and, on CUDA, broadcast")
-    parser.add_argument("--chunk-mib", type=int, default=512, help="whole tensors of a chunk")
+                        help="default: direct, and broadcast on CUDA or loader on a CPU")
+    parser.add_argument("--chunk-mib", type=int, default=512, help="size of a chunk of whole tensors")
     chosen = parser.parse_args(arguments)
     chosen.arms = chosen.arm or (["direct", "broadcast"] if chosen.device == "cuda" else ["direct", "loader"])
     if chosen.device == "cpu" and "broadcast" in chosen.arms:
@@ -85,14 +83,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def trainer_ranks(chosen: argparse.Namespace) -> int:
-    """Ranks of the trainer's grid."""
+    """Number of ranks of the trainer's grid."""
     flags = shlex.split(chosen.trainer)
     sizes = {flag: int(value) for flag, value in zip(flags, flags[1:], strict=False) if flag.startswith("--llm-")}
     return sizes.get("--llm-tp", 1) * sizes.get("--llm-pp", 1) * sizes.get("--llm-dp", 1)
 
 
 def engine_options(chosen: argparse.Namespace, folder: str, first_gpu: int) -> EngineOptions:
-    """The engine, on the GPUs behind the trainer's."""
+    """Options of the engine, on the GPUs after the trainer's."""
     extra: dict[str, Any] = {"enforce_eager": True, "skip_tokenizer_init": True}
     environment = {"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if chosen.device == "cuda":
@@ -108,7 +106,7 @@ def engine_options(chosen: argparse.Namespace, folder: str, first_gpu: int) -> E
 
 
 def train(chosen: argparse.Namespace, folder: str, handle: EngineHandle, num_ranks: int) -> dict[str, Any]:
-    """Run the trainer's ranks; what the first one measured."""
+    """Run the trainer's ranks and return what the first one measured."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     port = free_port()
@@ -120,7 +118,7 @@ def train(chosen: argparse.Namespace, folder: str, handle: EngineHandle, num_ran
     try:
         result: dict[str, Any] = here.recv()
     except EOFError as error:
-        raise SystemExit("the trainer ended without a result; see above") from error
+        raise SystemExit("the trainer ended without a result; its error is above") from error
     finally:
         for each in ranks:
             each.join(30)
@@ -130,7 +128,7 @@ def train(chosen: argparse.Namespace, folder: str, handle: EngineHandle, num_ran
 
 def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace, folder: str, handle: EngineHandle,
               results: Connection) -> None:
-    """One rank of the trainer."""
+    """Run one rank of the trainer."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
                    "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     from mimo.platform import get_platform
@@ -156,7 +154,7 @@ def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace,
     with Grids(validate(config, world_size), platform.backend) as grids:
         watchdog = Watchdog(1800, grids.describe())
         started = time.monotonic()
-        # Without gradients and their buffers: a model of 30B parameters fits one GPU.
+        # A frozen model has no gradients and buffers for them, so 30B parameters fit on one GPU.
         frozen = dataclasses.replace(config, model=dataclasses.replace(config.model, freeze="language"))
         built = build_model(frozen, provider, grids, platform, watchdog)
         platform.synchronize()
@@ -171,7 +169,7 @@ def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace,
 
 def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
             handle: EngineHandle, platform: Any) -> dict[str, Any]:
-    """Every arm, in turns."""
+    """Measure all arms in turns."""
     import torch
     import torch.distributed as dist
 
@@ -215,9 +213,9 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
 
 def agreement(chosen: argparse.Namespace, built: Any, grids: Any, handle: EngineHandle,
               arms: dict[str, Callable[[str], RefitReport | None]]) -> float:
-    """How far log-probs of a prompt after one arm's sync are from those after another's, of the same new weights.
+    """Return the largest difference between arms in a prompt's log-probs after a sync of the same new weights.
 
-    Between two arms the engine gets other weights, so that what an arm leaves out would show.
+    Between two arms, the engine gets other weights, so that a tensor that an arm leaves out would show.
     """
     import torch
 
@@ -239,7 +237,7 @@ def agreement(chosen: argparse.Namespace, built: Any, grids: Any, handle: Engine
 
 def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
                handle: EngineHandle, backend: str) -> Callable[[str], RefitReport]:
-    """This project's path; each arm has workers' engines of its own."""
+    """Connect an arm of this project. Each arm has a weight-transfer engine of its own in the workers."""
     from mimo.refit.sender import connect
 
     use(grids, handle, name)
@@ -250,7 +248,7 @@ def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, pr
 
 
 def rate_of_copies() -> float | None:
-    """Bytes a second of a plain copy from this GPU to the next; None where there is none."""
+    """Bytes per second of a plain copy from this GPU to the next. None if there is only one."""
     import torch
 
     if torch.cuda.device_count() < 2:
@@ -272,7 +270,7 @@ def rate_of_copies() -> float | None:
 def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[float]],
             reports: dict[str, list[RefitReport]], plan_s: dict[str, float], copy_rate: float | None,
             parameters: int) -> dict[str, Any]:
-    """Medians and bytes; of the first rank."""
+    """Summarise medians and bytes on the first rank."""
     arms: dict[str, Any] = {}
     for name, measured in seconds.items():
         arms[name] = {"seconds": statistics.median(measured), "all_seconds": measured, "setup_s": plan_s[name]}
@@ -296,13 +294,13 @@ def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[floa
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The arms as a table."""
-    rows = [["arm", "seconds", "set-up", *PARTS, "GB on the wire", "of it direct"], ["---"] * 9]
+    """Show the arms as a table."""
+    rows = [["arm", "seconds", "set-up", *PARTS, "GB on the wire", "of it direct"]]
     for name, arm in result["arms"].items():
         parts = [f"{arm[f'{part}_s']:.3f}" if f"{part}_s" in arm else "" for part in PARTS]
         wire = [f"{arm[key] / 1e9:.2f}" if key in arm else "" for key in ("wire_bytes", "direct_bytes")]
         rows.append([name, f"{arm['seconds']:.3f}", f"{arm['setup_s']:.1f}", *parts, *wire])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""What planning a refit of a large model costs each rank: 512 ranks of a trainer, 512 workers of an engine.
+"""Measure what planning a refit of a large model costs each rank: 512 ranks of a trainer, 512 workers of an engine.
 
     python scripts/bench/refit_plan.py
     python scripts/bench/refit_plan.py --model deepseek-v3 --planned 512
     python scripts/bench/refit_plan.py --model qwen3-235b-a22b --engine tp=16,replicas=32
 
-Every rank plans its own share alone, from three tables that are exchanged once: the chunk plan's entries, which rank of
-the trainer holds which box, and what each kind of worker wants. Shapes are those of the published models, without
-multi-token prediction; no tensor is made. --trainer is a Megatron grid of tp * pp * dp ranks, of which experts make
-etp * ep * pp * a rest. --engine is `replicas` engines of vLLM with dp * pp * tp workers each; ep=1: each worker of a
-stage has whole experts, ep=0: slices of all.
+Every rank plans its own share from three tables that are exchanged once: the entries of the chunk plan, the ranks of
+the trainer that hold each box, and the needs of each kind of worker. Shapes are those of the published models without
+multi-token prediction; no tensor is made. --trainer is a Megatron grid of tp * pp * dp ranks, of which the experts use
+etp * ep * pp times the rest. --engine stands for `replicas` engines of vLLM with dp * pp * tp workers each. With ep=1,
+each worker of a stage has whole experts; with ep=0, slices of all.
 
---planned ranks of each side, evenly spaced, are planned; totals are of all ranks, from the mean of those. Seconds are
-of work of one core. A trainer rank's are with `read_s`, for the tables that say what the kinds of workers want;
-`check_s` is the proof that a worker gets all that it wants and no more. `table_bytes` are those of all tables of wants
-and of the holders', as they are exchanged. The last line of output is JSON.
+The benchmark plans --planned evenly spaced ranks of each side; totals for all ranks follow from their mean. Seconds are
+those of one core. For a rank of the trainer, they include `read_s`, the time to read the tables of the workers' needs.
+`check_s` is the time to prove that a worker gets all that it needs and nothing else. `table_bytes` are the exchanged
+bytes of all tables of needs and of holders. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from dataclasses import asdict, dataclass
 
 from mimo.refit.plan import bytes_moved, bytes_needed, check_holders, check_plan, check_wants, receive_plan, send_plan
 from mimo.refit.tensor_slices import (
@@ -45,7 +47,129 @@ from mimo.refit.tensor_slices import (
     wants_from_table,
     wants_table,
 )
-from scripts.refit_models import MODELS, Model, Tensor, by_stage
+from scripts.bench.harness import argument_parser, check_least, table
+
+# Shapes of large mixtures of experts, and where each tensor belongs.
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a model.
+
+    Attributes:
+        name: its name in Hugging Face's checkpoint.
+        shape: shape of the whole tensor.
+        layer: number of its layer; -1 before the first layer, the number of layers after the last.
+        fused: the engine's tensor into which it is stacked.
+        axis: the axis that tensor parallelism divides, or None.
+        expert: number of its expert, or None.
+        part: q, k or v of grouped-query attention, else empty.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    fused: str
+    axis: int | None = None
+    expert: int | None = None
+    part: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Tensors in the order of the chunk plan."""
+
+    tensors: tuple[Tensor, ...]
+    layers: int
+    experts: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Entries of the chunk plan. Biases of the router stay float32."""
+        return [Entry(each.name, "float32" if each.name.endswith("_bias") else "bfloat16", each.shape,
+                      each.name.endswith("_bias")) for each in self.tensors]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Number of each tensor in the chunk plan."""
+        return {each.name: number for number, each in enumerate(self.tensors)}
+
+
+@cache
+def by_stage(model: Model, stages: int) -> dict[tuple[int, int | None], list[Tensor]]:
+    """Group tensors by pipeline stage and expert. Stages differ by at most one layer."""
+    ends = [model.layers * (stage + 1) // stages for stage in range(stages)]
+    found: dict[tuple[int, int | None], list[Tensor]] = {}
+    for tensor in model.tensors:
+        stage = bisect_right(ends, min(max(tensor.layer, 0), model.layers - 1))
+        found.setdefault((stage, tensor.expert), []).append(tensor)
+    return found
+
+
+def mlp(at: str, layer: int, hidden: int, inner: int, expert: int | None = None) -> list[Tensor]:
+    """Return gate, up and down projection of a layer or of one of its experts."""
+    fused = at if expert is None else at.rpartition(".")[0]
+    return [Tensor(f"{at}.gate_proj.weight", (inner, hidden), layer, f"{fused}.w13", 0, expert),
+            Tensor(f"{at}.up_proj.weight", (inner, hidden), layer, f"{fused}.w13", 0, expert),
+            Tensor(f"{at}.down_proj.weight", (hidden, inner), layer, f"{fused}.w2", 1, expert)]
+
+
+def alone(name: str, shape: tuple[int, ...], layer: int, axis: int | None = None) -> Tensor:
+    """Return a tensor that is not fused."""
+    return Tensor(name, shape, layer, name, axis)
+
+
+def around(layers: Iterable[Tensor], count: int, vocabulary: int, hidden: int) -> tuple[Tensor, ...]:
+    """Put the embeddings before the layers, and the output layer after them."""
+    return (alone("model.embed_tokens.weight", (vocabulary, hidden), -1, 0), *layers,
+            alone("model.norm.weight", (hidden,), count), alone("lm_head.weight", (vocabulary, hidden), count, 0))
+
+
+def qwen3_235b_a22b() -> Model:
+    """Qwen3-235B-A22B: 94 layers of 128 experts, 64 heads with 4 of keys and values."""
+    hidden, tensors = 4096, []
+    for layer in range(94):
+        at = f"model.layers.{layer}"
+        tensors += [alone(f"{at}.{norm}_layernorm.weight", (hidden,), layer) for norm in ("input", "post_attention")]
+        tensors += [Tensor(f"{at}.self_attn.{part}_proj.weight", (heads * 128, hidden), layer, f"{at}.qkv_proj", 0,
+                           None, part) for part, heads in (("q", 64), ("k", 4), ("v", 4))]
+        tensors += [alone(f"{at}.self_attn.{part}_norm.weight", (128,), layer) for part in "qk"]
+        tensors += [alone(f"{at}.self_attn.o_proj.weight", (hidden, 64 * 128), layer, 1),
+                    alone(f"{at}.mlp.gate.weight", (128, hidden), layer)]
+        tensors += [each for expert in range(128)
+                    for each in mlp(f"{at}.mlp.experts.{expert}", layer, hidden, 1536, expert)]
+    return Model(around(tensors, 94, 151936, hidden), 94, 128, 64, 4, 128)
+
+
+def deepseek_v3() -> Model:
+    """DeepSeek-V3: 3 dense layers, 58 layers of 256 experts and a shared one, latent attention."""
+    hidden, tensors = 7168, []
+    for layer in range(61):
+        at = f"model.layers.{layer}"
+        tensors += [alone(f"{at}.{norm}_layernorm.weight", (hidden,), layer) for norm in ("input", "post_attention")]
+        tensors += [Tensor(f"{at}.self_attn.{name}.weight", (rows, hidden), layer, f"{at}.fused_qkv_a_proj")
+                    for name, rows in (("q_a_proj", 1536), ("kv_a_proj_with_mqa", 576))]
+        tensors += [alone(f"{at}.self_attn.{name}_a_layernorm.weight", (size,), layer)
+                    for name, size in (("q", 1536), ("kv", 512))]
+        tensors += [alone(f"{at}.self_attn.q_b_proj.weight", (128 * 192, 1536), layer, 0),
+                    alone(f"{at}.self_attn.kv_b_proj.weight", (128 * 256, 512), layer, 0),
+                    alone(f"{at}.self_attn.o_proj.weight", (hidden, 128 * 128), layer, 1)]
+        if layer < 3:
+            tensors += mlp(f"{at}.mlp", layer, hidden, 18432)
+            continue
+        tensors += [alone(f"{at}.mlp.gate.weight", (256, hidden), layer),
+                    alone(f"{at}.mlp.gate.e_score_correction_bias", (256,), layer)]
+        tensors += [each for expert in range(256)
+                    for each in mlp(f"{at}.mlp.experts.{expert}", layer, hidden, 2048, expert)]
+        tensors += mlp(f"{at}.mlp.shared_experts", layer, hidden, 2048)
+    return Model(around(tensors, 61, 129280, hidden), 61, 256)
+
+
+MODELS: dict[str, Callable[[], Model]] = {"qwen3-235b-a22b": qwen3_235b_a22b, "deepseek-v3": deepseek_v3}
+
 
 COLUMNS = ("model", "trainer", "engine", "tensors", "kinds of workers", "MB of tables", "ops of a worker",
            "of a trainer rank", "GB a worker receives", "s a worker: mean, max, check", "s a trainer rank: mean, max")
@@ -89,14 +213,14 @@ CASES = {
 
 
 class Stacked:
-    """Slots of a rank, where parts of one tensor lie one after the other."""
+    """Slots of a rank. Parts of one tensor are stored one after the other."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self._filled: dict[str, int] = {}
 
     def add(self, tensor: Tensor, target: str, ways: int = 1, place: int = 0) -> None:
-        """One of several equal parts of a tensor, along the axis that it is divided on."""
+        """Add one of `ways` equal parts of a tensor along the axis that tensor parallelism divides."""
         if tensor.axis is None or ways == 1:
             self.add_box(tensor.name, target, Box.whole(tensor.shape))
             return
@@ -112,7 +236,10 @@ class Stacked:
 
 
 def fused_rows(model: Model, ways: int, place: int) -> list[tuple[int, int, int]]:
-    """Rows of q, k and v, by number, that a rank has of Megatron's linear_qkv: group after group, divided by rows."""
+    """Return a rank's rows of Megatron's linear_qkv as (0, 1 or 2 for q, k or v; first row; row after the last).
+
+    The rows are stored group after group, and divided among ranks evenly.
+    """
     dim, share = model.head_dim, model.heads // model.kv_heads * model.head_dim
     size = model.kv_heads * (share + 2 * dim) // ways
     found, first = [], 0
@@ -127,7 +254,7 @@ def fused_rows(model: Model, ways: int, place: int) -> list[tuple[int, int, int]
 
 
 def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[Slot]:
-    """What a Megatron rank holds, but for experts."""
+    """Slots of a Megatron rank without experts."""
     held = Stacked()
     rows: dict[str, list[tuple[int, int]]] = {"q": [], "k": [], "v": []}
     for part, start, stop in fused_rows(model, trainer.tp, tp) if model.heads else ():
@@ -142,7 +269,7 @@ def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[Slo
 
 
 def expert_slots(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) -> list[Slot]:
-    """What a Megatron rank holds of experts."""
+    """Slots of a Megatron rank for experts."""
     held, count = Stacked(), model.experts // trainer.ep
     for expert in range(ep * count, (ep + 1) * count):
         for tensor in by_stage(model, trainer.pp).get((stage, expert), ()):
@@ -151,14 +278,14 @@ def expert_slots(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) 
 
 
 def trainer_slots(model: Model, trainer: Trainer, rank: int) -> list[Slot]:
-    """What a Megatron rank holds; ranks are laid out as `tp-ep-dp-pp`."""
+    """All slots of a Megatron rank. Ranks are laid out as `tp-ep-dp-pp`."""
     stage, place = divmod(rank, trainer.tp * trainer.dp)
     return [*dense_slots(model, trainer, stage, place % trainer.tp),
             *expert_slots(model, trainer, stage, place // trainer.etp % trainer.ep, place % trainer.etp)]
 
 
 def trainer_holders(model: Model, trainer: Trainer) -> Holders:
-    """Every box with its ranks."""
+    """Return every box with the ranks that hold it."""
     boxes: dict[str, dict[Box, list[int]]] = {}
     width = trainer.tp * trainer.dp
     parts: list[tuple[list[Slot], list[int]]] = []
@@ -175,7 +302,7 @@ def trainer_holders(model: Model, trainer: Trainer) -> Holders:
 
 
 def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) -> Wants:
-    """What a worker wants; `place` among those that experts are divided over."""
+    """Return what a worker needs. `place` is its index among the workers that share the experts."""
     taken, ways = Stacked(), engine.tp * engine.dp
     each, more = divmod(model.experts, ways)
     own = range(place * each + min(place, more), (place + 1) * each + min(place + 1, more))
@@ -192,7 +319,7 @@ def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) 
 
 
 def all_wants(model: Model, engine: Engine) -> dict[int, Wants]:
-    """What each worker wants; equal ones share an object."""
+    """Return what each worker needs. Workers with equal needs share an object."""
     kinds: dict[tuple[int, int, int], Wants] = {}
     found = {}
     for worker in range(engine.ranks):
@@ -206,20 +333,20 @@ def all_wants(model: Model, engine: Engine) -> dict[int, Wants]:
 
 
 def timed[Result](function: Callable[[], Result]) -> tuple[Result, float]:
-    """What a function returns, and the seconds that a core worked on it."""
+    """Return a function's result and the seconds that a core worked on it."""
     started = time.process_time()
     result = function()
     return result, time.process_time() - started
 
 
 def spread(count: int, planned: int) -> list[int]:
-    """Evenly spaced ranks of `count`, each in another place of its group."""
+    """Choose evenly spaced ranks out of `count`, each at another position in its group."""
     planned = min(planned, count)
     return sorted({(number * count // planned + number * (planned < count)) % count for number in range(planned)})
 
 
 def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int) -> dict[str, Any]:
-    """Plan one model from one layout to another, and say what it cost."""
+    """Plan one model from one layout to another and return the costs."""
     entries = model.entries
     holders, wants = trainer_holders(model, trainer), all_wants(model, engine)
     _, check_holders_s = timed(lambda: check_holders(entries, holders))
@@ -237,7 +364,7 @@ def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int
 
 
 def receive_figures(entries: Sequence[Entry], holders: Holders, wants: Wants, worker: int) -> dict[str, float]:
-    """Plan one worker's share and prove it complete."""
+    """Plan one worker's share and check that it is complete."""
     operations, seconds = timed(lambda: receive_plan(entries, holders, wants, worker))
 
     def check() -> None:
@@ -252,7 +379,7 @@ def receive_figures(entries: Sequence[Entry], holders: Holders, wants: Wants, wo
 
 def send_figures(entries: Sequence[Entry], holders: Holders, slots: Sequence[Slot], tables: dict[int, str],
                  takers: dict[int, int], rank: int) -> dict[str, float]:
-    """Read what workers want of one rank's tensors, and plan its share."""
+    """Read what the workers need of one rank's tensors, and plan its share."""
     names = {slot.name for slot in slots}
     kinds, read_s = timed(lambda: {kind: wants_from_table(json.loads(text), names) for kind, text in tables.items()})
     wants = {worker: kinds[kind] for worker, kind in takers.items()}
@@ -262,7 +389,7 @@ def send_figures(entries: Sequence[Entry], holders: Holders, slots: Sequence[Slo
 
 
 def side(planned: Sequence[dict[str, float]], ranks: int) -> dict[str, Any]:
-    """Figures of one side's ranks: of those that were planned, and totals for all."""
+    """Figures of one side: means and maxima of the planned ranks, totals of all ranks."""
     def of(key: str) -> list[float]:
         return [each[key] for each in planned]
 
@@ -274,11 +401,11 @@ def side(planned: Sequence[dict[str, float]], ranks: int) -> dict[str, Any]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """All cases as a table."""
+    """Show all cases as a table."""
     def layout(sizes: dict[str, int]) -> str:
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "tp")
 
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    rows = [list(COLUMNS)]
     for result in results:
         workers, ranks = result["workers"], result["trainer_ranks"]
         rows.append([
@@ -287,11 +414,11 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             f"{ranks['ops_mean']:,.0f}", f"{workers['bytes_mean'] / 1e9:.1f}",
             f"{workers['seconds_mean']:.2f}, {workers['seconds_max']:.2f}, {workers['check_s_mean']:.2f}",
             f"{ranks['seconds_mean']:.2f}, {ranks['seconds_max']:.2f}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows)
 
 
 def grid[Grid: (Trainer, Engine)](kind: type[Grid], text: str) -> Grid:
-    """`tp=8,pp=2` as a layout."""
+    """Parse a layout such as `tp=8,pp=2`."""
     try:
         return kind(**{name: int(size) for name, size in (part.split("=") for part in text.split(","))})
     except (TypeError, ValueError) as error:
@@ -299,17 +426,15 @@ def grid[Grid: (Trainer, Engine)](kind: type[Grid], text: str) -> Grid:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Plan, print, and give the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--model", choices=MODELS, action="append", help="may be given several times; left out: all")
+    """Plan, print, and return the exit code."""
+    parser = argument_parser(__doc__, device=False)
+    parser.add_argument("--model", choices=MODELS, action="append", help="may be given several times (default: all)")
     parser.add_argument("--trainer", type=partial(grid, Trainer), help="a Megatron grid, such as tp=8,pp=8,dp=8,ep=32")
     parser.add_argument("--engine", type=partial(grid, Engine), action="append",
                         help="engines of vLLM, such as tp=4,dp=8,ep=1,replicas=16; may be given several times")
-    parser.add_argument("--planned", type=int, default=4, help="ranks of each side that are planned")
+    parser.add_argument("--planned", type=int, default=4, help="number of ranks to plan on each side")
     chosen = parser.parse_args(arguments)
-    if chosen.planned < 1:
-        parser.error(f"--planned {chosen.planned}: need at least 1")
+    check_least(parser, chosen, planned=1)
     results = []
     for name in chosen.model or MODELS:
         model, (trainer, engines) = MODELS[name](), CASES[name]

@@ -3,15 +3,14 @@
     python scripts/bench/refit_verify.py --device cpu --dtype bfloat16 --model moe
     python scripts/bench/refit_verify.py --device cuda --model moe --engine-quantization fp8_per_block
 
-A run of train_rl.py (one rank, random weights) first trains with `--refit-verify-interval 1`: no refit may fail. Then
-each fault is put into one refit: `stale` tensors stay those that the engine already has, `swapped` ones come under the
-name of another, or with their rows or heads in another order. Every one is in a single layer, and none changes what
-checksums see. On CUDA the engine shares the trainer's GPU. The last line of output is JSON.
+A run of train_rl.py (one rank, random weights) first trains with `--refit-verify-interval 1`; no refit may fail. Then
+each fault goes into one refit. `stale` tensors keep the values that the engine already has. `swapped` ones come under
+another name, or with rows or heads in another order. Every fault is in a single layer, and none changes checksums. On
+CUDA, the engine shares the trainer's GPU. The last line of output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.registry import model_provider
+from scripts.bench.harness import argument_parser
 
 if TYPE_CHECKING:
     import torch
@@ -53,15 +53,13 @@ ERROR = re.compile(r"after a refit of (.+?), .* differ by (\S+) nats on average,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and give the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    """Run, print, and return the exit code."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", choices=("moe", "dense"), default="moe")
-    parser.add_argument("--size", choices=SIZES, help="left out: medium on CUDA, tiny on the CPU")
-    parser.add_argument("--good", type=int, default=20, help="refits that are right")
-    parser.add_argument("--engine-quantization", default="none", help="as of train_rl.py")
+    parser.add_argument("--size", choices=SIZES, help="default: medium on CUDA, tiny on the CPU")
+    parser.add_argument("--good", type=int, default=20, help="number of refits without a fault")
+    parser.add_argument("--engine-quantization", default="none", help="the flag of train_rl.py")
     parser.add_argument("--flags", default="", help="further flags of train_rl.py")
     chosen = parser.parse_args(arguments)
     size = chosen.size or ("medium" if chosen.device == "cuda" else "tiny")
@@ -72,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         flags += [*EXPERTS[size].split(), "--qk-layernorm"]
     if chosen.device == "cuda":
         flags += ["--engine-placement", "colocated", "--engine-enforce-eager"]
-    from mimo.training.run import launch  # needs torch, which --help does not
+    from mimo.training.run import launch  # imported late, so that --help is quick
 
     with tempfile.TemporaryDirectory() as folder:
         config = parse_as(RlRunConfig, [*flags, "--run-dir", folder, *chosen.flags.split()], DESCRIPTION)
@@ -84,11 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(result: dict[str, Any], config: RlRunConfig, grids: Grids, platform: Platform) -> None:
-    """Train, then put in one fault after the other."""
+    """Train, then try one fault after the other."""
     from mimo.rl.loop import RlLoop
 
     class Measured(RlLoop):
-        """A run that is measured in place of its iterations."""
+        """A run with measurements in place of its iterations."""
 
         def _connect(self, engine: Any) -> None:
             self.engine = engine
@@ -106,7 +104,7 @@ def measure(result: dict[str, Any], config: RlRunConfig, grids: Grids, platform:
 
 
 def train_well(loop: Any, logger: Any, result: dict[str, Any]) -> bool:
-    """Run the iterations, every refit being verified; whether all of them passed."""
+    """Run the iterations with a verification of every refit. Returns whether all passed."""
     from mimo.refit.rendezvous import RefitError
 
     shares: list[dict[str, list[float]]] = []
@@ -136,13 +134,13 @@ def train_well(loop: Any, logger: Any, result: dict[str, Any]) -> bool:
 
 
 def shares_of_limits(loop: Any) -> dict[str, list[float]]:
-    """Mean difference and k3 over their limits, in the last comparisons that passed."""
+    """Mean difference and k3 over their limits in the last comparisons that passed."""
     return {weights: [round(report.mean_difference / report.mean_limit, 3), round(report.kl / report.kl_limit, 3)]
             for weights, report in loop.collector.probe.reports.items()}
 
 
 def caught(loop: Any, fault: Fault) -> dict[str, Any]:
-    """Whether a refit with a fault is refused, and by what."""
+    """Say whether a refit with a fault is refused, and by which comparison."""
     from mimo.refit.rendezvous import RefitError
 
     weights = loop.collector.sender.weights
@@ -166,7 +164,7 @@ def caught(loop: Any, fault: Fault) -> dict[str, Any]:
 
 
 def recover(loop: Any) -> None:
-    """Take the devices back from the engine, and connect with it again where a refit was broken off."""
+    """Take the devices back from the engine, and reconnect if a refit was aborted."""
     from mimo.refit.sender import connect
     from mimo.rl.launch_engine import refit_options
 
@@ -178,7 +176,7 @@ def recover(loop: Any) -> None:
 
 
 def faults(loop: Any) -> dict[str, Fault]:
-    """Faults of one tensor or two, by name."""
+    """Return faults of one or two tensors by name."""
     names = list(loop.collector.sender.weights.prepare())
     model, last = loop.config.model_family, loop.config.model_family.num_layers - 1
     is_moe = any(".experts." in name for name in names)
@@ -208,7 +206,7 @@ def faults(loop: Any) -> dict[str, Fault]:
 
 
 def matching(names: list[str], pattern: str) -> list[str]:
-    """Names that a pattern matches whole."""
+    """Return the names that a pattern matches in full."""
     found = [name for name in names if re.fullmatch(pattern, name)]
     if not found:
         raise SystemExit(f"no tensor matches {pattern}: there are {names[:40]}")
@@ -216,24 +214,24 @@ def matching(names: list[str], pattern: str) -> list[str]:
 
 
 def stale(loop: Any, names: list[str], pattern: str) -> Fault:
-    """Tensors with the values that the engine has, at this refit and the ones that its verification takes."""
+    """Keep the values that the engine has now, in this refit and those of its verification."""
     live = loop.collector.sender.weights.prepare()
     before = {name: live[name].clone() for name in matching(names, pattern)}
     return lambda tensors: tensors | before
 
 
 def exchange(first: str, second: str) -> Fault:
-    """Two tensors under each other's name."""
+    """Exchange the names of two tensors."""
     return lambda tensors: tensors | {first: tensors[second], second: tensors[first]}
 
 
 def rows_reversed(name: str) -> Fault:
-    """The rows of a tensor in another order."""
+    """Reverse the rows of a tensor."""
     return lambda tensors: tensors | {name: tensors[name].flip(0)}
 
 
 def halves(name: str) -> Fault:
-    """The gate for the up projection and the other way round."""
+    """Exchange gate and up projection."""
     def fault(tensors: Tensors) -> Tensors:
         import torch
 
@@ -243,7 +241,7 @@ def halves(name: str) -> Fault:
 
 
 def heads(model: Any, order: Callable[[list[torch.Tensor]], list[torch.Tensor]], layer: int) -> Fault:
-    """The heads of each group of a layer's fused projection (its queries, a key, a value) in another order."""
+    """Reorder the heads of each group (queries, a key, a value) in a layer's fused projection."""
     def fault(tensors: Tensors) -> Tensors:
         import torch
 
@@ -256,17 +254,17 @@ def heads(model: Any, order: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 
 
 def swap_query_and_key(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The first query for the key."""
+    """Exchange the first query and the key."""
     return [heads[-2], *heads[1:-2], heads[0], heads[-1]]
 
 
 def swap_key_and_value(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The key for the value."""
+    """Exchange the key and the value."""
     return [*heads[:-2], heads[-1], heads[-2]]
 
 
 def reverse_queries(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The queries from the last to the first."""
+    """Reverse the order of the queries."""
     return [*heads[:-2][::-1], *heads[-2:]]
 
 

@@ -1,6 +1,6 @@
-"""One rank of an arm of scripts/bench/rl_sweep.py: updates on fabricated rollouts; writes what it measured.
+"""One rank of an arm of scripts/bench/rl_sweep.py: it updates on fabricated rollouts and writes its measurements.
 
-Its arguments are the sweep's settings as JSON, then flags of train_rl.py.
+The arguments are the sweep's settings as JSON, then flags of train_rl.py.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ if TYPE_CHECKING:
     from mimo.rl.policy import PolicyTrainer
     from mimo.rl.rollouts import Completion
 
-# What torch's allocator on the CPU says; its errors have no type of their own.
-# Of the host's memory; of a GPU's, where a library asks for it and not torch's allocator.
+# Messages about the host's memory, and about a GPU's if a library asks for it. These errors have no type of their own.
 MEMORY_MARKS = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory",
                 "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 'out of memory'")
 GIB = 2**30
 
 
 def rollouts(settings: dict[str, Any], config: RlRunConfig, vocab_size: int, step: int) -> list[Completion]:
-    """The completions of a global batch, the same on every rank and for every layout and budget.
+    """Fabricate the completions of a global batch, the same on every rank and for every layout and budget.
 
-    Lengths are log-normal: with the standard deviation s of the logarithm, its mean is ln(mean) - s^2 / 2.
+    Lengths are log-normal. If the logarithm has the standard deviation s, its mean is ln(mean) - s^2 / 2.
     """
     from mimo.rl.rollouts import Completion
 
@@ -55,7 +54,7 @@ def rollouts(settings: dict[str, Any], config: RlRunConfig, vocab_size: int, ste
     for number, length in enumerate(np.clip(np.rint(drawn), 1, longest).astype(int)):
         prompt, place = divmod(number, config.rl.completions_per_prompt)
         ids = rng.integers(0, vocab_size, prompt_length + length).tolist()
-        # Near those of a model that knows nothing, so that importance weights are not all cut.
+        # Close to those of an untrained model, so that not all importance weights are clipped.
         log_probs = (-math.log(vocab_size) - 0.1 * rng.random(length)).tolist()
         found.append(Completion(
             f"prompt {prompt}#{place}", prompt, tuple(ids[:prompt_length]), tuple(ids[prompt_length:]),
@@ -64,11 +63,11 @@ def rollouts(settings: dict[str, Any], config: RlRunConfig, vocab_size: int, ste
 
 
 def limit_memory(limit_gib: float | None, platform: Platform) -> None:
-    """Have tensors above a limit fail: those of the GPU, or on the CPU whatever is allocated from now on."""
+    """Limit the memory of tensors on the GPU or, on the CPU, of everything that is allocated from now on."""
     if limit_gib is None:
         return
     if platform.name == "cpu":
-        # Beyond what Python, its libraries and their threads have by now.
+        # The limit comes on top of what Python, its libraries and their threads hold by now.
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         held, (_, most) = 1024 * int(fields["VmData"].split()[0]), resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (held + int(limit_gib * GIB), most))
@@ -80,7 +79,7 @@ def limit_memory(limit_gib: float | None, platform: Platform) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was not enough memory, of the GPU or of the host."""
+    """Whether an error says that the GPU or the host has not enough memory."""
     import torch
 
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
@@ -88,7 +87,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def peaks(platform: Platform) -> dict[str, int]:
-    """High-water marks, bytes."""
+    """High-water marks of memory in bytes."""
     found = {"allocated": platform.peak_memory_bytes()}
     if platform.name != "cpu":
         import torch
@@ -98,11 +97,11 @@ def peaks(platform: Platform) -> dict[str, int]:
 
 
 class Rank:
-    """This rank's measurements.
+    """The measurements of this rank.
 
     Args:
-        settings: of the sweep.
-        config: of the arm.
+        settings: settings of the sweep.
+        config: configuration of the arm.
         grids: process groups.
         platform: device and backend.
     """
@@ -114,7 +113,7 @@ class Rank:
         self.updates: list[dict[str, float]] = []
 
     def run(self) -> None:
-        """Set up and update; writes the measurements. A rank that runs out of memory writes what it has and ends."""
+        """Set up, update, and write the measurements. A rank that runs out of memory writes what it has and exits."""
         try:
             self._measure()
         except Exception as error:
@@ -124,7 +123,7 @@ class Rank:
                 _, most = resource.getrlimit(resource.RLIMIT_DATA)
                 resource.setrlimit(resource.RLIMIT_DATA, (most, most))
             self._write(" ".join(str(error).split()) or type(error).__name__)
-            # The others wait for this rank in a collective; torchrun ends them when it sees this.
+            # The other ranks wait for this one in a collective. torchrun ends them when this one exits.
             os._exit(1)
         self._write("")
 
@@ -156,7 +155,7 @@ class Rank:
         trainer.parts.watchdog.close()
 
     def _set_up(self) -> PolicyTrainer:
-        """As `mimo.rl.loop.RlLoop`, without an engine."""
+        """Set up the trainer as `mimo.rl.loop.RlLoop` does, without an engine."""
         from mimo.checkpoint.state import RunState
         from mimo.rl.policy import PolicyTrainer
         from mimo.rl.reference import reference_policy
@@ -166,7 +165,7 @@ class Rank:
         config = self.config
         limit_memory(self.settings["memory_limit_gib"], self.platform)
         watchdog = Watchdog(config.train.watchdog_timeout_s, self.grids.describe())
-        # The schedule's sequence is a packed microbatch.
+        # A sequence of the schedule is a packed microbatch.
         train = replace(config.train, seq_length=config.rl.max_tokens_per_microbatch)
         parts = setup_trainer(replace(config, train=train), self.provider, self.grids, self.platform, watchdog)
         state = RunState(config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler)
@@ -176,14 +175,14 @@ class Rank:
 
 
 def main() -> int:
-    """One rank under torchrun; gives the exit code."""
+    """Run one rank under torchrun and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", type=json.loads, help="JSON, as rl_sweep.py writes it; flags of train_rl.py follow")
+    parser.add_argument("settings", type=json.loads, help="JSON from rl_sweep.py; flags of train_rl.py follow")
     given, flags = parser.parse_known_args()
     settings = given.settings
     sys.path.append(os.getcwd())
     config = parse_as(RlRunConfig, flags, "")
-    # The first rank would open the prompts, and has checked them before this was started.
+    # With its own rank, the first process would open the prompts. rl_sweep.py has checked them already.
     layout = validate_rl(config, run_world_size(config, os.environ), rank=-1)
     platform = get_platform(config.train.device)
 

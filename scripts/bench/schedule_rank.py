@@ -1,21 +1,23 @@
 """One rank of scripts/bench/schedule.py: whole steps, and each grid alone on the same microbatches, in turns.
 
-A grid runs alone through the trainer's own schedule, passes in the same order and with as many under way, while the
-ranks of the other grids wait: its bridges send nothing, and what they receive is noise of the right shape.
+A grid runs alone through the trainer's own schedule, with passes in the same order and as many in flight, while the
+ranks of the other grids wait. Its bridges send nothing, and receive noise of the right shape.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 
 from mimo.bridge.disjoint import Bridge
 from mimo.config.validate import num_microbatches, steps_ahead
@@ -25,23 +27,87 @@ from mimo.observability.spans import Interval, Kind, clock_offsets, host_of_cloc
 from mimo.protocols import LANGUAGE
 from mimo.training.loop import TrainingLoop
 from mimo.training.step import TrainerParts, forward_step, run_schedule, train_step
-from scripts.bench.schedule_figures import OFF, ON, Arm, Block, merge
-from scripts.bench.schedule_loss import RankStep
-from scripts.bench.synthetic import Synthetic, install
+from scripts.bench.schedule_figures import OFF, ON, Arm, Block, RankStep, merge
+
+# Share of the forward pass in a forward and backward pass, as in layers without recomputation.
+FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Milliseconds of a microbatch's passes on one stage, forward and backward together.
+
+    Attributes:
+        encoder_ms: time on each encoder.
+        language_ms: time on the language model, the mean over its lanes.
+        spread: share by which neighbouring lanes of the language model take longer and shorter in turn.
+    """
+
+    encoder_ms: float
+    language_ms: float
+    spread: float = 0.0
+
+
+class _Sleep(torch.autograd.Function):
+    """Return the tensor unchanged after a sleep, and its gradient likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+def sleep_in(module: torch.nn.Module, seconds: Iterator[float]) -> None:
+    """Prolong each pass through `module` by `next(seconds)`.
+
+    A third of that is in the forward pass and the rest in the backward pass. If nothing before the output trains, all
+    of it is in the forward pass.
+    """
+    def sleep(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        whole = next(seconds)
+        if not output.requires_grad:
+            time.sleep(whole)
+            return output
+        slept: torch.Tensor = _Sleep.apply(output, FORWARD_SHARE * whole, (1 - FORWARD_SHARE) * whole)
+        return slept
+
+    module.register_forward_hook(sleep)
+
+
+def install(parts: TrainerParts, synthetic: Synthetic, num_microbatches: int) -> None:
+    """Let this rank's modules take the times of `synthetic`."""
+    model, grids = parts.built.model, parts.grids
+    for name in grids.modules:
+        if name == LANGUAGE:
+            lane = grids.layout.language.coordinates(grids.rank)["dp"]
+            times = [synthetic.language_ms / 1000 * (1 + synthetic.spread * (-1) ** (lane + number))
+                     for number in range(num_microbatches)]
+            sleep_in(unwrap_model(model.language_model), itertools.cycle(times))
+            continue
+        submodule = unwrap_model(model.modality_submodules[name])
+        # A frozen encoder may run long before its projector does.
+        frozen = not any(parameter.requires_grad for parameter in submodule.encoder.parameters())
+        sleep_in(submodule.encoder if frozen else submodule, itertools.repeat(synthetic.encoder_ms / 1000))
 
 
 class _NoHandshake:
-    """Stands in for the comparison of both sides of a lane where one of them does not take part."""
+    """Replaces the comparison of both sides of a lane when only one of them takes part."""
 
     waits_for: tuple[int, ...] = ()
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
-        """Nothing to compare."""
+        """Do nothing."""
 
 
 def _noise(bridge: Bridge, what: str, sends: tuple[torch.Tensor, list[int]] | None,
            receives: list[int] | None) -> torch.Tensor | None:
-    """Instead of a bridge's transfer: nothing is sent, what is received is noise."""
+    """Replace a bridge's transfer: send nothing and receive noise."""
     if receives is None:
         return None
     return torch.randn((sum(receives), bridge.hidden_size), dtype=bridge.comm_dtype, device=bridge.device)
@@ -49,7 +115,7 @@ def _noise(bridge: Bridge, what: str, sends: tuple[torch.Tensor, list[int]] | No
 
 @contextmanager
 def silent_bridges(parts: TrainerParts) -> Iterator[TrainerParts]:
-    """Inside, schedules of the parts that it gives move nothing between grids."""
+    """Yield the parts of the trainer with bridges that move nothing between grids."""
     assert parts.communicator is not None, "disjoint grids have bridges"
     bridges = parts.communicator.bridges
     for bridge in bridges:
@@ -66,16 +132,16 @@ class ScheduleLoop(TrainingLoop):
 
     Attributes:
         settings: `blocks`, `warmup_blocks`, `steps` (of an arm in a block) and `synthetic`.
-        blocks: all ranks', on the logging rank.
+        blocks: the timed blocks of all ranks, on the logging rank.
     """
 
     settings: dict[str, Any]
     blocks: list[Block]
-    # To be added to this rank's clock to have that of the first rank.
+    # Difference between the first rank's clock and this rank's.
     _offset_s: float
 
     def _train(self, loader: Any, logger: Any, stop: Any, began: float) -> str | None:
-        """The blocks, in place of the run's iterations; why it stopped early, or None."""
+        """Run the blocks in place of iterations. Returns why the run stopped early, or None."""
         grids = self.grids
         self.blocks = []
         if self.settings["synthetic"] is not None:
@@ -96,7 +162,7 @@ class ScheduleLoop(TrainingLoop):
         return None
 
     def _block(self, loader: Any) -> Block:
-        """One turn of every arm, on this rank."""
+        """Give every arm its turn, and return what this rank did."""
         seen: list[list[Microbatch]] = []
 
         def from_loader() -> tuple[list[Microbatch], list[list[Microbatch]]]:
@@ -109,8 +175,8 @@ class ScheduleLoop(TrainingLoop):
         depth = self.config.train.encoder_prefetch_depth
         if depth:
             ahead = steps_ahead(depth, len(seen[0]))
-            # As many more as the queue looks ahead: every step that counts has passes to prefetch. What comes behind
-            # them is never asked for.
+            # With as many more steps as the queue looks ahead, every step that counts has passes to prefetch. Steps
+            # behind these are never requested.
             again = [*seen, *islice(cycle(seen), ahead)]
             coming = (again[number + 1 : number + 1 + ahead] for number in range(len(again)))
             each = zip(again, coming, strict=True)
@@ -119,14 +185,14 @@ class ScheduleLoop(TrainingLoop):
 
     def _steps(self, next_step: Callable[[], tuple[list[Microbatch], list[list[Microbatch]]]], parts: TrainerParts,
                more: int = 0) -> Arm:
-        """Steps of the trainer, as its own loop has them.
+        """Run steps as the trainer's own loop does.
 
-        The first, before which others ran, does not count, nor do `more` at the end.
+        The first step does not count, because another arm ran before it, nor do the last `more` steps.
 
         Args:
-            next_step: gives a step's microbatches and those of steps after it that may be looked at.
-            parts: of the trainer.
-            more: steps behind those that count.
+            next_step: returns a step's microbatches, and those of the steps after it that may be prefetched.
+            parts: parts of the trainer.
+            more: number of steps after those that count.
         """
         arm, begins, count = Arm(), [], self.settings["steps"]
         for number in range(1 + count + more):
@@ -144,7 +210,7 @@ class ScheduleLoop(TrainingLoop):
         return arm
 
     def _alone(self, module: str, steps: Sequence[list[Microbatch]]) -> Arm:
-        """Forward and backward passes of one grid; on ranks of the others an arm without steps."""
+        """Run forward and backward passes of one grid alone. On ranks of other grids, the arm has no steps."""
         arm = Arm()
         for microbatches in steps:
             self.platform.synchronize()
@@ -166,7 +232,7 @@ class ScheduleLoop(TrainingLoop):
         return arm
 
     def _keep(self, arm: Arm, *, counts: bool = True) -> None:
-        """Put the last step's intervals into `arm`, on the clock of the first rank, or only read them."""
+        """Read the last step's intervals and, if it counts, put them into `arm` on the clock of the first rank."""
         intervals = self.parts.spans.intervals()
         if not counts:
             return

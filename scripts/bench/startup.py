@@ -1,19 +1,19 @@
-"""What a start costs: from typing torchrun to the end of the first optimizer step, by phase, in cold processes.
+"""Measure the start of a run by phase, from the torchrun command to the end of the first optimizer step.
 
     python scripts/bench/startup.py --device cpu --run "disjoint=--encoder-dp 1 --llm-dp 1" \
         --run "colocated=--layout colocated --encoder-dp 2 --llm-dp 2" \
         --model-provider mock --dataset-provider mock --micro-batch-size 2
 
-Each --run is a name and flags of train_hetero.py; all other flags are the same for all, and with no --run there is one
-run with these alone. Runs take turns, in one order and then in the other, --repeats times after --warmup-runs times
-that are left out (they bring files into the host's memory): each time new processes under torchrun, one for each rank.
-Beside them, with as many processes, `baseline` imports torch and what of Megatron any trainer on it imports, plainly
-and nothing else: the imports phase over it says what this trainer's own imports add, or what it saves.
+Each --run is a name and flags of train_hetero.py. All other flags apply to every run; without --run there is one run
+with these flags alone. Runs take turns, in one order and then in the other, --repeats times after --warmup-runs times
+that do not count because they bring files into the host's memory. Each time, torchrun starts new processes, one for
+each rank. Beside them, `baseline` lets as many processes import torch and the parts of Megatron that any trainer on it
+imports, and nothing else. The imports phase over it says what this trainer's own imports add or save.
 
-Phases are the trainer's own (startup.json of its run folder): each ends when the last rank ends it. Before them comes
-`launcher`, from typing the command to the first process of a rank. They sum to the whole; shown are those of the
-repetition whose whole is the median. first/steady is the time of the first iteration over the median of those after
---warmup-steps. The last line of output is JSON; above it the same as a Markdown table, in seconds.
+The phases are those in startup.json of the run folder: each ends when the last rank ends it. Before them comes
+`launcher`, from the command to the first process of a rank. They sum to the whole. The table has the repetition whose
+whole is the median. first/steady is the time of the first iteration over the median of those after --warmup-steps. The
+last line of output is JSON; above it, a Markdown table shows the same in seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,16 +31,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import validate
 from mimo.observability.startup import Phase
-from scripts.bench.tables import device_name
-from scripts.training_runs import ROOT, num_ranks, quiet, train
+from scripts.bench.harness import argument_parser, check_run_names, device_name, plan_runs, table, torchrun_command
+from scripts.training_runs import ROOT, num_ranks, train
 
 LAUNCHER = "launcher"
 PARTS = (LAUNCHER, *(phase.value for phase in Phase))
-# What a process of a trainer on Megatron cannot do without; prints its age.
+# Imports what a trainer on Megatron cannot do without, then prints the age of the process.
 BASELINE = """import logging, warnings; warnings.simplefilter("ignore")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 import torch
@@ -53,28 +50,24 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mimo.observability.startup import process_age_s
 print(process_age_s())"""
 DEFINITIONS = {
-    "whole_s": "typing the command to the end of the first optimizer step, slowest rank: parts_s summed",
+    "whole_s": "from the command to the end of the first optimizer step, slowest rank: the sum of parts_s",
     "first_over_steady": "time of the first iteration over the median of later ones; medians over repetitions",
     "imports_over_baseline": "imports phase over baseline_s; medians over repetitions",
-    "baseline_s": "age of the slowest of as many processes when they have plainly imported torch and Megatron",
+    "baseline_s": "age of the slowest of as many processes once they have imported torch and Megatron alone",
 }
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what of it is for the trainer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    """Return the benchmark's own flags, and those that it passes to the trainer."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--run", action="append", metavar="NAME=FLAGS", help="may be given several times")
     parser.add_argument("--repeats", type=int, default=5, help="starts of each run (5)")
-    parser.add_argument("--warmup-runs", type=int, default=1, help="first starts of each, not in the figures (1)")
+    parser.add_argument("--warmup-runs", type=int, default=1, help="first starts of each, which do not count (1)")
     parser.add_argument("--steps", type=int, default=20, help="iterations of each start (20)")
-    parser.add_argument("--warmup-steps", type=int, default=5, help="first iterations that are not steady ones (5)")
+    parser.add_argument("--warmup-steps", type=int, default=5, help="first iterations, which are not steady yet (5)")
     chosen, further = parser.parse_known_args(arguments)
     chosen.run = chosen.run or ["run="]
-    names = [run.partition("=")[0] for run in chosen.run]
-    if not all(names) or len(set(names)) < len(names):
-        parser.error(f"--run {' '.join(names)}: give each run a name of its own, NAME=FLAGS")
+    check_run_names(parser, chosen.run)
     if not 1 <= chosen.warmup_steps < chosen.steps:
         parser.error(f"--steps {chosen.steps} --warmup-steps {chosen.warmup_steps}: need 1 <= warmup < steps")
     if chosen.repeats < 1 or chosen.warmup_runs < 0:
@@ -82,27 +75,15 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     return chosen, further
 
 
-def planned(chosen: argparse.Namespace, further: list[str]) -> dict[str, tuple[list[str], RunConfig]]:
-    """Flags and configuration of each run, checked. Raises ValueError for what cannot work."""
-    runs = {}
-    for run in chosen.run:
-        name, _, layout = run.partition("=")
-        flags = [*shlex.split(layout), *further, "--device", chosen.device]
-        config = quiet(parse([*flags, "--train-iters", str(chosen.steps)]))
-        validate(config, num_ranks(config))
-        runs[name] = (flags, config)
-    return runs
-
-
 def start(config: RunConfig, folder: Path, warmup_steps: int) -> dict[str, Any]:
     """Start a run once and train to its end.
 
     Returns:
-        parts_s: seconds by part; whole_s: their sum; first_s and steady_s: of iterations; process_groups and
-        process_groups_of_a_rank.
+        `parts_s` (seconds by part), `whole_s` (their sum), `first_s` and `steady_s` (of iterations), `process_groups`
+        and `process_groups_of_a_rank`.
 
     Raises:
-        RuntimeError: as `scripts.training_runs.train`.
+        RuntimeError: the run failed.
     """
     began = time.time()
     records = train(config, folder)
@@ -114,15 +95,15 @@ def start(config: RunConfig, folder: Path, warmup_steps: int) -> dict[str, Any]:
 
 
 def parts(began_unix_s: float, found: dict[str, Any]) -> dict[str, Any]:
-    """`whole_s` and `parts_s` of a start that was typed at `began_unix_s`, from its startup.json."""
+    """Return `whole_s` and `parts_s` of a start at `began_unix_s` from its startup.json."""
     whole_s = found["ended_unix_s"] - began_unix_s
     return {"whole_s": whole_s, "parts_s": {LAUNCHER: whole_s - found["seconds"], **found["phases"]}}
 
 
 def baseline(ranks: int) -> float:
-    """Seconds after which the last of as many processes has imported what it must. Raises RuntimeError."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT),
-                                                                             os.environ.get("PYTHONPATH")]))}
+    """Seconds until the last of `ranks` processes has imported torch and Megatron. Raises RuntimeError if one fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
     processes = [subprocess.Popen([sys.executable, "-c", BASELINE], stdout=subprocess.PIPE, text=True, env=environment)
                  for _ in range(ranks)]
     outputs = [process.communicate()[0] for process in processes]
@@ -132,7 +113,7 @@ def baseline(ranks: int) -> float:
 
 
 def summary(starts: list[dict[str, Any]], baselines: list[float]) -> dict[str, Any]:
-    """Figures of all starts of a run."""
+    """Summarise all starts of a run."""
     middle = sorted(starts, key=lambda one: one["whole_s"])[(len(starts) - 1) // 2]
     imports = statistics.median(one["parts_s"][Phase.IMPORTS] for one in starts)
     return {"whole_s": middle["whole_s"], "parts_s": middle["parts_s"],
@@ -146,10 +127,10 @@ def summary(starts: list[dict[str, Any]], baselines: list[float]) -> dict[str, A
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """The runs that came to their end as a table."""
+    """Show the runs that did not fail as a table."""
     header = ["run", "ranks", "whole", *PARTS, "baseline of imports", "first iteration", "steady", "first/steady",
               "process groups", "of a rank"]
-    rows = [header, ["---"] * len(header)]
+    rows = [header]
     for result in results:
         if "error" not in result:
             seconds = [result["whole_s"], *(result["parts_s"].get(part, 0.0) for part in PARTS), result["baseline_s"]]
@@ -157,12 +138,12 @@ def markdown(results: list[dict[str, Any]]) -> str:
                          f"{result['first_iteration_s']:.3f}", f"{result['steady_iteration_s']:.3f}",
                          f"{result['first_over_steady']:.1f}", str(result["process_groups"]),
                          str(result["process_groups_of_a_rank"])])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows)
 
 
 def measure(chosen: argparse.Namespace, runs: dict[str, tuple[list[str], RunConfig]],
             folder: Path) -> list[dict[str, Any]]:
-    """All starts of all runs, in turns; a run that fails once is not started again."""
+    """Start all runs in turns. A run that fails once is not started again."""
     starts: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     baselines: dict[str, list[float]] = {name: [] for name in runs}
     errors: dict[str, str] = {}
@@ -182,17 +163,17 @@ def measure(chosen: argparse.Namespace, runs: dict[str, tuple[list[str], RunConf
                 baselines[name].append(bare)
     results = []
     for name, (flags, config) in runs.items():
-        command = ["torchrun", "--nproc-per-node", str(num_ranks(config)), "train_hetero.py", *flags]
         figures = {"error": errors[name]} if name in errors else summary(starts[name], baselines[name])
-        results.append({"name": name, "ranks": num_ranks(config), **figures, "command": shlex.join(command)})
+        results.append({"name": name, "ranks": num_ranks(config), **figures,
+                        "command": torchrun_command(flags, config)})
     return results
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all, print, and give the exit code: 1 where a run failed, 2 where one cannot work."""
+    """Run all and print. Returns the exit code: 1 if a run failed, 2 if the flags of one cannot work."""
     chosen, further = parse_arguments(arguments)
     try:
-        runs = planned(chosen, further)
+        runs = plan_runs(chosen.run, [*further, "--device", chosen.device], chosen.steps)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,16 +1,16 @@
-"""What the step timeline costs: steps with and without it in turn, in one run.
+"""Measure what the step timeline costs: steps with and without it in turn, in one run.
 
     python scripts/bench/timeline.py --device cpu --encoder-dp 1 --llm-dp 1 --model-provider mock \
         --dataset-provider mock --seq-length 256 --micro-batch-size 2
 
-Starts the trainer under torchrun, with as many processes as the grids of the flags have ranks. Flags that are not the
-benchmark's are train_hetero.py's; on a CPU float32 and local layers stand before them. Every step trains on the first
-global batch, in the order off, on, on, off, so that what drifts meets both alike. A step lasts from its begin to that
-of the next, with what the timeline reads and agrees on after it, and with writing its figures: metrics.jsonl, and with
---tensorboard-dir TensorBoard, get those of every step, the timeline's own only of steps that have it. The first
---warmup-steps steps are left out. `ratio` is the median, over fours of steps, of the time of the two with the timeline
-over that of the two without; `ratio_low` and `ratio_high` hold 95 % of the medians of fours drawn again and again. The
-last line of output is JSON; above it the same as a Markdown table.
+The benchmark starts the trainer under torchrun with one process for each rank of the grids. It passes flags that it
+does not know to train_hetero.py, on a CPU after those for float32 and local layers. Every step trains on the first
+global batch, in the order off, on, on, off, so that drift affects both alike. A step lasts from its begin to that of
+the next. It includes what the timeline reads and exchanges after the step, and writing the figures: metrics.jsonl (and
+TensorBoard with --tensorboard-dir) gets those of every step, and the timeline's own in steps that have it. The first
+--warmup-steps steps do not count. `ratio` is the median, over groups of four steps, of the time of the two steps with
+the timeline over that of the two without. `ratio_low` and `ratio_high` enclose 95 % of the medians of resampled groups.
+The last line of output is JSON; above it, a Markdown table shows the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,21 +33,19 @@ from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.bench import presets
-from scripts.bench.tables import device_name
-from scripts.training_runs import num_ranks, quiet
+from scripts.bench.harness import argument_parser, check_gpus, device_name, table
+from scripts.training_runs import num_ranks, quiet, torchrun
 
-# off, on, on, off
+# Whether each step of four has the timeline.
 PATTERN = (False, True, True, False)
 RESAMPLES = 1000
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what of it is for the trainer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    """Return the benchmark's own flags, and those that it passes to the trainer."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="timed steps, half of them without the timeline")
-    parser.add_argument("--warmup-steps", type=int, default=20, help="first steps, not in the figures")
+    parser.add_argument("--warmup-steps", type=int, default=20, help="first steps, which do not count")
     chosen, further = parser.parse_known_args(arguments)
     if chosen.steps < len(PATTERN) or chosen.steps % len(PATTERN) or chosen.warmup_steps < 1:
         parser.error(f"--steps {chosen.steps} --warmup-steps {chosen.warmup_steps}: need a multiple of {len(PATTERN)} "
@@ -57,15 +54,15 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 
 def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
-    """The run's configuration, checked. Raises ValueError for flags that cannot work."""
-    # One more step, whose begin ends the last one that counts.
+    """Return the checked configuration of the run. Raises ValueError for flags that cannot work."""
+    # One more step: its begin is the end of the last step that counts.
     iterations = chosen.warmup_steps + chosen.steps + 1
     given = parse([*presets.flags(chosen.device, "none"), *further, "--train-iters", str(iterations)])
     if not given.observe.timeline:
-        raise ValueError("--no-timeline leaves nothing to measure")
+        raise ValueError("--no-timeline: the benchmark measures the timeline, so leave this flag out")
     config = quiet(given)
     config = replace(config, observe=replace(config.observe, tensorboard_dir=given.observe.tensorboard_dir))
-    presets.check_gpus(chosen.device, validate(config, num_ranks(config)).world_size)
+    check_gpus(chosen.device, validate(config, num_ranks(config)).world_size)
     return config
 
 
@@ -75,7 +72,7 @@ def is_on(index: int) -> bool:
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Figures of the timed steps, in order."""
+    """Return the figures of the timed steps, which are in order."""
     def ratio(four: list[float]) -> float:
         on, off = (sum(second for index, second in enumerate(four) if is_on(index) == arm) for arm in (True, False))
         return on / off
@@ -90,7 +87,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
-    """One process of the run; the logging rank prints."""
+    """Run one process. The logging rank prints."""
     from mimo.training.run import launch
 
     begins: list[float] = []
@@ -124,16 +121,14 @@ def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
 
 
 def report(chosen: argparse.Namespace, begins: list[float], ranks: int) -> None:
-    """Print the figures."""
     found = summary([two - one for one, two in zip(begins, begins[1:], strict=False)])
-    print("| " + " | ".join(found) + " |\n|" + " --- |" * len(found))
-    print("| " + " | ".join(f"{value:.4f}" for value in found.values()) + " |")
+    print(table([list(found), [f"{value:.4f}" for value in found.values()]]))
     print(json.dumps({"device": chosen.device, "device_name": device_name(chosen.device), "ranks": ranks,
                       "steps": chosen.steps, "warmup_steps": chosen.warmup_steps, **found}), flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks, or be one of them; gives the exit code."""
+    """Start the ranks, or be one of them. Returns the exit code."""
     chosen, further = parse_arguments(arguments)
     try:
         config = configure(chosen, further)
@@ -144,9 +139,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="timeline-bench-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                   str(num_ranks(config)), __file__, *arguments]
-        return subprocess.run(command, check=False, env={**os.environ, "TIMELINE_BENCH_DIR": folder}).returncode
+        return torchrun(__file__, num_ranks(config), arguments, TIMELINE_BENCH_DIR=folder)
 
 
 if __name__ == "__main__":

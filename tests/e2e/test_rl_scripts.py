@@ -17,7 +17,7 @@ import pytest
 from mimo import registry
 from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import RlRunConfig, validate_rl
-from scripts.bench.models import MODELS
+from scripts.bench.presets import MODELS
 from scripts.rl import hf_model, wait_for_ray
 from tests.support.launch import ROOT, put_commands
 from tests.support.small_tokenizer import write_tokenizer

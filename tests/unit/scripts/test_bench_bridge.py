@@ -10,10 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.bench import bridge_arms
+from scripts.bench import bridge_rank
 from scripts.bench.bridge import CASES, cases_of, markdown, parse_arguments, parse_case, unsupported, with_ratios
-from scripts.bench.bridge_arms import BACKWARD, FORWARD, Payload, RawP2P, checker, counted, run_microbatches
-from scripts.bench.bridge_rank import layout_of
+from scripts.bench.bridge_rank import (
+    BACKWARD,
+    FORWARD,
+    Payload,
+    RawP2P,
+    checker,
+    counted,
+    layout_of,
+    run_microbatches,
+)
 
 CPU = torch.device("cpu")
 HIDDEN = 8
@@ -146,7 +154,7 @@ def test_what_is_counted(monkeypatch):
     assert (counts.messages, counts.p2p_bytes, counts.broadcasts, counts.broadcast_bytes) == (2, 32, 1, 32)
     assert counts.host_syncs == 4
     assert torch.ones(1).item() == 1.0 and counts.host_syncs == 4, "everything is as before"
-    assert bridge_arms.dist.send(tensor) == []
+    assert bridge_rank.dist.send(tensor) == []
 
 
 def test_the_wheel_is_left_out_where_it_would_be_wrong():

@@ -13,9 +13,9 @@ import pytest
 from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
-from scripts.bench import layouts, layouts_runs
+from scripts.bench import layouts
 from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, all_layouts, by_split, grids, search
-from scripts.bench.layouts_runs import OUT_OF_MEMORY, Outcome, outcome_of
+from scripts.bench.layouts import OUT_OF_MEMORY, Outcome, outcome_of
 
 BASE = """--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16
 --train-iters 1""".split()
@@ -235,19 +235,19 @@ def started(monkeypatch) -> list[list[str]]:
         (folder / "output.txt").write_text("what it said")
         return folder / "output.txt"
 
-    monkeypatch.setattr(layouts_runs, "launch", launch)
+    monkeypatch.setattr(layouts, "launch", launch)
     return launches
 
 
 def test_runs_share_their_processes_up_to_one_that_fails(started, tmp_path, capsys):
     config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
     names = ["one", "bad", "two", "three"]
-    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, 1, None)
+    found = layouts.run_all([config] * 4, names, tmp_path, 2, 1, 1, None)
     assert started == [names, ["two", "three"]]
     assert [outcome.error for outcome in found] == ["", OUT_OF_MEMORY, "", ""] and found[3].tokens_per_s == 200
     assert "bad: out-of-memory-rank1: no room" in capsys.readouterr().err
     started.clear()
-    found = layouts_runs.run_all([config] * 4, names, tmp_path, 2, 1, 1, None, fresh=True)
+    found = layouts.run_all([config] * 4, names, tmp_path, 2, 1, 1, None, fresh=True)
     assert started == [[name] for name in names] and [bool(outcome.error) for outcome in found] == [0, 1, 0, 0]
 
 
@@ -255,7 +255,7 @@ def test_folders_of_an_earlier_invocation_count_for_nothing(started, tmp_path):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "done").touch()
     config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
-    assert [outcome.error for outcome in layouts_runs.run_all([config], ["bad"], tmp_path, 2, 1, 1, None)] == [
+    assert [outcome.error for outcome in layouts.run_all([config], ["bad"], tmp_path, 2, 1, 1, None)] == [
         OUT_OF_MEMORY]
 
 

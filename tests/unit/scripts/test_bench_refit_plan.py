@@ -6,28 +6,27 @@ import json
 
 import pytest
 
-from scripts import refit_models
 from scripts.bench import refit_plan
 
 
-def small() -> refit_models.Model:
+def small() -> refit_plan.Model:
     """Four layers of four experts with grouped-query attention."""
     layers = []
     for layer in range(4):
         at = f"model.layers.{layer}"
-        layers += [refit_models.alone(f"{at}.norm.weight", (16,), layer),
-                   *(refit_models.Tensor(f"{at}.{part}_proj.weight", (heads * 4, 16), layer, f"{at}.qkv", 0, None, part)
+        layers += [refit_plan.alone(f"{at}.norm.weight", (16,), layer),
+                   *(refit_plan.Tensor(f"{at}.{part}_proj.weight", (heads * 4, 16), layer, f"{at}.qkv", 0, None, part)
                      for part, heads in (("q", 8), ("k", 2), ("v", 2))),
-                   refit_models.alone(f"{at}.e_score_correction_bias", (4,), layer),
+                   refit_plan.alone(f"{at}.e_score_correction_bias", (4,), layer),
                    *(each for expert in range(4)
-                     for each in refit_models.mlp(f"{at}.experts.{expert}", layer, 16, 32, expert))]
-    return refit_models.Model(refit_models.around(layers, 4, 64, 16), 4, 4, 8, 2, 4)
+                     for each in refit_plan.mlp(f"{at}.experts.{expert}", layer, 16, 32, expert))]
+    return refit_plan.Model(refit_plan.around(layers, 4, 64, 16), 4, 4, 8, 2, 4)
 
 
 @pytest.mark.parametrize(("engine", "copies"), [("tp=4,replicas=2", 2), ("tp=2,pp=2,dp=2,ep=1", 1)])
 def test_both_sides_come_to_the_same_sum(engine: str, copies: int, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(refit_models.MODELS, "deepseek-v3", small)
+    monkeypatch.setitem(refit_plan.MODELS, "deepseek-v3", small)
     arguments = ["--model", "deepseek-v3", "--trainer", "tp=4,pp=2,dp=2,ep=4", "--engine", engine, "--planned", "99"]
     assert refit_plan.main(arguments) == 0
     table, *_, last = (lines := capsys.readouterr().out.splitlines())

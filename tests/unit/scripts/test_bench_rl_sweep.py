@@ -71,5 +71,5 @@ def test_figures_are_of_the_slowest_rank_and_of_each_lane_once():
     assert (row["peak_gib"], row["reserved_gib"]) == (2.0, 3.0)
     arm.error = "out of memory"
     assert rl_sweep.figures(arm)["update_s"] is None
-    assert rl_sweep.markdown(rl_sweep.COLUMNS, [rl_sweep.figures(arm)], 3).splitlines()[2].startswith(
+    assert rl_sweep.table_of(rl_sweep.COLUMNS, [rl_sweep.figures(arm)], 3).splitlines()[2].startswith(
         "| --llm-dp 2 --llm-tp 2 | 500 | 4 | out of memory |  |")

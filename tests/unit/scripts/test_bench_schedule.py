@@ -13,17 +13,26 @@ from hypothesis import strategies as st
 from mimo.config.trainer import LayoutConfig
 from mimo.grid.layout import build_layout
 from mimo.observability.spans import Interval, Kind, Label
-from scripts.bench import bounds, schedule
-from scripts.bench.schedule_figures import Arm, UnexplainedTimeError, figures, median_block, merge
-from scripts.bench.schedule_loss import (
+from scripts.bench import schedule
+from scripts.bench.layout_search import split_efficiency
+from scripts.bench.schedule_figures import (
     PARTS,
+    Arm,
     RankStep,
+    UnexplainedTimeError,
+    bubble_share,
     charge,
     cut,
+    figures,
     mean_pass_seconds,
+    median_block,
+    merge,
     merged,
     microbatch_seconds,
+    prefetch_bound,
+    prefetch_bound_of_step,
     split,
+    straggler_factor,
 )
 from tests.support.launch import ROOT
 
@@ -136,27 +145,27 @@ def test_the_parts_sum_to_the_step_whatever_the_ranks_do(texts, lanes):
 def test_times_of_microbatches_are_those_of_lanes():
     steps = [rank(0, "language", "FFBBFB", 0), rank(1, "language", "FBFFBB", 1), rank(2, "vision", "FFFFBB")]
     assert microbatch_seconds(steps, "language") == [[4, 2], [2, 4]]
-    assert bounds.straggler_factor([[4, 2], [2, 4]]) == pytest.approx(8 / 6)
+    assert straggler_factor([[4, 2], [2, 4]]) == pytest.approx(8 / 6)
 
 
 def test_bounds():
-    assert bounds.prefetch_bound(1, 1) == 2 and bounds.prefetch_bound(1, 3) == pytest.approx(4 / 3)
-    assert bounds.prefetch_bound_of_step(1, 3, 1) == bounds.prefetch_bound(1, 3)
-    assert bounds.prefetch_bound_of_step(3, 1, 1) == bounds.prefetch_bound(3, 1)
-    assert bounds.prefetch_bound_of_step(2, 2, 4) == pytest.approx(5 / 4)
+    assert prefetch_bound(1, 1) == 2 and prefetch_bound(1, 3) == pytest.approx(4 / 3)
+    assert prefetch_bound_of_step(1, 3, 1) == prefetch_bound(1, 3)
+    assert prefetch_bound_of_step(3, 1, 1) == prefetch_bound(3, 1)
+    assert prefetch_bound_of_step(2, 2, 4) == pytest.approx(5 / 4)
     # Two stages of 60 behind an encoder of 30, and stages of 30 behind one of 60.
-    assert bounds.prefetch_bound_of_step(30, 60, 1, 2) == bounds.prefetch_bound(30, 120) == pytest.approx(150 / 120)
-    assert bounds.prefetch_bound_of_step(60, 30, 1, 2) == pytest.approx(120 / 60)
-    assert bounds.prefetch_bound_of_step(30, 60, 3, 2) == pytest.approx((30 + 120 + 120) / 240)
-    assert bounds.prefetch_bound_of_step(1, 3, 10**6) == pytest.approx(1, rel=1e-5)
-    assert bounds.bubble_share(1, 4) == 0 and bounds.bubble_share(4, 4) == pytest.approx(3 / 7)
+    assert prefetch_bound_of_step(30, 60, 1, 2) == prefetch_bound(30, 120) == pytest.approx(150 / 120)
+    assert prefetch_bound_of_step(60, 30, 1, 2) == pytest.approx(120 / 60)
+    assert prefetch_bound_of_step(30, 60, 3, 2) == pytest.approx((30 + 120 + 120) / 240)
+    assert prefetch_bound_of_step(1, 3, 10**6) == pytest.approx(1, rel=1e-5)
+    assert bubble_share(1, 4) == 0 and bubble_share(4, 4) == pytest.approx(3 / 7)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(0.01, 100), st.floats(0.01, 100))
 def test_a_split_is_whole_where_each_grid_has_gpus_as_it_has_work(encoder, language, one, two):
     ranks = {"vision": encoder, "language": language}
-    assert bounds.split_efficiency(ranks, {"vision": 3.0 * encoder, "language": 3.0 * language}) == pytest.approx(1)
-    found = bounds.split_efficiency(ranks, {"vision": one, "language": two})
+    assert split_efficiency(ranks, {"vision": 3.0 * encoder, "language": 3.0 * language}) == pytest.approx(1)
+    found = split_efficiency(ranks, {"vision": one, "language": two})
     share = one / (one + two)
     expected = min(encoder / (encoder + language) / share, language / (encoder + language) / (1 - share))
     assert found == pytest.approx(expected) and 0 < found <= 1 + 1e-9
@@ -204,7 +213,7 @@ def test_the_block_in_the_middle():
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--layout", "colocated"], "--layout colocated with 1 encoders"),
-    (["--no-timeline"], "--no-timeline leaves nothing to measure with"),
+    (["--no-timeline"], "--no-timeline: the benchmark measures with the timeline"),
     (["--global-batch-size", "3", "--llm-dp", "2"], "--global-batch-size 3 is not a multiple"),
     (["--synthetic", "5"], "5 is not ENC_MS,LM_MS"),
     (["--blocks", "0"], "--blocks 0 is below 1"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from scripts.bench import startup, train
-from scripts.bench.startup import LAUNCHER, PARTS, markdown, parse_arguments, parts, planned, summary
+from scripts.bench.harness import plan_runs
+from scripts.bench.startup import LAUNCHER, PARTS, markdown, parse_arguments, parts, summary
 
 FLAGS = ["--device", "cpu", "--model-provider", "mock", "--dataset-provider", "mock"]
 
@@ -42,11 +43,11 @@ def test_the_middle_repetition_is_shown():
 def test_runs_are_checked_before_anything_starts(capsys):
     chosen, further = parse_arguments([*FLAGS, "--run", "a=--encoder-dp 1 --llm-dp 1", "--run",
                                        "b=--layout colocated"])
-    runs = planned(chosen, further)
+    runs = plan_runs(chosen.run, further, chosen.steps)
     assert list(runs) == ["a", "b"] and runs["a"][1].train.train_iters == 20
     chosen, further = parse_arguments([*FLAGS, "--run", "a=--llm-dp 2 --global-batch-size 3"])
     with pytest.raises(ValueError, match="global-batch-size"):
-        planned(chosen, further)
+        plan_runs(chosen.run, further, chosen.steps)
     with pytest.raises(SystemExit):
         parse_arguments([*FLAGS, "--steps", "5", "--warmup-steps", "5"])
     assert "need 1 <= warmup < steps" in capsys.readouterr().err

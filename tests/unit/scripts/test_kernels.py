@@ -82,7 +82,8 @@ def test_a_table_and_then_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (None, "No such file"), ("{", "is no trace of torch's profiler"), ('{"a": 1}', "is no trace of torch's profiler"),
+    (None, "No such file"), ("{", "is not a trace of torch's profiler"),
+    ('{"a": 1}', "is not a trace of torch's profiler"),
     ('{"traceEvents": []}', "the trace has no kernels of a GPU"),
 ])
 def test_what_is_no_trace_of_a_gpu_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,

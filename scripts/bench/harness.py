@@ -1,0 +1,111 @@
+"""Command lines, checks and output that the benchmarks have in common.
+
+A benchmark prints Markdown tables and ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mimo.config.cli import parse
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import validate
+from scripts.training_runs import num_ranks, quiet
+
+
+def argument_parser(text: str | None, *, device: bool = True, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser that shows a program's docstring as it is written and takes no abbreviated flags."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, **options)
+    if device:
+        parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    return parser
+
+
+def check_least(parser: argparse.ArgumentParser, chosen: argparse.Namespace, **least: float) -> None:
+    """End the program with a usage error if a flag that was given is below its least value."""
+    for name, bound in least.items():
+        value = vars(chosen)[name]
+        if value is not None and not value >= bound:
+            parser.error(f"--{name.replace('_', '-')} {value} is below {bound}")
+
+
+def check_run_names(parser: argparse.ArgumentParser, runs: Sequence[str]) -> None:
+    """End the program with a usage error unless each `--run NAME=FLAGS` has a name of its own."""
+    names = [run.partition("=")[0] for run in runs]
+    if not all(names) or len(set(names)) < len(names):
+        parser.error(f"--run {' '.join(names)}: give each run a name of its own, NAME=FLAGS")
+
+
+def plan_runs(runs: Sequence[str], further: Sequence[str], steps: int) -> dict[str, tuple[list[str], RunConfig]]:
+    """Return the trainer's flags and the checked configuration of each `--run NAME=FLAGS`.
+
+    Raises:
+        ValueError: the trainer refuses a configuration.
+    """
+    planned = {}
+    for run in runs:
+        name, _, layout = run.partition("=")
+        flags = [*shlex.split(layout), *further]
+        config = quiet(parse([*flags, "--train-iters", str(steps)]))
+        validate(config, num_ranks(config))
+        planned[name] = (flags, config)
+    return planned
+
+
+def torchrun_command(flags: Sequence[str], config: RunConfig) -> str:
+    """Return the command that a user would type to start a run."""
+    return shlex.join(["torchrun", "--nproc-per-node", str(num_ranks(config)), "train_hetero.py", *flags])
+
+
+def format_value(value: Any) -> str:
+    """Format a figure for a cell of a table. None becomes an empty cell."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def table(rows: Sequence[Sequence[Any]]) -> str:
+    """Format rows as a Markdown table. The first row is the head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(map(format_value, row))} |" for row in lines)
+
+
+def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], error_cell: int) -> str:
+    """Format rows of figures as a Markdown table.
+
+    Args:
+        columns: title of each column, and the key of its figures.
+        rows: figures by key. `error` says why a row has none; it is empty otherwise.
+        error_cell: index of the column that shows the error.
+    """
+    lines = [list(columns)]
+    for row in rows:
+        lines.append([format_value(row[key]) for key in columns.values()])
+        if row["error"]:
+            lines[-1][error_cell] = row["error"]
+    return table(lines)
+
+
+def device_name(device: str) -> str:
+    """Name of the GPU, or of the processor."""
+    import torch  # imported late, so that --help is quick
+
+    return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+
+
+def check_gpus(device: str, ranks: int, whose: str = "the grids have") -> None:
+    """Raise ValueError if this host has fewer GPUs than ranks are to run on."""
+    if device == "cpu":
+        return
+    import torch
+
+    there = torch.cuda.device_count()
+    if ranks > there:
+        raise ValueError(f"--device cuda: {whose} {ranks} ranks, this host has {there} GPUs")
