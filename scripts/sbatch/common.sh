@@ -1,28 +1,28 @@
 # shellcheck shell=bash
-# What the scripts beside this file share: arithmetic, checks, launching, stopping, requeueing. A script sets its values,
-# sources this file and calls launch_training with the trainer's flags. No training value is here.
+# Functions of all jobs: arithmetic, checks, launching, stopping, requeueing. A script sets its values, sources this file
+# and calls launch_training with the trainer's flags. This file holds no value of a run.
 #
-# Sourced from the folder where sbatch was typed, the top of the checkout: Slurm runs a copy of the script elsewhere.
+# It is sourced from the folder where sbatch was called, the top of the checkout, because Slurm runs a copy of the script
+# elsewhere.
 #
-# The script that sources this file has set them.
-# shellcheck disable=SC2153
+# shellcheck disable=SC2153 # the script that sources this file sets these variables
 
 ROOT="$SLURM_SUBMIT_DIR"
-# What the user has to edit, and what a script has to set.
+# Paths that the user has to edit, and values that a script has to set.
 SITE_PATHS=(PYTHON DATA_PATH TOKENIZER NEMOTRON_CHECKPOINT RUN_DIR)
 VALUES=(GPUS_PER_NODE ENCODER_NODES LLM_NODES ENCODER_TP LLM_TP GBS MBS TRAIN_SAMPLES)
-# Seconds that torchrun gives the ranks to save after SIGTERM; --signal of a script leaves 30 s more.
+# Seconds that torchrun leaves the ranks to save after SIGTERM. --signal of a script leaves 30 s more.
 SHUTDOWN_TIMEOUT_S=570
-# Seconds that the nodes have to appear: hundreds of processes read Python and torch from one file system.
+# Seconds for the nodes to appear, while hundreds of processes read Python and torch from one file system.
 PREFLIGHT_TIMEOUT_S=300
 # A run that is requeued more often than this has another problem.
 MAX_REQUEUES=200
-# Folders and files that every node copies to STAGE_TO, on its own disk; a script that copies nothing sets neither.
+# Folders and files that every node copies to STAGE_TO on its own disk. A script that copies nothing sets neither.
 [[ -v STAGE_FROM ]] || STAGE_FROM=()
 [[ -v STAGE_TO ]] || STAGE_TO=
-# The file that preflight.py --dry-run wants the command in; a job has none.
+# File into which preflight.py --dry-run wants the command. A job has none.
 PRINT_COMMAND="${PRINT_COMMAND:-}"
-# Slurm leaves it unset in the first attempt.
+# Slurm does not set it in the first attempt.
 ATTEMPT="${SLURM_RESTART_COUNT:-0}"
 stopped=
 
@@ -32,11 +32,11 @@ die() {
     exit 2
 }
 
-# Words behind a script's name reach only what hands them on, and says so by TAKES_FLAGS=1.
+# Only a script with TAKES_FLAGS=1 passes on the words after its name.
 [[ -v TAKES_FLAGS ]] || (($# == 0)) || die "$*: this script takes no flags; edit those in it"
 
-# Refuse flags that the job is requeued by, and that a variable of the script sets: pairs of flag and variable, a lone
-# --, then what was typed.
+# Refuse flags that decide about requeueing and that a variable of the script sets. The arguments are pairs of flag and
+# variable, then --, then the words that the user gave.
 refuse_flags() {
     local -A variables=()
     local word flag
@@ -49,34 +49,41 @@ refuse_flags() {
         flag="${word%%=*}"
         flag="${flag//_/-}"
         [[ -z "$flag" || -z "${variables[$flag]:-}" ]] ||
-            die "$flag: the job is requeued by what the script sets; edit ${variables[$flag]} in it instead"
+            die "$flag: the script needs this value to requeue the job; edit ${variables[$flag]} in it instead"
     done
 }
 
-# Refuse variables that are not set or empty.
+# Refuse variables that are not set, or empty.
 require_set() {
     local name
     for name in "$@"; do
-        [[ -n "${!name+set}" && -n "${!name}" ]] || die "$name is not set; set it near the top of the script"
+        [[ -n "${!name+set}" && -n "${!name}" ]] || die "$name is not set; set it in the script"
     done
 }
 
-# $1 / $2 where it comes out even; $3 says what for.
+# Set quotient to $1 / $2, which must be a whole number. $3 describes it for the error.
 divide() {
     (($1 % $2 == 0)) || die "$3: $1 is not divisible by $2"
     quotient=$(($1 / $2))
 }
 
-# Data-parallel sizes and microbatches from what a script sets; prints them.
+# Derive layout, data-parallel sizes and microbatches from the values of a run, and print them.
 derive_sizes() {
     local quotient
     require_set "${SITE_PATHS[@]}" "${VALUES[@]}"
-    divide $((ENCODER_NODES * GPUS_PER_NODE)) "$ENCODER_TP" \
-        "ENCODER_DP = ENCODER_NODES $ENCODER_NODES * GPUS_PER_NODE $GPUS_PER_NODE / ENCODER_TP $ENCODER_TP"
-    ENCODER_DP=$quotient
     divide $((LLM_NODES * GPUS_PER_NODE)) "$LLM_TP" \
         "LLM_DP = LLM_NODES $LLM_NODES * GPUS_PER_NODE $GPUS_PER_NODE / LLM_TP $LLM_TP"
     LLM_DP=$quotient
+    # shellcheck disable=SC2034 # read by the script
+    if ((ENCODER_NODES > 0)); then
+        LAYOUT=disjoint
+        divide $((ENCODER_NODES * GPUS_PER_NODE)) "$ENCODER_TP" \
+            "ENCODER_DP = ENCODER_NODES $ENCODER_NODES * GPUS_PER_NODE $GPUS_PER_NODE / ENCODER_TP $ENCODER_TP"
+        ENCODER_DP=$quotient
+    else
+        # Homogeneous: both modules are on the same nodes in the same grid.
+        LAYOUT=colocated ENCODER_TP=$LLM_TP ENCODER_DP=$LLM_DP
+    fi
     divide "$GBS" $((MBS * LLM_DP)) "NUM_MICROBATCHES = GBS $GBS / (MBS $MBS * LLM_DP $LLM_DP)"
     NUM_MICROBATCHES=$quotient
     NUM_NODES=$((ENCODER_NODES + LLM_NODES))
@@ -88,19 +95,19 @@ derive_sizes() {
     say "iterations:       $TRAIN_ITERS of $GBS samples"
 }
 
-# The paths have been edited and are there. Slurm's nodes see the same ones; preflight.py looks again on each.
+# Check that the paths have been edited and exist. Slurm's nodes see the same ones; preflight.py checks on each of them.
 check_paths() {
     local name
     for name in "${SITE_PATHS[@]}"; do
         [[ "${!name}" == /* ]] || die "$name=${!name}: an absolute path"
-        [[ "${!name}" != /path/to/* ]] || die "$name=${!name}: edit the paths at the top of the script"
+        [[ "${!name}" != /path/to/* ]] || die "$name=${!name}: edit this path"
         [[ "$name" == RUN_DIR || -e "${!name}" ]] || is_staged "${!name}" ||
             die "$name=${!name}: there is no such file or folder"
     done
     [[ -x "$PYTHON" ]] || die "PYTHON=$PYTHON: not a program"
 }
 
-# Whether a path is one that the nodes get from STAGE_FROM.
+# Whether the nodes get a path from STAGE_FROM.
 is_staged() {
     local source
     for source in "${STAGE_FROM[@]}"; do
@@ -109,8 +116,8 @@ is_staged() {
     return 1
 }
 
-# Copy STAGE_FROM to STAGE_TO on the nodes of a step, once per node; what is there already is not copied again. The
-# arguments are further options of srun.
+# Copy STAGE_FROM to STAGE_TO on the nodes of a step, once per node. Files that are there already are not copied again.
+# The arguments are further options of srun.
 stage_files() {
     local code=0
     ((${#STAGE_FROM[@]})) || return 0
@@ -122,29 +129,29 @@ stage_files() {
     fi
 }
 
-# Variables for NCCL and the libraries around it, the same in every run.
+# Set variables for NCCL and the libraries around it, which are the same in every run.
 set_communication() {
-    # Warnings name the peer and the device of a failed connection; INFO would be megabytes from every node.
+    # Warnings name the peer and the device of a failed connection. INFO would print megabytes on every node.
     export NCCL_DEBUG=WARN
     # Kernels of one stream start in the order in which they were issued, as Megatron's overlap of tensor-parallel
     # communication with computation expects on GPUs before Blackwell.
     export CUDA_DEVICE_MAX_CONNECTIONS=1
-    # When a peer is gone, end the process instead of waiting in a collective that cannot finish.
+    # If a peer is gone, end the process instead of waiting in a collective that cannot finish.
     export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
     # Eight ranks and their data workers share a node's cores.
     export OMP_NUM_THREADS=1
-    # What belongs to a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) is set by its administrators, or in SRUN_FLAGS.
+    # Variables of a cluster (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...) are set by its administrators, or in SRUN_FLAGS.
 }
 
-# SIGTERM to this script: before the time limit (--signal), or before a preemption. srun would end the ranks at once
-# where it is signalled itself, so the signal goes to the step, and scripts/sbatch/node.sh hands it to torchrun.
+# Handle SIGTERM, which comes before the time limit (--signal) or before a preemption. A signal to srun would end the
+# ranks at once, so it goes to the step, where scripts/sbatch/node.sh passes it to torchrun.
 pass_stop_on() {
     stopped=SIGTERM
-    say "$(date +%FT%T) SIGTERM: the run is told to save and end"
+    say "$(date +%FT%T) SIGTERM: the run has to save and end"
     scancel --signal=TERM "$SLURM_JOB_ID" || say "scancel failed: the step was not told to save"
 }
 
-# Run a step in the background, so that SIGTERM is handled while it runs; gives its exit code.
+# Run a step in the background, so that SIGTERM is handled meanwhile, and return its exit code.
 run_step() {
     local step code
     srun --kill-on-bad-exit=1 --cpu-bind=none "${SRUN_FLAGS[@]}" "$@" &
@@ -152,21 +159,21 @@ run_step() {
     while true; do
         code=0
         wait "$step" || code=$?
-        # wait also ends when a signal comes.
+        # wait also returns when a signal comes.
         kill -0 "$step" 2>/dev/null || return "$code"
     done
 }
 
-# Iterations in the newest checkpoint; 0 before the first.
+# Print the iteration of the newest checkpoint; 0 before the first.
 saved_iterations() {
     local tracker="$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" saved=0
-    # The file has no newline at its end, which read calls a failure.
+    # The file has no newline at its end, so read reports a failure.
     if [[ -f "$tracker" ]]; then read -r saved <"$tracker" || true; fi
     [[ "$saved" =~ ^[0-9]+$ ]] || saved=0
     say "$saved"
 }
 
-# Put the job back into the queue. A job that was cancelled is no longer RUNNING, and one that Slurm preempts it requeues.
+# Put the job back into the queue. A cancelled job is no longer RUNNING, and Slurm itself requeues a preempted one.
 requeue() {
     local state
     state="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)"
@@ -180,9 +187,18 @@ requeue() {
     fi
 }
 
-# What follows a training step with exit code $1 and logs in $2: an error, another attempt or the end.
+# Note the trainer's flags in the logs $1, and refuse other flags than those of the job's first attempt. Slurm keeps a
+# copy of the submitted script, but not of what it sources: an edit there must not change a run that is under way.
+check_flags() {
+    local first="$RUN_DIR/logs/$SLURM_JOB_ID-attempt-000/flags"
+    printf '%s\n' "${@:2}" >"$1/flags"
+    [[ ! -f "$first" ]] || diff "$first" "$1/flags" ||
+        die "the flags (>) are not those of the job's first attempt (<): undo the change, or submit a new job"
+}
+
+# End the job after a training step with exit code $1 and logs in $2: with an error, by requeueing, or as finished.
 conclude() {
-    # A stopped node gives 0. After an error srun stops the other nodes, which is no reason to go on.
+    # A stopped node returns 0. After an error, srun stops the other nodes, too, so the exit code comes first.
     if (($1 != 0)); then die "training ended with exit code $1; see $2"; fi
     if [[ -e "$2/stopped" ]]; then stopped=SIGTERM; fi
     if [[ -n "$stopped" ]]; then
@@ -194,7 +210,7 @@ conclude() {
     fi
 }
 
-# Run the trainer with these flags on all nodes, after a preflight; requeue the job where the run was stopped.
+# Run the trainer with these flags on all nodes, after a preflight. Requeue the job if the run was stopped.
 launch_training() {
     local hosts port logs code=0 trainer
     (($# > 0)) || die "launch_training was given no flags of the trainer"
@@ -205,13 +221,13 @@ launch_training() {
             die "the job has $SLURM_JOB_NUM_NODES nodes, the layout needs ENCODER_NODES $ENCODER_NODES + LLM_NODES \
 $LLM_NODES = $NUM_NODES: change #SBATCH --nodes"
         mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        # Below the ports that the system hands out, and another one for each job.
+        # Below the ephemeral ports of the system, and different for each job.
         port=$((20000 + SLURM_JOB_ID % 10000))
     else
         hosts=(localhost)
     fi
-    # Static rendezvous: rank 0 is on the first node of the list, and the nodes keep Slurm's order, which is the
-    # network's where a topology is configured. SLURM_NODEID is read on the node.
+    # With a static rendezvous, rank 0 is on the first node of the list, and the nodes keep Slurm's order, which is that
+    # of the network if a topology is configured. node.sh reads SLURM_NODEID on the node.
     trainer=("$PYTHON" -m torch.distributed.run --nnodes "$NUM_NODES" --nproc-per-node "$GPUS_PER_NODE"
         --master-addr "${hosts[0]}" --master-port "$port" --shutdown-timeout "$SHUTDOWN_TIMEOUT_S"
         "$ROOT/train_hetero.py" "$@")
@@ -222,12 +238,13 @@ $LLM_NODES = $NUM_NODES: change #SBATCH --nodes"
     set_communication
     logs="$RUN_DIR/logs/$SLURM_JOB_ID-attempt-$(printf %03d "$ATTEMPT")"
     mkdir -p "$logs" "$RUN_DIR/checkpoints"
+    check_flags "$logs" "$@"
     say "attempt $ATTEMPT of job $SLURM_JOB_ID on ${#hosts[@]} nodes from ${hosts[0]}; logs in $logs"
     say "from iteration $(saved_iterations) of $TRAIN_ITERS"
     trap pass_stop_on TERM
 
     stage_files --ntasks-per-node=1
-    # For the preflight, which names the nodes that do not answer.
+    # The preflight names the nodes that do not answer.
     export MASTER_ADDR="${hosts[0]}" MASTER_PORT="$port" JOB_HOSTS="${hosts[*]}"
     if [[ -z "$stopped" ]]; then
         run_step "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" \
@@ -237,7 +254,7 @@ $LLM_NODES = $NUM_NODES: change #SBATCH --nodes"
         fi
     fi
     if [[ -z "$stopped" ]]; then
-        # One file a node; the marker says that a step was told to stop, by this script or by Slurm.
+        # One log per node. The marker says that this script or Slurm told a step to stop.
         run_step --output="$logs/%N.log" "$ROOT/scripts/sbatch/node.sh" "$logs/stopped" "${trainer[@]}" || code=$?
         conclude "$code" "$logs"
     else

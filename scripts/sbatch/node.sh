@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run the launcher of one node, and hand SIGTERM to it.
+# Run the launcher of one node, and pass SIGTERM on to it.
 #
 #   scripts/sbatch/node.sh MARKER torchrun-command ...
 #
-# Slurm signals every process of a task; torchrun must get the signal once, or its second copy cuts the shutdown short
-# in which the ranks save. So it runs in a session of its own. A stopped launcher ends with an exit code that is not 0
-# although all is well: MARKER, a file on the shared file system, says so instead, and the exit code is 0, because
-# srun --kill-on-bad-exit would end the nodes that still save.
+# Slurm signals every process of a task. torchrun must get the signal once, because a second one cuts short the shutdown
+# in which the ranks save, so it runs in a session of its own. A stopped launcher has an exit code other than 0 although
+# nothing is wrong. With that code, srun --kill-on-bad-exit would end the nodes that still save, so this script creates
+# MARKER, a file on the shared file system, and exits with 0.
 set -uo pipefail
 if [[ "$*" == -h || "$*" == --help ]]; then
     sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
@@ -27,16 +27,16 @@ stop() {
 
 launcher=
 trap stop TERM
-# Static rendezvous: this node's place in the list of the job's nodes.
+# The rank of this node is its index in the list of the job's nodes.
 export PET_NODE_RANK="$SLURM_NODEID"
 setsid "$@" &
 launcher=$!
-# The signal may have come before there was anything to hand it to.
+# The signal may have come before the launcher was there.
 [[ -z "$stopping" ]] || kill -TERM "$launcher" 2>/dev/null
 while true; do
     wait "$launcher"
     code=$?
-    # wait also ends when a signal comes.
+    # wait also returns when a signal comes.
     kill -0 "$launcher" 2>/dev/null || break
 done
 [[ -z "$stopping" ]] || exit 0

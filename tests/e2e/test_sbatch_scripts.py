@@ -26,12 +26,13 @@ from tests.support.preflight import run_preflight
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "scripts" / "sbatch"
 BASH = shutil.which("bash") or "/bin/bash"
-SHARED = {"common.sh", "node.sh"}
+SHARED = {"common.sh", "node.sh", "nemotron_54l.sh"}
 SCRIPTS = sorted(path for path in SBATCH.glob("*.sh") if path.name not in SHARED)
 PATHS = ("PYTHON", "DATA_PATH", "TOKENIZER", "NEMOTRON_CHECKPOINT", "RUN_DIR")
 
 # script: nodes, encoder dp, language dp, ep, global batch, microbatches, train samples, iterations
 LAYOUTS = {
+    "homogeneous_8n_gbs192.sh": (8, 32, 32, 16, 192, 6, 36_621_094, 190_735),
     "parity_9n_gbs192.sh": (9, 8, 32, 16, 192, 6, 36_621_094, 190_735),
     "prod_33n_gbs768_ep8.sh": (33, 8, 128, 8, 768, 6, 122_070_313, 158_946),
     "prod_68n_gbs768_ep8.sh": (68, 32, 256, 8, 768, 3, 122_070_313, 158_946),
@@ -52,16 +53,22 @@ def test_shellcheck(path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_every_value_is_in_the_script(path):
-    text = path.read_text()
-    # ${NAME:?message} asks for a value, ${NAME:-value} and its like would take one from the environment.
-    assert re.findall(r"\$\{\w+:?[-=+][^}]*\}", text) == []
-    body = text[text.index("\nFLAGS=(") :]
-    assigned = set(re.findall(r"^(\w+)=", text, re.M)) | {"ENCODER_DP", "LLM_DP"}
-    assert set(re.findall(r"\$\{?(\w+)", body)) - assigned == set()
+def test_every_value_is_in_the_scripts():
+    shared = (SBATCH / "nemotron_54l.sh").read_text()
+    directives = set()
+    for path in SCRIPTS:
+        text = path.read_text()
+        # ${NAME:?message} asks for a value, ${NAME:-value} and its like would take one from the environment.
+        assert re.findall(r"\$\{\w+:?[-=+][^}]*\}", text + shared) == []
+        body = shared[shared.index("    flags=(") :]
+        assigned = set(re.findall(r"^ *(?:local )?(\w+)=", text + shared, re.M))
+        assert set(re.findall(r"\$\{?(\w+)", body)) - assigned == {"ENCODER_DP", "LLM_DP", "LAYOUT"}
+        directives.add(tuple(line for line in text.splitlines()
+                             if line.startswith("#SBATCH") and "--job-name=" not in line and "--nodes=" not in line))
+        assert f"#SBATCH --job-name={re.search('^RUN_NAME=(.*)$', text, re.M)[1]}\n" in text
+    (same,) = directives
     for directive in ("--requeue", "--signal=B:TERM@", "--open-mode=append", "--ntasks-per-node=1"):
-        assert f"#SBATCH {directive}" in text
+        assert any(line.startswith(f"#SBATCH {directive}") for line in same)
 
 
 def test_no_value_of_a_run_is_in_what_they_share():
@@ -78,11 +85,13 @@ def test_the_layout_fits_and_is_that_of_the_table(path):
     nodes, encoder_dp, llm_dp, ep, global_batch, microbatches, samples, iterations = LAYOUTS[path.name]
     assert (job.nodes, job.gpus_per_node) == (nodes, 8)
     layout = config.layout
+    homogeneous = path.name.startswith("homogeneous")
+    encoder_tp = 2 if homogeneous else 1
     assert (layout.encoder_tp, layout.encoder_dp, layout.llm_tp, layout.llm_dp, layout.llm_ep) == (
-        1, encoder_dp, 2, llm_dp, ep)
+        encoder_tp, encoder_dp, 2, llm_dp, ep)
     assert (config.train.global_batch_size, num_microbatches(config)) == (global_batch, microbatches)
     assert (config.train.train_samples, train_iterations(config)) == (samples, iterations)
-    assert f"layout disjoint, {nodes * 8} ranks, {llm_dp} lanes" in topology
+    assert f"layout {'colocated' if homogeneous else 'disjoint'}, {nodes * 8} ranks, {llm_dp} lanes" in topology
     assert f"NUM_MICROBATCHES: {microbatches} = GBS {global_batch} / (MBS 1 * LLM_DP {llm_dp})" in job.printed
     assert f"iterations:       {iterations} " in job.printed
     schedule, optim = config.schedule, config.optim
@@ -94,7 +103,7 @@ def test_the_layout_fits_and_is_that_of_the_table(path):
     assert (config.checkpoint.save_interval, config.observe.log_interval, config.train.seed) == (1000, 100, 1234)
     assert config.checkpoint.save == config.checkpoint.load
     row = next(line for line in (SBATCH / "README.md").read_text().splitlines() if line.startswith(f"| `{path.name}`"))
-    assert f"| {nodes} = " in row and f"| TP1 DP{encoder_dp} | TP2 DP{llm_dp} EP{ep} |" in row
+    assert f"| {nodes} = " in row and f"| TP{encoder_tp} DP{encoder_dp} | TP2 DP{llm_dp} EP{ep} |" in row
     assert f"| {global_batch} = {microbatches} x 1 x {llm_dp} |" in row
 
 
@@ -114,37 +123,50 @@ def test_a_dry_run_prints_the_topology_and_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)
 
 
+def changed(tmp_path: Path, name: str, old: str, new: str) -> Path:
+    """A script with one change. Without `old`, `new` stands before its last line, where a script sets values."""
+    text = (SBATCH / name).read_text()
+    old = old or "train_nemotron\n"
+    assert old in text
+    new = new if old != "train_nemotron\n" or "train" in new else f"{new}\ntrain_nemotron\n"
+    (tmp_path / "broken.sh").write_text(text.replace(old, new))
+    return tmp_path / "broken.sh"
+
+
 @pytest.mark.parametrize(("old", "new", "expected"), [
-    ("GBS=768", "GBS=700", ("NUM_MICROBATCHES = GBS 700 / (MBS 1 * LLM_DP 128): 700 is not divisible by 128",)),
-    ("GBS=768", "GBS=", ("GBS is not set",)),
+    ("", "GBS=700", ("NUM_MICROBATCHES = GBS 700 / (MBS 1 * LLM_DP 128): 700 is not divisible by 128",)),
+    ("", "GBS=", ("GBS is not set",)),
     ("LLM_NODES=32", "LLM_NODES=16", ("--nodes=33", "uses 17")),
     ("#SBATCH --nodes=33", "#SBATCH --nodes=32", ("--nodes=32", "uses 33")),
     ("#SBATCH --nodes=33", "", ("#SBATCH --nodes=N",)),
     ("#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks-per-node=8", ("--ntasks-per-node=8",)),
-    ("TOKENIZER=/path/to/tokenizer\n", "", ("TOKENIZER is not set",)),
-    ("DATA_PATH=/path/to/data/blend.yaml\n", "DATA_PATH=\n", ("DATA_PATH is not set",)),
-    ("LLM_TP=2", "LLM_TP=3", ("LLM_DP = ", "256 is not divisible by 3")),
+    ("", "unset TOKENIZER", ("TOKENIZER is not set",)),
+    ("", "DATA_PATH=", ("DATA_PATH is not set",)),
+    ("LLM_EP=8\n", "", ("LLM_EP is not set",)),
+    ("RUN_NAME=", "NAME=", ("RUN_NAME",)),
+    ("", "LLM_TP=3", ("LLM_DP = ", "256 is not divisible by 3")),
     ("LLM_EP=8", "LLM_EP=7", ("--llm-ep 7",)),
     ("ENCODER_NODES=1\nLLM_NODES=32", "ENCODER_NODES=3\nLLM_NODES=30", ("768 is not divisible by 120",)),
-    ("MBS=1", "MBS=2", ("--micro-batch-size 2 must be 1",)),
-    ("    --seed 1234", "    --lr-decay-iters 5", ("--lr-decay-iters 5",)),
-    ("derive_sizes\n", "scontrol requeue 1\nderive_sizes\n", ("called scontrol in a dry run",)),
-    ('launch_training "${FLAGS[@]}"', "true", ("launch_training",)),
+    ("ENCODER_NODES=1", "ENCODER_NODES=0", ("--nodes=33", "uses 32")),
+    ("", "MBS=2", ("--micro-batch-size 2 must be 1",)),
+    ("", "scontrol requeue 1", ("called scontrol in a dry run",)),
+    ("train_nemotron\n", "true # no train\n", ("launch_training",)),
 ])
 def test_a_mistake_in_a_script_is_named(tmp_path, old, new, expected):
-    text = (SBATCH / "prod_33n_gbs768_ep8.sh").read_text()
-    assert old in text
-    (tmp_path / "broken.sh").write_text(text.replace(old, new))
     with pytest.raises(ValueError) as found:
-        job = read_job(tmp_path / "broken.sh")
+        job = read_job(changed(tmp_path, "prod_33n_gbs768_ep8.sh", old, new))
         plan(parse(job.flags), job.world_size)
     assert [words for words in expected if words not in str(found.value)] == [], found.value
 
 
+def test_flags_that_contradict_each_other_are_named():
+    job = read_job(SBATCH / "prod_33n_gbs768_ep8.sh")
+    with pytest.raises(ValueError, match="--lr-decay-iters 5"):
+        plan(parse([*job.flags, "--lr-decay-iters", "5"]), job.world_size)
+
+
 def test_a_mistake_is_one_message_and_exit_code_2(tmp_path):
-    text = (SBATCH / "prod_100n_gbs768.sh").read_text()
-    (tmp_path / "broken.sh").write_text(text.replace("GBS=768", "GBS=769"))
-    done = preflight("--dry-run", str(tmp_path / "broken.sh"))
+    done = preflight("--dry-run", str(changed(tmp_path, "prod_100n_gbs768.sh", "", "GBS=769")))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and "769 is not divisible by 384" in done.stderr
     assert "Traceback" not in done.stderr
@@ -153,7 +175,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path):
 
 def test_a_script_takes_nothing_from_the_environment(monkeypatch):
     before = read_job(SBATCH / "prod_68n_gbs768_ep8.sh")
-    for name in ("GBS", "MBS", "LLM_EP", "LLM_DP", "TRAIN_SAMPLES", "SEQ_LENGTH", "DATA_PATH", "RUN_DIR"):
+    for name in ("GBS", "MBS", "LLM_EP", "LLM_DP", "TRAIN_SAMPLES", "SEQ_LENGTH", "DATA_PATH", "RUN_DIR",
+                 "RUNS", "RUN_NAME", "LAYOUT"):
         monkeypatch.setenv(name, "7")
     assert read_job(SBATCH / "prod_68n_gbs768_ep8.sh") == before
     assert isinstance(before, Job)
@@ -212,14 +235,19 @@ def cluster(tmp_path):
     """A folder with commands in place of Slurm's and Python, and a script of two nodes that uses them."""
     put_commands(tmp_path, BASH, COMMANDS)
     values = {"PYTHON": tmp_path / "bin" / "python", "DATA_PATH": tmp_path, "TOKENIZER": tmp_path,
-              "NEMOTRON_CHECKPOINT": tmp_path, "RUN_DIR": tmp_path / "run", "LLM_NODES": 1}
-    text = (SBATCH / "prod_33n_gbs768_ep8.sh").read_text()
+              "NEMOTRON_CHECKPOINT": tmp_path, "RUNS": tmp_path, "RUN_NAME": "run", "LLM_NODES": 1}
+    shutil.copy(SBATCH / "prod_33n_gbs768_ep8.sh", tmp_path / "job.sh")
     for name, value in values.items():
-        text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.M)
-    (tmp_path / "job.sh").write_text(text)
+        set_value(tmp_path, name, value)
     for name, value in (("mode", "finish"), ("preflight_code", "0"), ("stage_code", "0"), ("job_state", "RUNNING")):
         (tmp_path / name).write_text(value)
     return tmp_path
+
+
+def set_value(folder: Path, name: str, value: object) -> None:
+    """Set a variable in the job's script, after those that are there."""
+    job = folder / "job.sh"
+    job.write_text(job.read_text().replace("\ntrain_nemotron\n", f"\n{name}={value}\ntrain_nemotron\n"))
 
 
 def submit(folder: Path, *arguments: str, **settings: str) -> subprocess.Popen[str]:
@@ -262,6 +290,18 @@ def test_a_run_that_stops_by_the_clock_is_requeued_and_goes_on_in_logs_of_its_ow
     output = end(submit(cluster, SLURM_RESTART_COUNT="1"))
     assert "attempt 1 " in output and "from iteration 500 of 158946" in output
     assert sorted(path.name for path in (cluster / "run" / "logs").iterdir()) == ["42-attempt-000", "42-attempt-001"]
+
+
+def test_flags_do_not_change_between_the_attempts_of_a_job(cluster):
+    """Slurm runs its copy of the script again, but what the script sources is that of the checkout."""
+    (cluster / "mode").write_text("duration")
+    end(submit(cluster))
+    set_value(cluster, "GBS", 1536)
+    job = submit(cluster, SLURM_RESTART_COUNT="1")
+    output = end(job)
+    assert job.returncode == 2 and "the flags (>) are not those of the job's first attempt (<)" in output
+    assert "< 768" in output and "> 1536" in output
+    assert len((cluster / "trainer").read_text().splitlines()) == 2, "one line for each node of the first attempt"
 
 
 @pytest.mark.parametrize("whom", ["the job's script", "the steps"])
@@ -308,11 +348,9 @@ def test_nothing_starts_after_a_preflight_that_failed(cluster):
 
 def stage_first(folder: Path) -> None:
     """Have the job copy two sources, one of them with a space in its name, and read its data from the copy."""
-    text = (folder / "job.sh").read_text()
     for name, value in (("STAGE_FROM", f'("{folder}/all data" "{folder}/bin")'), ("STAGE_TO", "/nowhere/disk"),
                         ("DATA_PATH", '"/nowhere/disk/all data/blend.yaml"')):
-        text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.M)
-    (folder / "job.sh").write_text(text)
+        set_value(folder, name, value)
 
 
 def test_files_are_staged_on_every_node_before_the_preflight(cluster):
@@ -337,13 +375,12 @@ def test_nothing_starts_where_staging_failed(cluster):
 @pytest.mark.parametrize(("name", "value", "expected"), [
     ("STAGE_FROM", "(/data)", "STAGE_TO=/path/to/local-disk: a folder on every node's own disk"),
     ("DATA_PATH", "/nowhere/blend.yaml", "DATA_PATH=/nowhere/blend.yaml: there is no such file or folder"),
-    ("TOKENIZER", "/path/to/tokenizer", "TOKENIZER=/path/to/tokenizer: edit the paths at the top"),
-    ("RUN_DIR", "runs/here", "RUN_DIR=runs/here: an absolute path"),
+    ("TOKENIZER", "/path/to/tokenizer", "TOKENIZER=/path/to/tokenizer: edit this path"),
+    ("RUNS", "runs", "RUN_DIR=runs/run: an absolute path"),
     ("LLM_NODES", "2", "the job has 2 nodes, the layout needs ENCODER_NODES 1 + LLM_NODES 2 = 3"),
 ])
 def test_a_job_checks_its_paths_and_nodes_first(cluster, name, value, expected):
-    text = (cluster / "job.sh").read_text()
-    (cluster / "job.sh").write_text(re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.M))
+    set_value(cluster, name, value)
     job = submit(cluster)
     output = end(job)
     assert job.returncode == 2 and expected in output
