@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.spawn import WorkerPool
 
 if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu do without
     from hypothesis import settings
@@ -10,3 +15,18 @@ if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu do without
     # An example may take longer than 200 ms where the machine is busy, which is no reason to fail.
     settings.register_profile("unhurried", settings(), deadline=None)
     settings.load_profile("unhurried")
+
+_pool = WorkerPool(4)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Four processes that start when they are first needed. A failure renews them."""
+    yield _pool
+    _pool.close()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the processes behind each folder's last test; idle, their many groups would take time from what follows."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _pool.close()

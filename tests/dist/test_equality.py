@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,13 +35,6 @@ LAYOUTS = {
 MODELS = {"dense": DENSE, "moe": MOE}
 FAST = [("dense", "encoder-dp1-llm-dp2"), ("dense", "encoder-tp2-llm-tp2"), ("dense", "colocated-encoder-dp2-llm-tp2"),
         ("moe", "encoder-pp2-llm-pp2"), ("moe", "llm-ep2")]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support.equality import MOE, Outcome, assert_equal, run_layout, run_oracle
@@ -34,13 +32,6 @@ LLM_ONLY_LAYOUTS = {
     "pp2-dp2": ((), "--llm-pp 2 --llm-dp 2"),
     "moe-tp2-dp2-ep2-expt-tp2": (MOE, "--llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 2 --llm-expt-tp 2"),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ same addresses and offsets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -107,20 +106,13 @@ def gradients(rank: int, packed: bool, distributed_optimizer: bool, frozen: bool
         return results, buffer.numpy(), [None if parameter.grad is None else 1 for parameter in model.parameters()]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    started = WorkerPool(2)
-    yield started
-    started.close()
-
-
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed-optimizer", "plain-optimizer"])
 def test_gradients_are_those_of_separate_products(pool: WorkerPool, distributed_optimizer: bool, frozen: bool) -> None:
     import numpy as np
 
-    separate = pool.run(gradients, False, distributed_optimizer, frozen)
-    packed = pool.run(gradients, True, distributed_optimizer, frozen)
+    separate = pool.run(gradients, False, distributed_optimizer, frozen, world_size=2)
+    packed = pool.run(gradients, True, distributed_optimizer, frozen, world_size=2)
     for one, two in zip(separate, packed, strict=True):
         for expected, found in zip(one[0], two[0], strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +24,6 @@ SMALL = mock.Config(
     ffn_hidden_size=48, vocab_size=64, make_vocab_size_divisible_by=2, moe_ffn_hidden_size=24, image_token_id=63,
     moe_aux_loss_coeff=0.0)
 MOE = dataclasses.replace(SMALL, num_experts=4)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2)
-    yield workers
-    workers.close()
 
 
 # Split over two ranks
@@ -108,7 +100,7 @@ def compare_language_split(rank: int, config: llava.Config, spec: GridSpec) -> d
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_language_split_over_tensor_ranks_equals_whole(pool: WorkerPool, name: str) -> None:
-    for errors in pool.run(compare_language_split, *SPLITS[name]):
+    for errors in pool.run(compare_language_split, *SPLITS[name], world_size=2):
         assert {key: error for key, error in errors.items() if error > 1e-5} == {}
         assert {"logits", "embeddings", "decoder.layers.0.self_attention.linear_qkv.weight"} <= set(errors)
 
@@ -132,7 +124,7 @@ def compare_vision_split(rank: int, config: llava.Config) -> dict[str, float]:
 @pytest.mark.parametrize("act", ["quick_gelu", "gelu", "gelu_tanh"])
 def test_vision_split_over_tensor_ranks_equals_whole(pool: WorkerPool, act: Any) -> None:
     config = dataclasses.replace(SMALL, vision_hidden_act=act, vision_final_layernorm=True, vision_patch_bias=True)
-    for errors in pool.run(compare_vision_split, config):
+    for errors in pool.run(compare_vision_split, config, world_size=2):
         assert {key: error for key, error in errors.items() if error > 1e-5} == {}
         # Results; patch embedding, class token, positions; outer norms; layers; projector.
         assert len(errors) == 2 + (2 + 1 + 1) + 2 * 2 + 2 * 12 + 4
@@ -189,20 +181,20 @@ def run_two_stages(rank: int, config: llava.Config, num_images: int, frozen: boo
 
 
 def test_vision_on_two_stages_equals_whole(pool: WorkerPool) -> None:
-    first, last = pool.run(run_two_stages, SMALL, 3, False)
+    first, last = pool.run(run_two_stages, SMALL, 3, False, world_size=2)
     assert first["shape"] == (5, 3, 32) and last["shape"] == (12, 32)
     assert last["error"] < 1e-5
     assert float((first["conv"] - last["conv"]).norm() / last["conv"].norm()) < 1e-5
 
 
 def test_two_stages_without_images(pool: WorkerPool) -> None:
-    first, last = pool.run(run_two_stages, SMALL, 0, False)
+    first, last = pool.run(run_two_stages, SMALL, 0, False, world_size=2)
     assert first["shape"] == (5, 0, 32) and first["requires_grad"] and first["conv"] is None
     assert last["shape"] == (0, 32) and last["projector"] is None
 
 
 def test_two_stages_with_frozen_encoder_train_the_projector(pool: WorkerPool) -> None:
-    first, last = pool.run(run_two_stages, SMALL, 3, True)
+    first, last = pool.run(run_two_stages, SMALL, 3, True, world_size=2)
     assert not first["requires_grad"] and first["conv"] is None
     assert last["error"] < 1e-5 and last["projector"] > 0 and not last["training"]
     assert last["received"] == 0  # the stage before waits for a gradient

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,6 @@ LAYOUTS = {
     "colocated": Layout("colocated", 2, (GridSpec("vision", dp=2), GridSpec("thermal", tp=2)),
                         GridSpec("language", tp=2)),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
 
 
 def run_two_encoders(rank: int, layout: Layout, micro_batch_size: int) -> Outcome:

@@ -347,7 +347,7 @@ def delivered(folder: Path, config: Config, rows: int) -> list[int]:
         reader.close()
 
 
-@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_bad_samples_of_rows_that_were_only_read_ahead_do_not_count(tmp_path, config, limit):
     """A worker reads rows ahead, and with packing the next buffer while it hands out the packs of this one."""
     good = {f"a{number}": asked(number) for number in range(1, 9)}

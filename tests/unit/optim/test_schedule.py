@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,13 +11,6 @@ import pytest
 from tests.support.spawn import WorkerPool
 
 LR, MIN_LR, BATCH, LENGTH, WARMUP, WSD = 1.0, 0.1, 8, 20, 4, 6
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1)
-    yield pool
-    pool.close()
 
 
 def rates_of(rank: int, flags: tuple[str, ...]) -> dict[str, list[float]]:
@@ -108,7 +101,7 @@ def flags_of(style: str, unit: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("unit", ["iters", "samples"])
 @pytest.mark.parametrize("style", STYLES)
 def test_schedule_follows_its_formula(pool: WorkerPool, style: str, unit: str) -> None:
-    (found,) = pool.run(rates_of, flags_of(style, unit))
+    (found,) = pool.run(rates_of, flags_of(style, unit), world_size=1)
     np.testing.assert_allclose(found["group"], STYLES[style], rtol=1e-12, atol=1e-12)
     assert found["language"] == found["group"], "the log says what the optimizer uses"
     np.testing.assert_allclose(found["vision"], 0.5 * np.array(STYLES[style]), rtol=1e-12, atol=1e-12)

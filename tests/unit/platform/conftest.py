@@ -5,8 +5,8 @@ import pytest
 from tests.support.spawn import WorkerPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool():
-    """Two processes on the CPU platform, shared by this folder's tests: importing Megatron is what takes time."""
+    """Two processes on the CPU platform."""
     with contextlib.closing(WorkerPool(2)) as pool:
         yield pool

@@ -1,20 +1,11 @@
 """The process pools that the other tests stand on."""
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
 
 import pytest
-
-from tests.support.spawn import WorkerPool, run_distributed
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with contextlib.closing(WorkerPool(2)) as pool:
-        yield pool
 
 
 def total(rank, scale):
@@ -28,8 +19,8 @@ def total(rank, scale):
     return rank, dist.get_world_size(), int(os.environ["WORLD_SIZE"]), value, threads
 
 
-def test_results_come_in_rank_order():
-    results = run_distributed(total, 2, 5)
+def test_results_come_in_rank_order(pool):
+    results = pool.run(total, 5, world_size=2)
     assert [(r[0], r[1], r[2], r[3].item(), r[4]) for r in results] == [
         (0, 2, 2, 5.0, (1, "1")),
         (1, 2, 2, 5.0, (1, "1")),
@@ -44,9 +35,9 @@ def tensor_after_megatron(rank):
 
 
 @pytest.mark.slow
-def test_results_do_not_bring_megatron_along():
+def test_results_do_not_bring_megatron_along(pool):
     code = "import sys, pickle, tests.support.spawn as s; s._load(sys.stdin.buffer.read()); print(*sys.modules)"
-    assert "megatron.core" not in run_with_input(code, run_distributed(dumped_after_megatron, 1)[0])
+    assert "megatron.core" not in run_with_input(code, pool.run(dumped_after_megatron, world_size=1)[0])
 
 
 def dumped_after_megatron(rank):
