@@ -40,10 +40,11 @@ class Config:
     digits_max: int = 4
     """Most digits of a number."""
     digits_strip: bool = False
-    """All digits of a number side by side in one image, blank after the last; otherwise one image per digit."""
+    """Put all digits of a number side by side in one image, blank after the last. Otherwise each digit has its own
+    image."""
     digits_text_only_fraction: float = 0.3
-    """Share of train samples without an image (the number is in words), which teach the language model to copy in
-    order; at 1, validation is text too."""
+    """Share of train samples without an image, with the number in words instead. They teach the language model to copy
+    in order. At 1, validation is text too."""
     digits_words_fraction: float = 0.0
     """Share of train samples whose answer is in words, "four two", not in digits."""
     digits_augment: bool = True
@@ -51,7 +52,7 @@ class Config:
     digits_valid_fraction: float = 0.15
     """Share of the scans of each digit that is held out for validation."""
     digits_image_size: int = 32
-    """Pixels a side of a digit for encoders that take any size; a multiple of 8."""
+    """Side length of a digit in pixels, for encoders that take any size; a multiple of 8."""
 
 
 @lru_cache(maxsize=1)

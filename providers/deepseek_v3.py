@@ -31,7 +31,7 @@ class Config(LatentDecoderConfig):
     """Model family: DeepSeek-V3."""
 
     hf_config: str = ""
-    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+    """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
 def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:

@@ -36,7 +36,7 @@ class Config(VisionConfig, DecoderConfig):
     image_token_id: int = 32000
     """Token id that stands for an image."""
     hf_config: str = ""
-    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+    """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
 def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:

@@ -38,7 +38,7 @@ class Config(HybridConfig):
     """Megatron checkpoint of a vision-language model as one, whose language model (keys language_model.) is the start
     of the run: the folder of an iteration, or the one that holds latest_checkpointed_iteration.txt."""
     hf_config: str = ""
-    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+    """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
 def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:

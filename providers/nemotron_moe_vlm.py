@@ -52,7 +52,7 @@ class Config(radio.RadioConfig, HybridConfig):
     """Megatron checkpoint of the model as one (keys vision_model., vision_projection., language_model.): the folder of
     an iteration, or the one that holds latest_checkpointed_iteration.txt. Its weights are the start of the run."""
     hf_config: str = ""
-    """Hugging Face config.json, or the folder that holds one; its sizes take the place of the flags'."""
+    """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
 @dataclass(frozen=True)

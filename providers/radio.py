@@ -23,9 +23,10 @@ class RadioConfig:
     vision_patch_size: int = 16
     """Pixels a side of a patch."""
     vision_dynamic_resolution: bool = False
-    """Images keep their own sizes, multiples of patch size times pixel shuffle, and are packed one behind the other."""
+    """Images keep their own sizes, which are multiples of patch size times pixel shuffle, and are packed into one
+    row."""
     vision_pixel_shuffle: int = 2
-    """So many by so many neighbouring patches become one language token, side by side in its channels."""
+    """N by N neighbouring patches become one language token, side by side in its channels."""
     vision_num_channels: int = NUM_CHANNELS
     """Channels of an image; there is no other number."""
     vision_hidden_size: int = 1280

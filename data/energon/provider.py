@@ -25,27 +25,29 @@ class Config:
     data_path: str = ""
     """Folder prepared with `energon prepare`, or a metadataset YAML that blends several."""
     valid_data_path: str = ""
-    """Where held-out samples are; empty: the `val` split of --data-path."""
+    """Held-out samples. Default: the `val` split of --data-path."""
     tokenizer: str = ""
     """Folder of a Hugging Face tokenizer."""
     prompt_format: str = "tokenizer"
-    """How turns are written: `tokenizer` (its own chat template) or a name, such as chatml or llama3."""
+    """How the turns of a conversation are written: `tokenizer` (its own chat template) or a format name, such as chatml
+    or llama3."""
     image_tag_type: str = "none"
-    """What stands around each image: none, internvl (<img> </img>), nvlm (<Image> </Image>), ..."""
+    """Tags around each image: none, internvl (<img> </img>), nvlm (<Image> </Image>), ..."""
     append_eos: bool = False
-    """Write the end-of-sequence token after each answer, for a chat template that ends none, such as LLaVA-1.5's."""
+    """Write the end-of-sequence token after each answer. For chat templates that do not end answers, such as
+    LLaVA-1.5's."""
     num_workers: int = 1
-    """Energon worker processes of each lane; 0 reads in the training process, in the order of 1."""
+    """Energon worker processes of each lane; 0 reads in the training process, in the same order as 1."""
     packing_buffer_size: int = 0
-    """Samples among which each worker chooses those of a pack; 0: one sample a row."""
+    """Number of samples from which each worker chooses those of a pack; 0: one sample in each row."""
     packing_balance: bool = False
-    """Choose packs whose image tokens are about equal, so that no lane's encoder work stands out."""
+    """Choose packs with about equal numbers of image tokens, so that all lanes have about the same encoder work."""
     shuffle_buffer_size: int = 0
-    """Samples of a worker that are shuffled with each other, on top of the shuffled shards; 0: none."""
+    """Size of each worker's shuffle buffer, in samples, in addition to shuffled shards; 0: none."""
     max_samples_per_sequence: int = 100
-    """Most samples that are read from a shard one after the other."""
+    """Largest number of samples that are read from a shard in a row."""
     shuffle: bool = True
-    """Shuffle train shards and samples; --no-shuffle reads them in the order in which they lie."""
+    """Shuffle train shards and samples. --no-shuffle reads them in stored order."""
     image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "dynamic", "resize"] = "auto"
     """How an image becomes what the encoder takes. stretch: resized to the encoder's size. crop: the shorter side
     resized to it, then the centre cut out. pad: made square with borders in the mean colour, then resized. fixed: cut

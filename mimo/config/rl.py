@@ -52,66 +52,68 @@ class RlConfig:
     reward: str = "gsm8k"
     """Reward: a name (exact-match, gsm8k, math-verify, multiple-choice) or pkg.module:fn."""
     completions_per_prompt: int = 8
-    """Completions sampled for each prompt; they are each other's baseline."""
+    """Completions sampled for each prompt. Their rewards are compared with each other."""
     updates_per_rollout: int = 1
-    """Optimizer steps on the completions of one rollout, each on an equal part of the prompts, in their order. Ratios
-    are those to the policy before the first of them."""
+    """Optimizer steps on the completions of one rollout, each on an equal part of the prompts, in order. Ratios compare
+    with the policy before the first of these steps."""
     temperature: float = 1.0
-    """Divides the logits, of the rollouts and of the trainer alike; at least 0.01."""
+    """Sampling temperature: divides the logits in vLLM and in the trainer; at least 0.01."""
     top_p: float = 1.0
-    """Rollouts sample from the likeliest tokens with this much probability; 1: from all."""
+    """Sample only from the most likely tokens that together have this probability; 1: from all tokens."""
     top_k: int = 0
-    """Rollouts sample from this many of the likeliest tokens; 0: from all."""
+    """Sample only from this many most likely tokens; 0: from all tokens."""
     advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
-    """Advantage of a completion over the others of its prompt: grpo (over the standard deviation), dr-grpo (not
-    divided), rloo (against the mean of the others)."""
+    """Advantage of a completion over the others of its prompt: grpo (divided by the standard deviation), dr-grpo (not
+    divided), rloo (compared with the mean of the others)."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """ppo: clipped ratio of each token; gspo: of the whole sequence; cispo: clipped ratio as a constant weight."""
     clip_ratio_low: float | None = None
-    """Ratios count as no less than 1 minus this. Left out: 0.2 with ppo, 3e-4 with gspo, 1 (no bound) with cispo."""
+    """Ratios are clipped at 1 minus this. Default: 0.2 with ppo, 3e-4 with gspo, 1 (no bound) with cispo."""
     clip_ratio_high: float | None = None
-    """Ratios count as no more than 1 plus this. Left out: 0.2 with ppo, 4e-4 with gspo, 4 with cispo."""
+    """Ratios are clipped at 1 plus this. Default: 0.2 with ppo, 4e-4 with gspo, 4 with cispo."""
     dual_clip_ratio: float | None = None
-    """Bound of the ratio where the advantage is negative, such as 3; left out: none."""
+    """Upper bound of the ratio if the advantage is negative, such as 3. Default: none."""
     loss_aggregation: Aggregation | None = None
-    """Mean over the global batch: of tokens, of each sequence's mean, or of each sequence's sum over
-    --loss-norm-length. Left out: seq-mean-token-mean with gspo, else token-mean."""
+    """How the loss is averaged over the global batch: over tokens, over each sequence's mean, or over each sequence's
+    sum divided by --loss-norm-length. Default: seq-mean-token-mean with gspo, else token-mean."""
     loss_norm_length: int | None = None
     """Tokens that divide a sequence's sum with --loss-aggregation seq-mean-token-sum-norm, such as the longest
     completion."""
     entropy_coeff: float = 0.0
-    """Times the entropy, taken off the loss; 0: entropy is only reported."""
+    """Entropy bonus coefficient; 0: the entropy is only reported."""
     kl_coeff: float = 0.0
-    """Times the KL divergence from the reference policy; 0: no reference."""
+    """Coefficient of the KL divergence from the reference policy; 0: no reference policy."""
     ref_load: str = ""
-    """Folder of a checkpoint of this trainer with the weights of the reference policy. Without it and --ref-load-hf
-    these are the weights that the run starts from."""
+    """Folder of a checkpoint with the weights of the reference policy. Without it and --ref-load-hf, the reference has
+    the weights that the run starts from."""
     ref_load_hf: str = ""
     """Folder of a Hugging Face model (safetensors) with the weights of the reference policy."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator: log ratio, half its square, or exp(-log ratio) - 1 + log ratio."""
+    """Estimator of the KL divergence: the log ratio (k1), half its square (k2), or exp(-log ratio) - 1 + log ratio
+    (k3)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence goes: a term of the loss, or taken off the reward."""
+    """Add the KL divergence to the loss, or subtract it from the reward."""
     importance_correction: Literal["none", "token", "icepop", "sequence"] = "token"
-    """Weights for the difference of rollout engine and trainer: token (truncated at --importance-cap), icepop (0 for
-    tokens outside of --importance-low to --importance-high), sequence (0 for sequences whose geometric mean is)."""
+    """Weights that correct for the difference between rollout engine and trainer: token (at most --importance-cap),
+    icepop (0 for tokens outside --importance-low to --importance-high), sequence (0 for sequences whose geometric mean
+    is outside)."""
     importance_cap: float = 2.0
     """Largest weight with --importance-correction token."""
     importance_low: float | None = None
-    """Least weight that is kept; left out: 0.5 with icepop, 0.999 with sequence."""
+    """Smallest weight that is kept. Default: 0.5 with icepop, 0.999 with sequence."""
     importance_high: float | None = None
-    """Largest weight that is kept; left out: 5 with icepop, 1.002 with sequence."""
+    """Largest weight that is kept. Default: 5 with icepop, 1.002 with sequence."""
     max_gen_kl: float | None = None
     """Largest gen-kl, the KL divergence between engine and trainer on sampled tokens in nats, before a run is stopped;
     0: no limit. Left out: 0.05 in bfloat16 and 1e-4 in float32, and no limit with --rollout-mode one-step-off, --top-p
     or --top-k, where the two distributions differ by design."""
     max_tokens_per_microbatch: int = 8192
-    """Tokens of the whole sequences, prompts included, that share a microbatch."""
+    """Largest number of tokens in a microbatch of whole sequences, prompts included."""
     eval_prompts: int = 0
     """Held-out prompts of an evaluation, one completion each: before the first update, every --eval-interval
     iterations and at the end; 0 does not evaluate."""
     eval_temperature: float = 0.0
-    """Divides the logits in evaluations; 0: the likeliest token, else at least 0.01."""
+    """Sampling temperature of evaluations; 0: the most likely token, else at least 0.01."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -273,20 +275,20 @@ class RolloutConfig:
     """Rollouts: the vLLM engine that completes prompts, and limits of its calls."""
 
     rollout_mode: Literal["sync", "one-step-off"] = "sync"
-    """sync: completions are drawn by the policy that is trained on them; one-step-off: by the one before, beside the
-    update."""
+    """sync: the policy that is trained generates the completions. one-step-off: the policy before it generates them,
+    during the update."""
     rollout_seeds: bool = True
-    """Draw each prompt's completions from a seed of its own, so that a resumed run draws the same."""
+    """Give each prompt its own sampling seed, so that a resumed run samples the same completions."""
     max_completion_tokens: int = 512
     """Longest completion, its end token included; prompt and completion together are at most --seq-length."""
     engine_placement: Literal["separate", "colocated", "ray"] = "separate"
-    """Where the engine runs: separate (beside the first rank, on GPUs that no rank has), colocated (on the trainer's
-    own GPUs), ray (where Ray places it)."""
+    """Where the engine runs: separate (on the first rank's host, on GPUs that no rank uses), colocated (on the
+    trainer's own GPUs), ray (where Ray places it)."""
     ray_address: str = ""
-    """host:port of a Ray cluster, or auto for the one of this node; left out: --engine-placement ray starts Ray
-    here."""
+    """host:port of a Ray cluster, or auto for the one of this node. Without it --engine-placement ray starts Ray on
+    this node."""
     engine_gpus: str = ""
-    """GPUs of separate engines, such as 4,5, as the first rank numbers them; left out: those after the trainer's."""
+    """GPUs of separate engines, such as 4,5, in the first rank's numbering. Default: the GPUs after the trainer's."""
     engine_dp: int = 1
     """Replicas of the engine, between which prompts are divided."""
     engine_tp: int = 1
@@ -294,27 +296,27 @@ class RolloutConfig:
     engine_pp: int = 1
     """Pipeline stages of a replica."""
     engine_ep: bool = False
-    """The engine's workers hold whole experts each (expert parallelism), not slices of all."""
+    """Each worker of the engine holds whole experts (expert parallelism) instead of a slice of every expert."""
     engine_max_num_seqs: int = 64
     """Completions that a replica works on at a time."""
     engine_kv_cache_mib: int = 256
     """Memory of each engine worker for keys and values on the CPU, MiB."""
     engine_memory: float | None = None
-    """Part of each of its GPUs that the engine may fill; left out: 0.85, and 0.6 with --engine-placement colocated."""
+    """Fraction of GPU memory that vLLM may use. Default: 0.85, and 0.6 with --engine-placement colocated."""
     engine_quantization: Literal["none", "fp8_per_block"] = "none"
     """fp8_per_block: the engine on GPUs quantises each refit's weights to FP8, with a scale for each block, as it loads
     them; routers stay in bfloat16."""
     engine_enforce_eager: bool = False
-    """The engine on GPUs runs without CUDA graphs and compilation: it starts sooner and answers later."""
+    """Run the engine on GPUs without CUDA graphs and compilation. It starts faster and generates more slowly."""
     engine_start_timeout_s: float = 600.0
-    """Seconds that the engine may take to come up."""
+    """Seconds that the engine may take to start."""
     rollout_timeout_s: float = 600.0
-    """Seconds that any call of the engine may take, the completions of a step among them."""
+    """Seconds that any call of the engine may take, including the completions of a step."""
     refit_timeout_s: float = 300.0
-    """Seconds of each wait while the engine takes the trainer's weights."""
+    """Time limit in seconds for each wait while the engine receives the trainer's weights."""
     refit_verify_interval: int = 25
-    """Verify the first refit of a run and every n-th after it: checksums of all weights, and log-probs by engine and
-    trainer of the same tokens, with the weights as they are and with scrambled ones; 0: verify none."""
+    """Verify the first refit of a run and every n-th after it; 0: none. A verification compares checksums of all
+    weights, and log-probs of engine and trainer for the same tokens, with the real weights and with scrambled ones."""
 
     @property
     def num_engine_workers(self) -> int:

@@ -22,15 +22,16 @@ class CheckpointConfig:
     """Checkpoints: saving, resuming, pretrained weights."""
 
     save: str | None = None
-    """Folder of the run's checkpoints; left out: nothing is saved."""
+    """Folder for the run's checkpoints. Without it nothing is saved."""
     load: str | None = None
-    """Folder of checkpoints to go on from. Where it is also --save and still empty, the run starts fresh. Where it is
-    another folder, the run starts from it once: as soon as --save has a checkpoint of the run, it goes on from that."""
+    """Folder of checkpoints to continue from. If it is also --save and still empty, the run starts fresh. If it is
+    another folder, the run starts from it once, and continues from --save as soon as that has a checkpoint of the
+    run."""
     save_interval: int | None = None
-    """Iterations between checkpoints; left out: only at the end and when the run is told to stop."""
+    """Iterations between checkpoints. Without it the run saves only at the end and when it is told to stop."""
     keep_last: int | None = None
-    """Complete checkpoints to keep; older ones are deleted after each save, later ones, of a run that --ckpt-step went
-    back from, are not. Left out: all."""
+    """Number of complete checkpoints to keep. Older ones are deleted after each save. If --ckpt-step went back, the
+    later checkpoints are not deleted. Default: keep all."""
     async_save: bool = False
     """Write checkpoints in the background; training stops only while its state is copied to host memory."""
     save_optim: bool = True
@@ -46,17 +47,20 @@ class CheckpointConfig:
     load_data: bool = True
     """--no-load-data starts the data set from its beginning, so that data, blend weights and data flags may change."""
     finetune: bool = False
-    """Take only the weights; iteration, optimizers, schedule, generators and data start anew. --save has to be another
-    folder than --load; a run that is started again goes on from its own checkpoint there, with everything in it."""
+    """Load only the weights. Iteration, optimizers, schedule, generators and data start anew. --save must be another
+    folder than --load. A run that is started again continues from its own checkpoint in --save, with everything in
+    it."""
     ckpt_step: int | None = None
     """Iteration to load from --load instead of the latest."""
     dist_ckpt_optim_fully_reshardable: bool = True
-    """Taken for scripts written for Megatron-LM: optimizer state is always saved so that every layout can load it."""
+    """Accepted for scripts written for Megatron-LM. Optimizer state is always saved so that every layout can load
+    it."""
     ckpt_verify: bool = True
     """Compare every tensor that is read with the checksum it was saved with."""
     checkpoint_timeout_s: float = 3600.0
     """Seconds that one save, or one load of a checkpoint or of pretrained weights, may take before the run reports what
-    it waits for and ends with code 17; 0: any time. With --async-save: that training waits for the files of a save."""
+    it waits for and ends with code 17; 0: no limit. With --async-save: seconds that training waits for the files of a
+    save."""
     exit_duration_in_mins: float | None = None
     """Minutes after which the run saves and exits, counted from its start."""
     load_hf: str = ""
@@ -67,8 +71,8 @@ class CheckpointConfig:
     """Folder of a Hugging Face language model, or model whose language part the language module starts from."""
     allow_difference: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a flag, such as norm-epsilon, whose value may differ from that of the weights or the checkpoint that the
-    run starts from. May be given several times. Any other difference that changes what the model computes or which
-    samples come next is refused."""
+    run starts from. Can be given several times. Every other difference is refused if it changes what the model computes
+    or which samples come next."""
 
     @property
     def load_is_save(self) -> bool:
@@ -109,8 +113,8 @@ class DataConfig:
     dataset_provider: str = "digits"
     """Data set: a name (arithmetic, digits, energon, mock) or pkg.module:attr."""
     lane_loader: Literal["routed", "per-lane"] = "routed"
-    """Who reads data that is costly to read. routed: one rank for each lane, which hands the samples to the others;
-    per-lane: every rank opens the lanes that it needs. Both give the same batches."""
+    """Which ranks read data that is costly to read. routed: one rank reads each lane and sends the samples to the
+    others. per-lane: every rank opens the lanes that it needs. Both give the same batches."""
 
 
 # Flags of the gradient and parameter communication of each module.
@@ -125,7 +129,8 @@ class DdpConfig:
     overlap_param_gather: bool = False
     """Gather the language model's updated parameters during the next forward pass; needs --overlap-grad-reduce."""
     encoder_ddp_overlap: bool = False
-    """Reduce the encoders' gradients with overlap too; their parameters are always gathered without."""
+    """Also reduce the encoders' gradients during the backward pass. Their parameters are always gathered without
+    overlap."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in float32."""
     ddp_num_buckets: int | None = None
@@ -144,7 +149,8 @@ class LayoutConfig:
     """Grids: which ranks hold the encoder, which the language model, and how each is split."""
 
     layout: Literal["disjoint", "colocated"] = "disjoint"
-    """disjoint: encoder and language ranks differ; colocated: every rank holds both, each with its own tp and dp."""
+    """disjoint: encoder and language model have separate ranks. colocated: every rank holds both, each with its own tp
+    and dp."""
     llm_only: bool = False
     """Train the language model alone, on text. A data set with images is refused."""
     encoder_tp: int = 1
@@ -154,7 +160,7 @@ class LayoutConfig:
     encoder_pp: int = 1
     """Pipeline stages of the encoder."""
     llm_offset: int | None = None
-    """First rank of the language grid; left out: right after the encoder (disjoint) or 0."""
+    """First rank of the language grid. Default: the rank after the encoder (disjoint) or 0 (colocated)."""
     llm_tp: int = 1
     """Tensor parallel size of the language model."""
     llm_cp: int = 1
@@ -168,7 +174,8 @@ class LayoutConfig:
     llm_expt_tp: int = 1
     """Tensor parallel size inside an expert."""
     sequence_parallel: bool = False
-    """Sequence parallelism in the language model; needs --llm-tp above 1, and MoE with --llm-tp above 1 needs it."""
+    """Sequence parallelism in the language model. It needs --llm-tp above 1. A mixture of experts with --llm-tp above 1
+    requires it."""
 
 
 # Flags of the model that do not depend on its family.
@@ -183,9 +190,10 @@ class ModelConfig:
     bf16: bool = True
     """Parameters and activations in bfloat16 (fp32 master weights); --no-bf16 trains in float32."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Layer implementation; auto: Transformer Engine on CUDA where it is installed, else local."""
+    """Layer implementation. auto uses Transformer Engine on CUDA if it is installed, and local (plain PyTorch)
+    otherwise."""
     freeze: str = ""
-    """Comma-separated parts that do not train: vision (an encoder's name), projector, language."""
+    """Parts that do not train, separated by commas: vision (an encoder's name), projector, language."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the language model."""
     moe_permute_fusion: bool = True
@@ -227,7 +235,7 @@ class ObserveConfig:
     """Folder for metrics.jsonl, run_config.toml and other records. Left out: a new folder runs/DATE-TIME-MODEL-DATA
     (runs/latest links to the newest), or the earlier folder of a run that resumes from its own checkpoint."""
     tensorboard_dir: str | None = None
-    """TensorBoard folder; left out: none."""
+    """Folder for TensorBoard. Without it no TensorBoard files are written."""
     tensorboard_by_samples: bool = False
     """Also plot every TensorBoard curve against consumed samples (TAG vs samples)."""
     log_interval: int = 1
@@ -235,20 +243,20 @@ class ObserveConfig:
     progress: bool = True
     """Progress bar when the console is a terminal."""
     timeline: bool = True
-    """Time what each rank does in a step; metrics.jsonl gets it by module, `timeline/step-N.json` all of an early step,
-    and of the one under way when a rank gets SIGUSR2."""
+    """Time what each rank does in a step. metrics.jsonl gets the times by module. `timeline/step-N.json` gets every
+    interval of an early step, and of the current step when a rank gets SIGUSR2."""
     timeline_interval: int = 0
-    """Iterations between further files of that kind; 0: none."""
+    """Iterations between further `timeline/step-N.json` files; 0: none."""
     profile_steps: str | None = None
-    """FIRST:LAST iteration to trace with torch's profiler, both included; RUN_DIR/profile/rank-R.json.gz."""
+    """Trace the iterations FIRST:LAST (both included) with torch's profiler, into RUN_DIR/profile/rank-R.json.gz."""
     profile_ranks: str | None = None
-    """Ranks to trace, such as 0,2; left out: rank 0, and all for --memory-snapshot."""
+    """Ranks to trace, such as 0,2. Default: rank 0, and all ranks for --memory-snapshot."""
     memory_snapshot: bool = False
-    """Record GPU memory and write it at the end of the run, or where it runs out, to RUN_DIR/memory/rank-R.pickle."""
+    """Record GPU memory. RUN_DIR/memory/rank-R.pickle is written at the end of the run, or when memory runs out."""
     nvtx: bool = False
-    """NVTX ranges that name module, stage and microbatch, for Nsight Systems."""
+    """Mark NVTX ranges with module, stage and microbatch, for Nsight Systems."""
     wandb_project: str | None = None
-    """Weights & Biases project that gets the figures; left out: none."""
+    """Send the figures to this Weights & Biases project."""
     wandb_name: str | None = None
     """Name of the run there."""
     mlflow_uri: str | None = None
@@ -292,17 +300,17 @@ class OptimConfig:
     """Optimizer: one per module, clipped by one global norm."""
 
     lr: float = 3e-4
-    """Peak learning rate of the language model, and of every part without its own."""
+    """Peak learning rate of the language model, and of every part that has none of its own."""
     min_lr: float = 0.0
-    """Learning rate at the end of the decay; other parts keep the ratio min_lr / lr."""
+    """Learning rate at the end of the decay. Other parts end at the same fraction of their own peak."""
     encoder_lr: float | None = None
-    """Peak learning rate of the encoders; left out: --lr."""
+    """Peak learning rate of the encoders. Default: --lr."""
     projector_lr: float | None = None
-    """Peak learning rate of the projectors; left out: that of the encoders."""
+    """Peak learning rate of the projectors. Default: that of the encoders."""
     weight_decay: float = 0.01
     """Decoupled weight decay (not on biases and one-dimensional parameters)."""
     encoder_weight_decay: float | None = None
-    """Weight decay of encoders and projectors; left out: --weight-decay."""
+    """Weight decay of encoders and projectors. Default: --weight-decay."""
     adam_beta1: float = 0.9
     """Adam beta1."""
     adam_beta2: float = 0.95
@@ -310,15 +318,15 @@ class OptimConfig:
     adam_eps: float = 1e-8
     """Adam epsilon."""
     clip_grad: float = 1.0
-    """Global gradient norm over all modules; 0 does not clip."""
+    """Clip gradients to this norm, measured over all modules; 0: no clipping."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over each module's data-parallel ranks."""
     log_num_zeros_in_grad: bool = False
-    """Count zero gradients (num-zeros)."""
+    """Count the zeros in the gradients and log them as num-zeros."""
     correct_encoder_grad_for_partial_participation: bool = False
-    """Multiply encoder gradients by dp / (encoder ranks that saw an image).
-    This is NOT the gradient of the loss: the uncorrected one already is the exact per-token mean.
-    It exists to reproduce recipes that were tuned with it."""
+    """Multiply encoder gradients by dp / (encoder ranks that saw an image). The result is NOT the gradient of the loss;
+    the uncorrected gradient already is the exact per-token mean. Use it only to reproduce recipes that were tuned with
+    it."""
 
 
 @dataclass(frozen=True)
@@ -334,15 +342,15 @@ class ScheduleConfig:
     lr_warmup_samples: int = 0
     """Samples of linear warm-up."""
     lr_decay_iters: int | None = None
-    """Iteration at which the decay ends, counted from the start of the run, warm-up included; afterwards --min-lr. Left
-    out: the whole run."""
+    """Iteration at which the decay ends, counted from the start of the run, warm-up included. After it the learning
+    rate is --min-lr. Default: the end of the run."""
     lr_decay_samples: int | None = None
-    """Samples at which the decay ends, counted from the start of the run, warm-up included; afterwards --min-lr. Left
-    out: the whole run."""
+    """Number of samples at which the decay ends, counted from the start of the run, warm-up included. After it the
+    learning rate is --min-lr. Default: the end of the run."""
     lr_wsd_decay_iters: int | None = None
-    """WSD: length of the final decay in iterations; it ends where the decay ends."""
+    """WSD: length of the final decay in iterations. It ends at --lr-decay-iters."""
     lr_wsd_decay_samples: int | None = None
-    """WSD: length of the final decay in samples; it ends where the decay ends."""
+    """WSD: length of the final decay in samples. It ends at --lr-decay-samples."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """WSD: shape of the final decay."""
 
@@ -359,7 +367,7 @@ class TrainConfig:
     """Run: batch sizes, length, evaluation, device, safety."""
 
     micro_batch_size: int = 1
-    """Samples of one lane in one microbatch."""
+    """Samples of one lane in one microbatch. A lane is the data of one language replica."""
     global_batch_size: int = 8
     """Samples of all lanes in one iteration; a multiple of micro-batch-size times llm-dp."""
     seq_length: int = 2048
@@ -367,7 +375,7 @@ class TrainConfig:
     train_iters: int | None = None
     """Length of the run in iterations (exclusive with --train-samples)."""
     train_samples: int | None = None
-    """Length of the run in samples; schedules then count samples."""
+    """Length of the run in samples. The schedule then counts samples too."""
     eval_interval: int = 0
     """Iterations between evaluations; 0 evaluates only at the end."""
     eval_iters: int = 0
@@ -377,19 +385,20 @@ class TrainConfig:
     seed: int = 1234
     """Seed of parameters, dropout and sample order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: CUDA where there is one. cpu runs the same Megatron code under emulation, over gloo."""
+    """auto uses CUDA if there is a GPU. cpu runs the same Megatron code under emulation, over gloo."""
     encoder_prefetch_depth: int = 0
-    """Microbatches, of coming iterations too, whose features a frozen encoder computes while it waits; 0: none."""
+    """How many microbatches a frozen encoder computes ahead, also of later iterations, while it waits; 0: none."""
     deterministic_mode: bool = False
-    """Only kernels and reductions that give the same bits every time (slower); a resumed run then repeats exactly."""
+    """Use only kernels and reductions that give the same bits every time. This is slower, but a resumed run repeats
+    exactly."""
     check_for_nan_in_loss: bool = True
     """Stop with an error when the loss is not finite."""
     watchdog_timeout_s: float = 600.0
-    """Seconds without progress after which a rank says what it waits for and exits."""
+    """Seconds without progress after which a rank reports what it is waiting for and exits."""
     dry_run: bool = False
     """Print grids, lanes, parameters per rank and bridge bytes, then exit; needs no GPU."""
     world_size: int | None = None
-    """World size for --dry-run; otherwise torchrun's."""
+    """Number of ranks for --dry-run. A run takes it from torchrun."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class DecoderConfig:
     vocab_size: int = 32064
     """Number of tokens."""
     make_vocab_size_divisible_by: int = 128
-    """Embedding and output have as many rows as tokens, rounded up to a multiple of this (and of --llm-tp). Where
-    --llm-tp divides it, checkpoints of all layouts have the same rows."""
+    """Round the number of rows of embedding and output up to a multiple of this (and of --llm-tp). If --llm-tp divides
+    it, checkpoints of all layouts have the same rows."""
     max_position_embeddings: int = 4096
     """Longest sequence; --seq-length must not exceed it."""
     rotary_base: float = 10000.0
@@ -55,16 +55,17 @@ class DecoderConfig:
     moe_ffn_hidden_size: int = 768
     """Inner width of an expert."""
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts before choosing, weights not normalized again; needed with one expert a token."""
+    """Apply softmax over all experts before choosing, and do not normalize the weights again. Needed if each token has
+    one expert."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
-    """Load-balancing loss of the router. Gradients of seq_aux_loss, which is that of each sequence, are the same in
-    every layout. Those of aux_loss depend on --micro-batch-size (and, where that is above 1, on --llm-dp), those of
+    """Load-balancing loss of the router. seq_aux_loss balances each sequence, and its gradients are the same in every
+    layout. Gradients of aux_loss depend on --micro-batch-size (and, if that is above 1, on --llm-dp), those of
     global_aux_loss on --micro-batch-size and --llm-dp. In train_rl.py all depend on --max-tokens-per-microbatch and
     --llm-dp."""
     moe_aux_loss_coeff: float = 1e-3
     """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by all tokens, padding
-    included, and the gradient is divided by the target tokens: with few targets it weighs more. In train_rl.py it is
-    the mean over all tokens but padding."""
+    included, and the gradient is divided by the target tokens, so it weighs more if there are few targets. In
+    train_rl.py the loss is the mean over all tokens except padding."""
     hidden_dropout: float = 0.0
     """Dropout on the residual branches."""
     attention_dropout: float = 0.0

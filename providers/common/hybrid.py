@@ -38,8 +38,8 @@ class HybridConfig:
     vocab_size: int = 131072
     """Number of tokens."""
     make_vocab_size_divisible_by: int = 128
-    """Embedding and output have as many rows as tokens, rounded up to a multiple of this (and of --llm-tp). Where
-    --llm-tp divides it, checkpoints of all layouts have the same rows."""
+    """Round the number of rows of embedding and output up to a multiple of this (and of --llm-tp). If --llm-tp divides
+    it, checkpoints of all layouts have the same rows."""
     max_position_embeddings: int = 262144
     """Longest sequence; --seq-length must not exceed it."""
     norm_epsilon: float = 1e-5
@@ -49,11 +49,11 @@ class HybridConfig:
     mamba_num_heads: int = 64
     """Heads of a Mamba-2 layer."""
     mamba_head_dim: int = 64
-    """Channels of such a head."""
+    """Channels of a Mamba-2 head."""
     mamba_num_groups: int = 8
-    """Groups of heads that share B and C, and a group of the norm behind the scan."""
+    """Groups of heads that share B and C, and a group of the norm after the scan."""
     mamba_state_dim: int = 128
-    """State of a channel."""
+    """Size of the state of a channel."""
     num_experts: int = 128
     """Routed experts of an E layer."""
     moe_router_topk: int = 6
@@ -63,26 +63,25 @@ class HybridConfig:
     moe_shared_expert_intermediate_size: int = 3712
     """Inner width of the shared expert, which sees every token."""
     moe_latent_size: int = 0
-    """Latent MoE: tokens are projected to this width before the routed experts and back behind them; 0: they are
-    not."""
+    """Latent MoE: project tokens to this width before the routed experts and back after them; 0: no projection."""
     moe_router_enable_expert_bias: bool = True
     """A float32 bias on the scores that choose experts, moved after every step towards an even load
     (arXiv:2408.15664)."""
     moe_router_bias_update_rate: float = 1e-3
-    """Step of that bias; 0 keeps it."""
+    """Step size of the expert bias; 0 keeps the bias as it is."""
     moe_router_topk_scaling_factor: float = 2.5
     """Factor of the chosen experts' weights."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
-    """Load-balancing loss of the router. Gradients of seq_aux_loss, which is that of each sequence, are the same in
-    every layout. Those of aux_loss depend on --micro-batch-size (and, where that is above 1, on --llm-dp), those of
+    """Load-balancing loss of the router. seq_aux_loss balances each sequence, and its gradients are the same in every
+    layout. Gradients of aux_loss depend on --micro-batch-size (and, if that is above 1, on --llm-dp), those of
     global_aux_loss on --micro-batch-size and --llm-dp. In train_rl.py all depend on --max-tokens-per-microbatch and
     --llm-dp."""
     moe_aux_loss_coeff: float = 1e-4
     """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by all tokens, padding
-    included, and the gradient is divided by the target tokens: with few targets it weighs more. In train_rl.py it is
-    the mean over all tokens but padding."""
+    included, and the gradient is divided by the target tokens, so it weighs more if there are few targets. In
+    train_rl.py the loss is the mean over all tokens except padding."""
     moe_router_force_load_balancing: bool = False
-    """Tokens go to random experts, evenly: for benchmarks only, the model does not learn."""
+    """Send tokens evenly to random experts. For benchmarks only, because the model does not learn."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the loss of multi-token prediction."""
     hidden_dropout: float = 0.0

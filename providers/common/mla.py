@@ -71,7 +71,7 @@ class LatentDecoderConfig(DecoderConfig):
     moe_router_enable_expert_bias: bool = True
     """A bias on the scores that choose experts, moved after every step towards an even load (arXiv:2408.15664)."""
     moe_router_bias_update_rate: float = 1e-3
-    """Step of that bias; 0 keeps it."""
+    """Step size of the expert bias; 0 keeps the bias as it is."""
     moe_router_num_groups: int = 8
     """Groups of experts; a token's experts come from its best groups. 1: no groups."""
     moe_router_group_topk: int = 4

@@ -15,34 +15,36 @@ class VisionConfig:
     """Vision transformer and projector."""
 
     vision_image_size: int = 336
-    """Pixels a side of an image; images are square. With dynamic resolution: of the image that the position embeddings
+    """Side length of the square images, in pixels. With dynamic resolution: of the image that the position embeddings
     were made for."""
     vision_patch_size: int = 14
-    """Pixels a side of a patch; each patch becomes one language token, or its share of one."""
+    """Side length of a patch, in pixels. Each patch becomes one language token, or its share of one with pixel
+    shuffle."""
     vision_dynamic_resolution: bool = False
-    """Images keep their own sizes, multiples of patch size times pixel shuffle, and are packed one behind the other."""
+    """Images keep their own sizes, which are multiples of patch size times pixel shuffle, and are packed into one
+    row."""
     vision_pixel_shuffle: int = 1
-    """So many by so many neighbouring patches become one language token, side by side in its channels."""
+    """N by N neighbouring patches become one language token, side by side in its channels."""
     vision_num_channels: int = 3
     """Channels of an image."""
     vision_hidden_size: int = 1024
     """Width of the vision transformer."""
     vision_num_layers: int = 23
-    """Layers that run; LLaVA takes the features of the last layer but one, so one fewer than CLIP's 24."""
+    """Layers that run. LLaVA uses the features of the second-to-last layer, so this is one fewer than CLIP's 24."""
     vision_num_unused_layers: int = 1
-    """Layers that a pretrained encoder has behind these: they are neither built nor loaded."""
+    """Further layers at the end of a pretrained encoder, which are neither built nor loaded."""
     vision_num_attention_heads: int = 16
     """Attention heads."""
     vision_ffn_hidden_size: int = 4096
     """Inner width of the MLP."""
     vision_class_token: bool = True
-    """A learned class token before the patches, dropped from the output (CLIP)."""
+    """Add a learned class token before the patches and drop it from the output (CLIP)."""
     vision_patch_bias: bool = False
-    """A bias in the patch embedding (SigLIP)."""
+    """Add a bias to the patch embedding (SigLIP)."""
     vision_pre_layernorm: bool = True
-    """A LayerNorm between embedding and layers (CLIP)."""
+    """Add a LayerNorm between the embedding and the layers (CLIP)."""
     vision_final_layernorm: bool = False
-    """A LayerNorm after the last layer."""
+    """Add a LayerNorm after the last layer."""
     vision_hidden_act: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
     """Activation of the MLP."""
     vision_norm_epsilon: float = 1e-5
