@@ -120,6 +120,7 @@ def test_bad_samples_count_over_all_readers_and_starts(pool: WorkerPool, shards:
     assert others == ["rank 0 reports what is wrong"] * 3
 
 
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_with_the_data_that_it_began_with(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
     """Flags and files that decide the samples are compared; a blend's weights may change where the data starts anew."""
     data = shutil.copytree(shards, tmp_path / "data")

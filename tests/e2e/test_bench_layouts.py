@@ -13,14 +13,15 @@ import pytest
 
 from tests.support.launch import ROOT
 
-pytestmark = pytest.mark.slow
+# Several starts of torchrun one after the other, each with its imports.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = """--device cpu --gpus 2 --preset smallest --candidates 1 --search-steps 1 --warmup-steps 2 --rounds 1 --steps 2
 --global-batch-size 4""".split()
 
 
 def run(*flags: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "bench" / "layouts.py"), *FLAGS, *flags], check=False,
-                          capture_output=True, text=True, timeout=290,
+                          capture_output=True, text=True, timeout=580,
                           env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
