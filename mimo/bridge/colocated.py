@@ -1,6 +1,6 @@
 """The bridge when encoder and language model share ranks with different data-parallel sizes.
 
-The wheel's `ColocatedBridgeCommunicator` needs the same number of tokens in every sample; here row counts come from
+Megatron Core's `ColocatedBridgeCommunicator` needs the same number of tokens in every sample; here row counts come from
 the step's plan, so samples, lanes and ranks may differ, down to none.
 """
 
@@ -23,7 +23,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     """Transforms encoder output from the encoder's replicas to the language model's lanes, and gradients back.
 
     Fan-in gathers the sibling encoder replicas' rows in forward and takes this replica's rows in backward; fan-out is
-    the reverse. The wheel's rank mapping and groups are used as they are.
+    the reverse. Megatron Core's rank mapping and groups are used as they are.
 
     Args:
         grids: process groups.

@@ -1,8 +1,9 @@
 """The bridge between an encoder grid and the language grid on different ranks.
 
-Same six operations as the wheel's `BridgeCommunicator`, so the wheel's 1F1B schedule drives it. Lifted here: shapes
-come from the step's plan instead of the device, all peers' payloads travel in one batch of P2P operations, uneven row
-counts work in both directions (fan-out and fan-in), a side without rows moves nothing, and nothing is summed for a log.
+Same six operations as Megatron Core's `BridgeCommunicator`, so Megatron Core's 1F1B schedule drives it. Lifted here:
+shapes come from the step's plan instead of the device, all peers' payloads travel in one batch of P2P operations,
+uneven row counts work in both directions (fan-out and fan-in), a side without rows moves nothing, and nothing is summed
+for a log.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Bridge(BridgeCommunicator):
         watchdog: Watchdog,
         spans: Spans,
     ) -> None:
-        # The wheel's constructor is replaced, not extended: it makes NCCL groups by name and refuses uneven fan-in.
+        # Megatron Core's constructor is replaced, not extended: it makes NCCL groups by name and refuses uneven fan-in.
         self.grids, self.module, self.device, self.watchdog, self.spans = grids, module, device, watchdog, spans
         self.src_grid, self.dest_grid = grids.grids[module], grids.grids[LANGUAGE]
         self.src_module_name, self.dest_module_name = module, LANGUAGE
@@ -193,7 +194,8 @@ class Bridge(BridgeCommunicator):
     def recv_backward(self) -> torch.Tensor | None:
         """Receive the gradient of the oldest sent output `[rows, hidden]`; zeros where nothing of the encoder trains.
 
-        Stages of a frozen encoder still hand gradients back to each other: the wheel's pipeline cannot leave it out.
+        Stages of a frozen encoder still hand gradients back to each other: Megatron Core's pipeline cannot leave it
+        out.
         """
         rows = self._next_backward()
         return self._exchange("recv_backward", None, rows) if self.needs_grad else self._gradient(None, rows)
@@ -203,7 +205,7 @@ class Bridge(BridgeCommunicator):
     ) -> torch.Tensor | None:
         """`send_forward` and `recv_backward` in one batch.
 
-        `grad_shape` is the wheel's and unused: the plan knows.
+        `grad_shape` is Megatron Core's and unused: the plan knows.
         """
         if not self.needs_grad:
             self.send_forward(tensor_to_send)
@@ -217,7 +219,7 @@ class Bridge(BridgeCommunicator):
     ) -> torch.Tensor:
         """`send_backward` and `recv_forward` in one batch.
 
-        `forward_shape` is the wheel's and unused: the plan knows.
+        `forward_shape` is Megatron Core's and unused: the plan knows.
         """
         if not self.needs_grad:
             self.send_backward(grad_tensor)

@@ -112,9 +112,9 @@ def _require_equal(ours: list[tuple[str, int]], theirs: list[tuple[str, int]], m
 
 # How many rows of encoder output move where, for every microbatch of a step, from the data both sides already hold.
 #
-# The wheel sends shapes over the device before each payload, which makes the host wait for the GPU at every transfer.
-# Both sides of a lane know the token counts of their samples, so nothing has to be sent: they are only compared, once
-# a step, over the host (`mimo.bridge.handshake`).
+# Megatron Core sends shapes over the device before each payload, which makes the host wait for the GPU at every
+# transfer. Both sides of a lane know the token counts of their samples, so nothing has to be sent: they are only
+# compared, once a step, over the host (`mimo.bridge.handshake`).
 
 
 # rows[microbatch][peer]: rows of encoder output, in the order in which peers are concatenated.

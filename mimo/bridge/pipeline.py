@@ -1,4 +1,4 @@
-"""What the wheel's 1F1B schedule talks to: stage neighbours inside a module, the bridge between modules."""
+"""What Megatron Core's 1F1B schedule talks to: stage neighbours inside a module, the bridge between modules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mimo.protocols import LANGUAGE
 class FixedShapeP2P(P2PCommunicator):
     """Stage-to-stage transfers of one known shape.
 
-    The wheel's variable-length mode, which multi-module schedules insist on, sends each shape over the device first and
-    synchronises twice a transfer. The language model's hidden states have one shape in a run.
+    Megatron Core's variable-length mode, which multi-module schedules insist on, sends each shape over the device first
+    and synchronises twice a transfer. The language model's hidden states have one shape in a run.
 
     Args:
         pp_group: the module's pipeline group.
@@ -49,7 +49,7 @@ class FixedShapeP2P(P2PCommunicator):
 
 
 class PipelineCommunicator(MultiModulePipelineCommunicator):
-    """The wheel's multi-module communicator over our bridges.
+    """Megatron Core's multi-module communicator over our bridges.
 
     Args:
         grids: process groups.
@@ -85,33 +85,33 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
     def is_pp_first_stage(self) -> bool:
         """Whether this rank holds the first stage of a module of its own.
 
-        The wheel means the first stage of the whole chain, and its schedule starts overlapped gradient reduction in the
-        last microbatch only there; so language ranks never overlapped. Every module's first stage has no later work to
-        hide its reduction behind, hence each starts early. The schedule uses this property for nothing else here.
+        Megatron Core means the first stage of the whole chain, and its schedule starts overlapped gradient reduction in
+        the last microbatch only there; so language ranks never overlapped. Every module's first stage has no later work
+        to hide its reduction behind, hence each starts early. The schedule uses this property for nothing else here.
         """
         return any(info.pp_rank == 0 for info in self.rank_module_map.values())
 
-    # The wheel's schedule runs a backward pass between these; in between it calls nothing else of this object.
+    # Megatron Core's schedule runs a backward pass between these; in between it calls nothing else of this object.
 
     def send_forward_recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """As in the wheel; a backward pass follows."""
+        """As in Megatron Core; a backward pass follows."""
         gradients: dict[str, torch.Tensor] = super().send_forward_recv_backward(*args, **kwargs)
         self.schedule_spans.begin_backward()
         return gradients
 
     def recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """As in the wheel; a backward pass follows."""
+        """As in Megatron Core; a backward pass follows."""
         gradients: dict[str, torch.Tensor] = super().recv_backward(*args, **kwargs)
         self.schedule_spans.begin_backward()
         return gradients
 
     def send_backward(self, *args: Any, **kwargs: Any) -> None:
-        """As in the wheel; a backward pass is over."""
+        """As in Megatron Core; a backward pass is over."""
         self.schedule_spans.end_backward()
         super().send_backward(*args, **kwargs)
 
     def send_backward_recv_forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """As in the wheel; a backward pass is over."""
+        """As in Megatron Core; a backward pass is over."""
         self.schedule_spans.end_backward()
         received: dict[str, torch.Tensor] = super().send_backward_recv_forward(*args, **kwargs)
         return received

@@ -1,8 +1,8 @@
 """What a checkpoint holds of the modules on this rank: named slices of global tensors.
 
-The wheel's `sharded_state_dict` says which slice of which global tensor every parameter and saved buffer is. Keys are
-`{module}.` and the wheel's key of the unwrapped module: whether a module trains (and so has a DDP wrapper) and where
-its ranks lie does not show in them.
+Megatron Core's `sharded_state_dict` says which slice of which global tensor every parameter and saved buffer is. Keys
+are `{module}.` and Megatron Core's key of the unwrapped module: whether a module trains (and so has a DDP wrapper) and
+where its ranks lie does not show in them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Saved:
         module: the module it belongs to.
         name: its dotted name inside the module on this rank, for messages.
         tensor: the parameter or buffer itself.
-        pieces: contiguous views of `tensor`, in its order, with their places in global tensors; several where the
-            wheel splits it (gate and up halves).
+        pieces: contiguous views of `tensor`, in its order, with their places in global tensors; several where Megatron
+            Core splits it (gate and up halves).
         is_expert: replicated over the expert data-parallel group instead of the dense one.
     """
 

@@ -1,8 +1,8 @@
 """Optimizer state as slices of global tensors: every layout can load what any layout has saved.
 
-The wheel's formats either follow its gradient buckets (loadable on another data-parallel size only) or gather a whole
-optimizer over its data-parallel ranks first. Here each rank saves the flat ranges it owns as rectangles of the global
-tensors, without a message, and loads whatever part of them it needs.
+Megatron Core's formats either follow its gradient buckets (loadable on another data-parallel size only) or gather a
+whole optimizer over its data-parallel ranks first. Here each rank saves the flat ranges it owns as rectangles of the
+global tensors, without a message, and loads whatever part of them it needs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, dict[str, Any], bool]]:
-    """(model parameter, main values, begin, end, group, owned) of one optimizer of the wheel."""
+    """(model parameter, main values, begin, end, group, owned) of one optimizer of Megatron Core."""
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():

@@ -276,7 +276,7 @@ def _deliver(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
 
 
 class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
-    """The wheel's planner, which never runs code from an object of a checkpoint."""
+    """Megatron Core's planner, which never runs code from an object of a checkpoint."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take in one object. Raises ValueError for one that is more than data."""
@@ -300,7 +300,7 @@ def _load_here(state: dict[str, Any], reader: CheckedReader, planner: DataOnlyPl
 
 
 class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
-    """The wheel's load strategy over `CheckedReader` and `DataOnlyPlanner`."""
+    """Megatron Core's load strategy over `CheckedReader` and `DataOnlyPlanner`."""
 
     def __init__(self, verify: bool = True) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
             flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = CheckedReader(Path(checkpoint_dir), self._verify)
         with warnings.catch_warnings():
-            # Of what the wheel hands to torch: a class that is to go, an order of arguments that is its own.
+            # Of what Megatron Core hands to torch: a class that is to go, an order of arguments that is its own.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
             _load_here(state, reader, planner)
         values = {key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""Saving: plan with the wheel once, copy and write here, publish only what is complete on every rank.
+"""Saving: plan with Megatron Core once, copy and write here, publish only what is complete on every rank.
 
 A save passes three stages. `save` agrees on what is written and copies it; a thread of each rank writes its files; once
 all are written a thread of rank 0 publishes the checkpoint. With --async-save training goes on during both threads, and

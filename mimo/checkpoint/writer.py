@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from mimo.comm.host import from_first_rank, raise_any
 from mimo.grid.groups import Grids
 
-# Who writes what into which file: planned with the wheel once, then reused by every save of the run.
+# Who writes what into which file: planned with Megatron Core once, then reused by every save of the run.
 
 
 @dataclass
@@ -76,7 +76,7 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
         ReportedElsewhereError: on the other ranks then.
     """
     tensors = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]
-    # Of other tensors the wheel would plan copies, which later saves would write unchanged.
+    # Of other tensors Megatron Core would plan copies, which later saves would write unchanged.
     strided = [entry.key for entry in tensors if not entry.data.is_contiguous()]
     assert not strided, f"not contiguous: {', '.join(strided)}"
     _check_slices(sharded, grids)
@@ -119,7 +119,7 @@ def _check_slices(sharded: dict[str, Any], grids: Grids) -> None:
 
 
 def serialized_objects(sharded: dict[str, Any]) -> dict[str, bytes]:
-    """The objects that this rank writes, by unique key, as the wheel stores them."""
+    """The objects that this rank writes, by unique key, as Megatron Core stores them."""
     found = {}
     for entry in nested_values(sharded):
         if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):

@@ -290,7 +290,7 @@ def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
         stops.append(row_length)
     cu_seqlens = torch.tensor([0, *stops], dtype=torch.int32)
     lengths = cu_seqlens.diff()
-    # Here rather than on the device, where the wheel would wait for it.
+    # Here rather than on the device, where Megatron Core would wait for it.
     seq_idx = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths.long())[None]
     return PackedSequences(cu_seqlens, int(lengths.max()), seq_idx)
 

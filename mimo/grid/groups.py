@@ -1,4 +1,4 @@
-"""Process groups of every grid, built from a validated `Layout` through the wheel's `HyperCommGrid`.
+"""Process groups of every grid, built from a validated `Layout` through Megatron Core's `HyperCommGrid`.
 
 `parallel_state` stays uninitialised: each Megatron part gets its groups explicitly.
 """
@@ -21,7 +21,7 @@ from mimo.protocols import LANGUAGE
 # This is longer than any that the flags can ask for.
 HOST_TIMEOUT = timedelta(days=30)
 
-# The name under which the wheel's optimizer looks for expert groups.
+# The name under which Megatron Core's optimizer looks for expert groups.
 EXPERT_VIEW = "expert"
 
 # Field of ProcessGroupCollection -> dimensions of the base view.
@@ -47,7 +47,7 @@ EXPERT_GROUPS = {
 
 
 def make_grid(spec: GridSpec, backend: str) -> HyperCommGrid:
-    """The wheel's grid object for `spec`, without process groups.
+    """Megatron Core's grid object for `spec`, without process groups.
 
     Args:
         spec: sizes and first rank.
@@ -75,7 +75,7 @@ class Grids:
     Attributes:
         layout: the plain-data layout.
         rank: this process's global rank.
-        grids: the wheel's grid of each module.
+        grids: Megatron Core's grid of each module.
         collections: this rank's process groups, for the modules it holds.
         host: gloo group of the whole world, for host-side messages, with `HOST_TIMEOUT`.
         nodes: reductions over the world on the host.
@@ -98,7 +98,7 @@ class Grids:
         except BaseException:
             self.destroy()
             raise
-        # Scratch memory of the wheel's tensor-parallel layers; nothing else of parallel_state is set.
+        # Scratch memory of Megatron Core's tensor-parallel layers; nothing else of parallel_state is set.
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # an earlier run of this process left one
             parallel_state._set_global_memory_buffer()
 
@@ -107,7 +107,7 @@ class Grids:
         groups = {field: grid.create_pg(dims) for field, dims in BASE_GROUPS.items()}
         for field, dims in EXPERT_GROUPS.items():
             groups[field] = grid.create_pg(dims, view=EXPERT_VIEW)
-        # Encoders have no word embeddings; the wheel would look for them on ranks that have these groups.
+        # Encoders have no word embeddings; Megatron Core would look for them on ranks that have these groups.
         embedding: dict[str, dist.ProcessGroup | None] = {"embd": None, "pos_embd": None}
         if name == LANGUAGE:
             embedding = self._create_embedding_groups(spec, backend)
@@ -140,7 +140,7 @@ class Grids:
         return self.layout.kind == "colocated"
 
     def schedule_collection(self) -> ProcessGroupCollection | MultiModuleProcessGroupCollection:
-        """What the wheel's schedules take: the language groups (colocated) or this rank's modules (disjoint)."""
+        """What Megatron Core's schedules take: the language groups (colocated) or this rank's modules (disjoint)."""
         if self.colocated:
             return self.collections[LANGUAGE]
         has_language = LANGUAGE in self.collections

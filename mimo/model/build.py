@@ -164,7 +164,7 @@ def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl:
     family = config.model_family
     encoder_specs = {}
     for name in provider.encoders(family) if grids.layout.encoders else ():
-        # The wheel reads the spec of a module only on the ranks that hold it.
+        # Megatron Core reads the spec of a module only on the ranks that hold it.
         encoder_specs[name] = ModuleSpec(module=torch.nn.Identity)
         if name in grids.modules:
             encoder_specs[name] = provider.encoder_spec(family, name, build_context(config, grids, name, impl))

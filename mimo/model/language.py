@@ -1,4 +1,4 @@
-"""Decoders: the wheel's `GPTModel` and `HybridModel` with a padded vocabulary and checkpoint names from own groups."""
+"""Decoders: Megatron Core's `GPTModel` and `HybridModel` with a padded vocabulary and this module's process groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from mimo.model.torch_layers.norms import Norm
 
 
 class PaddedVocabulary(LanguageModule):
-    """What both kinds of decoder share; a base class of each, before the wheel's.
+    """What both kinds of decoder share; a base class of each, before Megatron Core's.
 
     Embedding and output rows from `true_vocab_size` on stand for no token: their logits are the least finite number, so
     they are never the largest one, their probability is exactly zero and no gradient reaches them.
@@ -77,7 +77,7 @@ class PaddedVocabulary(LanguageModule):
     ) -> None:
         """The last stage's copy of a tied embedding as a replica of the first stage's, in place.
 
-        As the wheel's method, which takes the rank from global state that several grids cannot share.
+        As Megatron Core's method, which takes the rank from global state that several grids cannot share.
         """
         if not self.post_process or self.pre_process:
             assert self.pre_process or output_layer_weight_key not in sharded_state_dict, list(sharded_state_dict)
@@ -112,13 +112,14 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
 
     Args:
         true_vocab_size: number of tokens.
-        hybrid_layer_pattern: as `HybridModel` takes it. Layers after a slash are multi-token prediction's, which the
-            wheel would place by global state that several grids cannot share; they are on the last pipeline stage.
+        hybrid_layer_pattern: as `HybridModel` takes it. Layers after a slash are multi-token prediction's, which
+            Megatron Core would place by global state that several grids cannot share; they are on the last pipeline
+            stage.
         model: further arguments of `HybridModel`.
     """
 
     def __init__(self, *, true_vocab_size: int, hybrid_layer_pattern: str, **model: Any) -> None:
-        # The wheel's constructor calls the overridden method below, which needs it.
+        # Megatron Core's constructor calls the overridden method below, which needs it.
         layers, *self.mtp_patterns = hybrid_layer_pattern.split("/")
         super().__init__(hybrid_layer_pattern=layers, **model)
         self.set_true_vocab_size(true_vocab_size)
@@ -141,7 +142,7 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
     def forward(self, *, labels: torch.Tensor | None = None, packed_seq_params: PackedSeqParams | None = None,
                 mtp_inputs: MtpInputs | None = None, decoder_input: torch.Tensor | None = None,
                 **inputs: Any) -> torch.Tensor:
-        """As the wheel's method; without labels, multi-token prediction does not run.
+        """As Megatron Core's method; without labels, multi-token prediction does not run.
 
         Args:
             labels: int64 `[b, s]`; None: the result is logits.
@@ -174,7 +175,7 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
 
 
 class Stack(HybridStack):
-    """The wheel's stack with the final norm of the implementation that its layers have: the wheel knows one."""
+    """Megatron Core's stack with the final norm of the implementation that its layers have: Megatron Core knows one."""
 
     def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, *, post_layer_norm: bool = True,
                  **stack: Any) -> None:
@@ -233,7 +234,7 @@ def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
 
 
 def _local_experts(config: TransformerConfig) -> Any:
-    """The wheel's builder of an MoE layer, building ours."""
+    """Megatron Core's builder of an MoE layer, building ours."""
     builder = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts,
                                   moe_grouped_gemm=config.moe_grouped_gemm)
     return partial(LocalMoELayer, **builder.keywords)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) as the wheel has it, on grids of its own.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) as Megatron Core has it, on grids of its own.
 
-The wheel's layer takes the tensor-parallel group of two of its collectives from global state, gives one projection no
-group, loses part of the rotary key's gradient with column-parallel down projections, asks for a norm that queries
+Megatron Core's layer takes the tensor-parallel group of two of its collectives from global state, gives one projection
+no group, loses part of the rotary key's gradient with column-parallel down projections, asks for a norm that queries
 without a low-rank projection do not have, saves replicated projections of Transformer Engine once for each
 tensor-parallel rank, and cannot be built with its own PyTorch attention.
 """
@@ -26,7 +26,7 @@ from mimo.model.packed_attention import PackedDotProductAttention
 
 
 class LatentDotProductAttention(PackedDotProductAttention):
-    """The wheel's PyTorch attention for heads whose queries and keys are wider than their values.
+    """Megatron Core's PyTorch attention for heads whose queries and keys are wider than their values.
 
     Args:
         config: sizes and dropout.
@@ -77,7 +77,7 @@ class LatentAttention(MLASelfAttention):
                 layer._tp_group = self.tp_group
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        # In place of the wheel's choice, which puts a norm before `linear_q_proj` wherever there is one on keys.
+        # In place of Megatron Core's choice, which puts a norm before `linear_q_proj` wherever there is one on keys.
         assert self.config.sequence_parallel or self.tp_group.size() == 1, "latent attention needs --sequence-parallel"
         return {
             "linear_q_proj": ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": self.tp_group}),
@@ -91,8 +91,8 @@ class LatentAttention(MLASelfAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        # The wheel widens the values of packed rows to the queries' channels, which kernels of Transformer Engine need
-        # and the attention in PyTorch does not take.
+        # Megatron Core widens the values of packed rows to the queries' channels, which kernels of Transformer Engine
+        # need and the attention in PyTorch does not take.
         if isinstance(self.core_attention, LatentDotProductAttention):
             return self.core_attention(query, key, value, attention_mask, **kwargs)
         return super()._run_core_attention(query, key, value, attention_mask, **kwargs)

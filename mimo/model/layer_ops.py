@@ -16,7 +16,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """OpenAI CLIP's activation, `x * sigmoid(1.702 x)`.
 
-    Not the wheel's: that one is wrapped in torch.compile, which compiles anew as the number of images changes.
+    Not Megatron Core's: that one is wrapped in torch.compile, which compiles anew as the number of images changes.
     """
     return x * torch.sigmoid(1.702 * x)
 
@@ -72,9 +72,10 @@ def activation(name: str, impl: str) -> Activation:
 def accumulate_into_main_grad(module: torch.nn.Module) -> None:
     """Have the layers of a wrapped module add weight gradients to `main_grad` inside the matrix product.
 
-    The wheel's flag for this, `gradient_accumulation_fusion`, asks for a kernel of apex too, for the output layer; and
-    it makes layers without a buffer of gradients fail in their backward pass. Here it is a matter of the layers that
-    have both. Without it every microbatch writes its gradients once in the parameters' precision, to be read and added.
+    Megatron Core's flag for this, `gradient_accumulation_fusion`, asks for a kernel of apex too, for the output layer;
+    and it makes layers without a buffer of gradients fail in their backward pass. Here it is a matter of the layers
+    that have both. Without it every microbatch writes its gradients once in the parameters' precision, to be read and
+    added.
 
     Args:
         module: a module in `DistributedDataParallel`, whose trainable parameters have `main_grad`; in place.
@@ -90,7 +91,7 @@ def accumulate_into_main_grad(module: torch.nn.Module) -> None:
 
 # Rotary positions of packed rows in one go.
 #
-# The wheel's PyTorch path applies them sequence by sequence and asks the device where each begins: hundreds of
+# Megatron Core's PyTorch path applies them sequence by sequence and asks the device where each begins: hundreds of
 # completions of a few tokens each then take seconds of launches in every pass.
 
 
@@ -99,14 +100,15 @@ _one_by_one = rope_utils._apply_rotary_pos_emb_thd
 
 def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any,
                         cp_group: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Rotary positions of a packed row; as the wheel's function for `thd`, bit for bit, without waiting for the device.
+    """Rotary positions of a packed row; as Megatron Core's function for `thd`, bit for bit, without waiting for the
+    device.
 
     Args:
         t: `[t, heads, channels]`.
         cu_seqlens: int32 `[sequences + 1]`, where each sequence starts; the last entry is `t`.
         freqs: `[positions, 1, 1, rotated channels]`; as many positions as `t` are those of the row, else of a sequence.
-        args: further arguments of the wheel's function.
-        cp_group: ranks that share a sequence; where there are several the wheel does it.
+        args: further arguments of Megatron Core's function.
+        cp_group: ranks that share a sequence; where there are several Megatron Core does it.
         kwargs: as `args`.
     """
     if cp_group is None or cp_group.size() > 1:
@@ -119,7 +121,7 @@ def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.
 
 
 def install_packed_rotary() -> None:
-    """Have the wheel's attention layers use `apply_packed_rotary`."""
+    """Have Megatron Core's attention layers use `apply_packed_rotary`."""
     rope_utils._apply_rotary_pos_emb_thd = apply_packed_rotary
 
 
@@ -127,10 +129,10 @@ def install_packed_rotary() -> None:
 
 
 def install_split() -> None:
-    """Have the wheel's attention layers split by Transformer Engine's function, where it is installed.
+    """Have Megatron Core's attention layers split by Transformer Engine's function, where it is installed.
 
-    Gradients of a split that already lie in one tensor, as cuDNN's attention leaves them, are that tensor. The wheel
-    looks for the function under a name that Transformer Engine has given up, and then takes `torch.split`.
+    Gradients of a split that already lie in one tensor, as cuDNN's attention leaves them, are that tensor. Megatron
+    Core looks for the function under a name that Transformer Engine has given up, and then takes `torch.split`.
     """
     if attention.SplitAlongDim is not None:
         return
@@ -147,8 +149,9 @@ def install_split() -> None:
 class ColumnParallelWithBias(TEColumnParallelLinear):
     """A column-parallel linear layer that adds its bias inside the matrix product.
 
-    The wheel's MLP asks its first layer for the bias instead, to be added together with the activation; for activations
-    that it has no such kernel of it then adds it by itself, which reads and writes the widest tensor of all once more.
+    Megatron Core's MLP asks its first layer for the bias instead, to be added together with the activation; for
+    activations that it has no such kernel of it then adds it by itself, which reads and writes the widest tensor of all
+    once more.
     """
 
     def __init__(self, *sizes: int, skip_bias_add: bool, **further: Any) -> None:

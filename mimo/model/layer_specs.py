@@ -31,7 +31,7 @@ IMPLS = ("local", "transformer_engine")
 def norm_builder(impl: str) -> Any:
     """Norm class of an implementation, called as `norm(config=, hidden_size=, eps=)`.
 
-    `local` does not take the wheel's own PyTorch norm, which refuses sequence parallelism.
+    `local` does not take Megatron Core's own PyTorch norm, which refuses sequence parallelism.
     """
     _check_impl(impl)
     if impl == "local":
@@ -144,7 +144,8 @@ def _block(config: TransformerConfig, layer: ModuleSpec, impl: str) -> Transform
 
 
 def _with_own_parts(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:
-    """The wheel's local layer with our norms and attention, under the checkpoint names of Transformer Engine layers.
+    """Megatron Core's local layer with our norms and attention, under the checkpoint names of Transformer Engine
+    layers.
 
     Transformer Engine fuses a norm into the linear layer that follows; before an MoE layer there is none to fuse into.
     """
@@ -162,7 +163,7 @@ def _with_own_parts(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:
 
 
 def _latent_layer(config: MLATransformerConfig, impl: str, moe: bool, epsilon: float) -> ModuleSpec:
-    """The wheel's layer with `LatentAttention`, under the checkpoint names of Transformer Engine layers.
+    """Megatron Core's layer with `LatentAttention`, under the checkpoint names of Transformer Engine layers.
 
     Those fuse the norms of compressed queries and keys into the up projections, and with their one epsilon for all
     norms; here the norms stand alone where that would not do.

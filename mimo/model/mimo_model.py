@@ -1,7 +1,7 @@
-"""The multimodal model on one rank: the wheel's `MimoModel` fed with microbatches of uneven, known sizes.
+"""The multimodal model on one rank: Megatron Core's `MimoModel` fed with microbatches of uneven, known sizes.
 
-What differs from the wheel: token counts come from the batch, so aligning image rows with their placeholders needs no
-device synchronisation; the colocated bridge takes uneven counts; a text-only language model can be pipelined.
+What differs from Megatron Core: token counts come from the batch, so aligning image rows with their placeholders needs
+no device synchronisation; the colocated bridge takes uneven counts; a text-only language model can be pipelined.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HeteroModel(MimoModel):
         self, mimo_config: MimoModelConfig, grids: Grids, watchdog: Watchdog, spans: Spans,
         seed_module: Callable[[str], None],
     ) -> None:
-        # The wheel's constructor calls the overridden methods below, which need these.
+        # Megatron Core's constructor calls the overridden methods below, which need these.
         self.grids, self.watchdog, self.spans, self.seed_module = grids, watchdog, spans, seed_module
         self._holds_several = len(grids.modules) > 1
         self.prefetch: FeatureQueue | None = None
@@ -58,7 +58,7 @@ class HeteroModel(MimoModel):
 
     def _initialize_submodules(self) -> None:
         if not self.grids.layout.encoders and self.grids.layout.language.pp > 1:
-            # One grid counts as colocated for the wheel, which then ignores its pipeline.
+            # One grid counts as colocated for Megatron Core, which then ignores its pipeline.
             self.role = RankRole._from_grid_map(self.mimo_config.module_to_grid_map)
         for name in self.role.modality_module_names:
             # Seeded one by one: what an encoder draws must not depend on which others share its rank.
@@ -131,7 +131,8 @@ class HeteroModel(MimoModel):
         text = batch.text
         assert text is not None, "language ranks hold text"
         packed, length = text.packed, text.input_ids.shape[1]
-        # The wheel makes `max_seqlen` rotary positions; if these are as many as the row has, they run on over samples.
+        # Megatron Core makes `max_seqlen` rotary positions; if these are as many as the row has, they run on over
+        # samples.
         assert packed is None or packed.max_seqlen < length or len(packed.cu_seqlens) == 2, (packed, length)
         embeddings = None
         if self.role.is_first_stage(LANGUAGE):
@@ -158,7 +159,7 @@ class HeteroModel(MimoModel):
             return None
         if not config.sequence_parallel:
             return text.padding
-        # The wheel takes the part of the row itself only where it embeds the tokens, too.
+        # Megatron Core takes the part of the row itself only where it embeds the tokens, too.
         group = self.grids.collections[LANGUAGE].tp
         return text.padding.chunk(group.size(), dim=1)[group.rank()]
 

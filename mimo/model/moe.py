@@ -43,7 +43,7 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class LocalMoELayer(MoELayer):
-    """The wheel's layer with `DuplicatedLinear` where it asks for Transformer Engine: around latent experts."""
+    """Megatron Core's layer with `DuplicatedLinear` where it asks for Transformer Engine: around latent experts."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         with _torch_projections():
@@ -62,7 +62,7 @@ def _torch_projections() -> Iterator[None]:
 
 # Routers that leave padding out of the load of their experts.
 #
-# The wheel's routers take a mask of padding, with two faults: the load that moves the expert bias is masked along
+# Megatron Core's routers take a mask of padding, with two faults: the load that moves the expert bias is masked along
 # experts instead of tokens, which fails, and the tokens that weigh the load-balancing loss are taken for those of one
 # rank, although the sum over ranks, made in place, has made them those of all.
 
@@ -95,7 +95,7 @@ def attach_loss(router: Any, activation: torch.Tensor, coeff: float, loss: torch
         name: of the loss in the report.
         reduce_group: ranks over which tokens were counted.
         valid_token_count: of this rank; a tensor where there is padding, and then of the whole group.
-        kwargs: as the wheel's method.
+        kwargs: as Megatron Core's method.
 
     Returns:
         `activation`.
@@ -107,6 +107,6 @@ def attach_loss(router: Any, activation: torch.Tensor, coeff: float, loss: torch
 
 
 def install_padded_routing() -> None:
-    """Have the wheel's routers use these functions."""
+    """Have Megatron Core's routers use these functions."""
     TopKRouter._apply_expert_bias = apply_expert_bias
     TopKRouter.attach_and_log_load_balancing_loss = attach_loss

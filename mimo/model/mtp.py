@@ -1,7 +1,7 @@
 """Multi-token prediction (arXiv:2412.19437, section 2.2) behind the last pipeline stage of a hybrid decoder.
 
 Depth k combines the hidden state of token t with the embedding of token t + k and predicts token t + k + 1. The layers
-are the wheel's. What it asks of `parallel_state`, which several grids cannot share, is given here: where the layers
+are Megatron Core's. What it asks of `parallel_state`, which several grids cannot share, is given here: where the layers
 are, the groups, the reduction of the reported loss.
 
 Images: a prediction counts where every token that it reads beyond t, and the one that it predicts, is text. The
@@ -124,7 +124,7 @@ class MtpBlock(MultiTokenPredictionBlock):
         for depth, layer in enumerate(self.layers):
             for part in layer.modules():
                 if isinstance(part, MoELayer):
-                    # The wheel reports their losses as those of the decoder's first layers. A depth is one entry.
+                    # Megatron Core reports their losses as those of the decoder's first layers. A depth is one entry.
                     part.set_layer_number(config.num_layers + 1 + depth)
 
     def begin_step(self, targets: torch.Tensor) -> None:

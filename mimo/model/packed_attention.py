@@ -17,7 +17,7 @@ MAX_SCORES = 1 << 20
 
 
 def packed_seq_params(sequences: PackedSequences | None) -> PackedSeqParams | None:
-    """The wheel's description of packed rows in self-attention; None for rows that are not packed.
+    """Megatron Core's description of packed rows in self-attention; None for rows that are not packed.
 
     The fields of padded sequences stay None: nothing lies between the sequences, padding is one of them, and
     Transformer Engine would compare the two lists in every layer, waiting for the device.
@@ -30,7 +30,7 @@ def packed_seq_params(sequences: PackedSequences | None) -> PackedSeqParams | No
 
 
 class PackedDotProductAttention(DotProductAttention):
-    """The wheel's PyTorch attention, which takes packed rows too: sequences of one length are then rows of a batch.
+    """Megatron Core's PyTorch attention, which takes packed rows too: sequences of one length are then rows of a batch.
 
     So scale, mask, softmax precision and dropout are those of the same samples in rows of their own.
     """

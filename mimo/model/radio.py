@@ -92,7 +92,7 @@ def packed_pixel_shuffle(features: torch.Tensor, grids: Sequence[Grid], factor: 
 
 
 NUM_CHANNELS = 3
-"""Channels of an image: the wheel's patch embedding has no other."""
+"""Channels of an image: Megatron Core's patch embedding has no other."""
 
 
 def cropped_positions(weight: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
@@ -135,15 +135,15 @@ def enlarged_positions(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
 class RadioEncoder(RADIOViTModel):
     """Images to patch features, of one size or packed one behind the other in their own sizes.
 
-    Parameters, their names and their sharding are the wheel's. The forward pass is not: the wheel's changes the packed
-    metadata that it is given, asks the device for the size of every image, resizes the positions anew for each of
-    them, and leaves class tokens and pixel shuffle to the caller.
+    Parameters, their names and their sharding are Megatron Core's. The forward pass is not: Megatron Core's changes the
+    packed metadata that it is given, asks the device for the size of every image, resizes the positions anew for each
+    of them, and leaves class tokens and pixel shuffle to the caller.
 
     Pixel shuffle orders channels as Hugging Face's models of the family do (InternVL's version 2, see
     `mimo.model.radio.pixel_shuffle`), for images of one size and packed ones alike.
 
     Args:
-        config: transformer sizes. `mtp_num_layers` 0 gives a norm after the last layer, None gives none: the wheel
+        config: transformer sizes. `mtp_num_layers` 0 gives a norm after the last layer, None gives none: Megatron Core
             builds the layers as if a stage followed them.
         layer_spec: the layers.
         patch_size: pixels a side of a patch.
@@ -167,7 +167,7 @@ class RadioEncoder(RADIOViTModel):
         assert (rows * patch_size, columns * patch_size) == (height, width), f"{image_size}, patch size {patch_size}"
         assert dynamic_resolution or not (rows % pixel_shuffle or columns % pixel_shuffle), (
             f"{rows} x {columns} patches, pixel shuffle {pixel_shuffle}")
-        assert pg_collection.pp.size() == 1, "the wheel's RADIO has one pipeline stage"
+        assert pg_collection.pp.size() == 1, "Megatron Core's RADIO has one pipeline stage"
         super().__init__(
             config, layer_spec, add_class_token=class_token_len > 0, class_token_len=class_token_len,
             patch_dim=patch_size, img_h=height, img_w=width, max_img_h=max_image_size, max_img_w=max_image_size,
@@ -179,7 +179,7 @@ class RadioEncoder(RADIOViTModel):
             # Tokens an image has inside the encoder; that depends on the image.
             self.seq_length = 0
         with torch.no_grad():
-            # The wheel draws with a standard deviation of 1, and positions would drown in what comes of the pixels.
+            # Megatron Core draws with a standard deviation of 1, and positions would drown in what comes of the pixels.
             self.embedder.weight.mul_(self.embedder.weight.size(1)**-0.5)
 
     def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: np.ndarray | None = None,

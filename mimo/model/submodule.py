@@ -50,7 +50,7 @@ class _ZeroGradient(torch.autograd.Function):
 class VisionSubmodule(VisionModalitySubmodules):
     """One `ViT` and, on the last pipeline stage, its projector.
 
-    The wheel's `forward(hidden_states=...)` takes the tensor as finished features and skips the encoder; here the
+    Megatron Core's `forward(hidden_states=...)` takes the tensor as finished features and skips the encoder; here the
     encoder's layers run on every stage. An encoder without a trainable parameter on this stage runs in evaluation mode
     without a graph, whatever the projector does.
     """
@@ -151,7 +151,7 @@ def _is_trainable(module: torch.nn.Module) -> bool:
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     """`max(x, 0) ** 2` (So et al., arXiv:2109.08668).
 
-    Not the wheel's: that one is wrapped in torch.compile, which compiles anew as the number of tokens changes.
+    Not Megatron Core's: that one is wrapped in torch.compile, which compiles anew as the number of tokens changes.
     """
     return torch.nn.functional.relu(x).square()
 
@@ -160,8 +160,8 @@ class Projector(MLP):
     """`linear_fc2(activation(linear_fc1(norm(x))))`.
 
     Biases and no norm: LLaVA 1.5 (https://arxiv.org/abs/2310.03744). `linear_fc1` is column parallel and `linear_fc2`
-    row parallel; input and output are replicated over tensor-parallel ranks. The wheel's `MultimodalProjector` wraps
-    the same MLP one level deeper and adds nothing that is needed here.
+    row parallel; input and output are replicated over tensor-parallel ranks. Megatron Core's `MultimodalProjector`
+    wraps the same MLP one level deeper and adds nothing that is needed here.
 
     Args:
         config: `hidden_size` is the language width, `ffn_hidden_size` the inner one; `activation_func` is applied
@@ -190,11 +190,11 @@ class Projector(MLP):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The wheel's, with the norm under the name it has where a linear layer of Transformer Engine holds it."""
+        """Megatron Core's, with the norm under the name it has where a linear layer of Transformer Engine holds it."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.layer_norm is not None:
-            # The wheel's MLP tells its parts no group: every tensor-parallel rank would call its copy of the norm the
-            # one to save.
+            # Megatron Core's MLP tells its parts no group: every tensor-parallel rank would call its copy of the norm
+            # the one to save.
             state |= sharded_state_dict_default(self.layer_norm, f"{prefix}layer_norm.", sharded_offsets, metadata,
                                                 tp_group=self.tp_group)
         apply_prefix_mapping(state, {f"{prefix}layer_norm.{kind}": f"{prefix}linear_fc1.layer_norm_{kind}"

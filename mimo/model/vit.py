@@ -21,8 +21,8 @@ class ViT(MegatronModule):
     """Images to patch features, of one size or packed one behind the other in their own sizes.
 
     Patch embedding, class token, positions and norms are replicated over tensor-parallel ranks: they draw from the
-    default random stream, which those ranks share. Attribute names are those of the wheel's `CLIPViTModel`, which has
-    neither pipeline stages nor a variable last norm.
+    default random stream, which those ranks share. Attribute names are those of Megatron Core's `CLIPViTModel`, which
+    has neither pipeline stages nor a variable last norm.
 
     Args:
         config: transformer sizes; `num_layers` counts the layers of all pipeline stages.

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from mimo.protocols import LANGUAGE
 
 CHUNK = 128
-"""Tokens of a chunk of the Mamba-2 scan (the wheel's MambaMixer)."""
+"""Tokens of a chunk of the Mamba-2 scan (Megatron Core's MambaMixer)."""
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -366,11 +366,11 @@ class DeviceTimer:
         return seconds
 
 
-# Passes and transfers of the wheel's schedules, seen from the seams that these have.
+# Passes and transfers of Megatron Core's schedules, seen from the seams that these have.
 
 
 class ScheduleSpans:
-    """What the wheel takes for `config.timers`: it starts and stops timers by name around passes and transfers.
+    """What Megatron Core takes for `config.timers`: it starts and stops timers by name around passes and transfers.
 
     Backward passes of the schedule over several modules have no timer. They are what happens between the arrival of a
     gradient and the departure of the next one, so the communicator tells of them.
@@ -413,7 +413,7 @@ class ScheduleSpans:
         return Schedule(self._begun, self._num_microbatches, self._forward, self._backward)
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        """The wheel's timer of that name."""
+        """Megatron Core's timer of that name."""
         return self._timers.get(name, _NO_TIMER)
 
     def begin_backward(self) -> None:
@@ -447,13 +447,13 @@ class ScheduleSpans:
 
 
 class _Timer:
-    """One timer, with the wheel's arguments."""
+    """One timer, with Megatron Core's arguments."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._begin, self._end = begin, end
 
     def start(self, barrier: bool = False) -> None:
-        """Begin the stretch; `barrier` is the wheel's and not honoured: nothing waits for a measurement."""
+        """Begin the stretch; `barrier` is Megatron Core's and not honoured: nothing waits for a measurement."""
         self._begin()
 
     def stop(self, barrier: bool = False) -> None:

@@ -77,8 +77,8 @@ class Platform(abc.ABC):
                 that is made without a limit of its own.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
-        # A new group takes the limit from here, not from the default group. The wheel makes some groups itself, so the
-        # limit cannot be an argument.
+        # A new group takes the limit from here, not from the default group. Megatron Core makes some groups itself, so
+        # the limit cannot be an argument.
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
         torch.distributed.init_process_group(
             self.backend,

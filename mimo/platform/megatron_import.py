@@ -1,4 +1,4 @@
-"""The import of the wheel, without a package that it looks for and that nothing here lets it use."""
+"""The import of Megatron Core, without a package that it looks for and that nothing here lets it use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import logging
 import sys
 import warnings
 
-# Object storage. Megatron-Energon depends on it, so it is there; the wheel imports it wherever it is, which takes most
-# of a second, and uses it once a program has switched that on. Energon's own import of it is left alone.
+# Object storage. Megatron-Energon depends on it, so it is there; Megatron Core imports it wherever it is, which takes
+# most of a second, and uses it once a program has switched that on. Energon's own import of it is left alone.
 STORAGE_CLIENT = "multistorageclient"
 
 
-def import_wheel() -> None:
+def import_megatron() -> None:
     """Import Megatron, after the platform is installed. Where it is imported already, this does nothing."""
     if STORAGE_CLIENT in sys.modules:
         return
-    # Python's own mark of a module that is not there: its import raises ModuleNotFoundError, which the wheel expects.
+    # Python's own mark of a module that is not there: its import raises ModuleNotFoundError, which Megatron Core
+    # expects.
     sys.modules[STORAGE_CLIENT] = None  # type: ignore[assignment]
     try:
         importlib.import_module("megatron.core.msc_utils")
@@ -24,16 +25,17 @@ def import_wheel() -> None:
         del sys.modules[STORAGE_CLIENT]
 
 
-# What the wheel says when it is imported, and nobody who runs a program can act on.
+# What Megatron Core says when it is imported, and nobody who runs a program can act on.
 
 
 def quieten_wheel() -> None:
-    """Hide what the wheel says about its own internals, and torch about the wheel, at every start on every rank.
+    """Hide what Megatron Core says about its own internals, and torch about Megatron Core, at every start on every
+    rank.
 
     Nobody who runs a trainer can act on it. `python -W default` and PYTHONWARNINGS=default bring it back.
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Without a GPU it warns that there is none: the wheel's import of kernels that are never built here.
+    # Without a GPU it warns that there is none: Megatron Core's import of kernels that are never built here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if sys.warnoptions:
         return
@@ -43,14 +45,14 @@ def quieten_wheel() -> None:
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
     # Said at the place of the subclass.
     warnings.filterwarnings("ignore", category=UserWarning, message=r"\w+ is experimental and still under active")
-    # The wheel's calls, which torch 2.13 has renamed.
+    # Megatron Core's calls, which torch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
     # Transformer Engine, of a package that is none of its business here.
     warnings.filterwarnings("ignore", category=RuntimeWarning, message="Detected a Jax installation")
 
 
 def quieten_transformer_engine() -> None:
-    """Hide what Transformer Engine says about how the wheel calls it. Imports it: its import shows its own warnings."""
+    """Hide Transformer Engine's warning about how Megatron Core calls it. Importing it shows its own warnings."""
     importlib.import_module("transformer_engine.pytorch")
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", category=DeprecationWarning, message="Relying on pointer-based detection")

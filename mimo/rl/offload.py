@@ -145,7 +145,7 @@ class Offload:
             parameter.is_cuda for parameter in self._built.model.parameters()) else "cpu")
 
     def _refuse_steps(self) -> None:
-        """Calls of a step that would write where no memory is raise: the wheel does not look."""
+        """Calls of a step that would write where no memory is raise: Megatron Core does not look."""
         if self._shadowed:
             return
         calls = [(wrapped, "zero_grad_buffer") for wrapped in self._built.wrapped.values()]
@@ -166,7 +166,7 @@ class Offload:
 
 
 def weight_storages(built: BuiltModel) -> list[torch.UntypedStorage]:
-    """Behind the parameters and buffers of every module of this rank and the wheel's buffers of them, each once."""
+    """Behind the parameters and buffers of every module of this rank and Megatron Core's buffers of them, each once."""
     return _distinct((*built.model.parameters(), *built.model.buffers(), *(
         buffer.param_data for wrapped in built.wrapped.values() for buffer in _buffers_of(wrapped)
         if buffer.param_data is not None)))
@@ -237,7 +237,7 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _buffers_of(wrapped: Any) -> list[Any]:
-    """The wheel's contiguous buffers of a module."""
+    """Megatron Core's contiguous buffers of a module."""
     return [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 

@@ -1,7 +1,7 @@
 """The reference policy: weights that stay as they are, on the host, and take the policy's place for a forward pass.
 
 The run's own model is used for both, so the reference has its layout, and one rank keeps its own shards alone. What is
-exchanged are bytes of storages, as in `mimo.rl.offload`: parameters, buffers and the wheel's contiguous buffers
+exchanged are bytes of storages, as in `mimo.rl.offload`: parameters, buffers and Megatron Core's contiguous buffers
 behind them stay the objects that optimizers and hooks refer to, and the policy comes back bit by bit.
 """
 

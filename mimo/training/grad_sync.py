@@ -20,8 +20,8 @@ from mimo.watchdog.watchdog import Watchdog
 class GradSync:
     """What the schedule calls after the last backward pass of a step.
 
-    The wheel's `finalize_model_grads` runs once for each module, in the module's groups, and does not normalise: the
-    divisor is the number of target tokens of the *global* batch, which only the world knows (`scale`).
+    Megatron Core's `finalize_model_grads` runs once for each module, in the module's groups, and does not normalise:
+    the divisor is the number of target tokens of the *global* batch, which only the world knows (`scale`).
 
     Args:
         built: this rank's modules.
@@ -47,8 +47,8 @@ class GradSync:
     ) -> None:
         """Reduce every module's gradients, and move its routers' expert biases by the load of the step.
 
-        The signature is the wheel's `finalize_model_grads_func`; `model`, `num_tokens` and `pg_collection` describe one
-        module there and are not used.
+        The signature is Megatron Core's `finalize_model_grads_func`; `model`, `num_tokens` and `pg_collection` describe
+        one module there and are not used.
         """
         self._kept_biases = [(bias, bias.clone()) for bias in expert_biases(self.built.model)]
         for name, wrapped in self.built.wrapped.items():
@@ -95,7 +95,7 @@ def participation_correction(participants: torch.Tensor, dp: int) -> torch.Tenso
 def start_in_order(wrapped: DistributedDataParallel) -> None:
     """Start the overlapped reductions of a module's bucket groups in list order, on every rank.
 
-    The wheel starts a group when its last gradient is there, in the order of the backward pass. A rank whose last
+    Megatron Core starts a group when its last gradient is there, in the order of the backward pass. A rank whose last
     microbatch is text-only runs no backward pass and so cannot know that order; its peers' collectives would meet
     others of its own.
     """
@@ -125,9 +125,9 @@ class _OrderedStart:
 def complete_registration(wrapped: DistributedDataParallel) -> None:
     """With overlapped reduction, count parameters that got no gradient in the last microbatch as ready.
 
-    The wheel starts a bucket's reduction when all its parameters have had a gradient in the last microbatch. An encoder
-    whose last microbatch is text-only has none: it would fail (or, in the first step, record that no gradient is ever
-    to be expected) while its data-parallel peers wait in the collective. Its buckets are complete as they are;
+    Megatron Core starts a bucket's reduction when all its parameters have had a gradient in the last microbatch. An
+    encoder whose last microbatch is text-only has none: it would fail (or, in the first step, record that no gradient
+    is ever to be expected) while its data-parallel peers wait in the collective. Its buckets are complete as they are;
     `start_in_order` makes the peers start theirs in the same order.
     """
     if not wrapped.ddp_config.overlap_grad_reduce:

@@ -27,10 +27,11 @@ from mimo.protocols import LANGUAGE
 
 
 class HeteroOptimizer(MimoOptimizer):
-    """The wheel's `MimoOptimizer` with one agreement before the step instead of two, and non-finite gradients skipped.
+    """Megatron Core's `MimoOptimizer` with one agreement before the step instead of two, and non-finite gradients
+    skipped.
 
-    The wheel asks the world twice (found inf, then norms) and lets a NaN norm through: the maximum of a NaN over ranks
-    is undefined, so ranks could disagree. Here norms and the flag travel together and a NaN becomes the flag.
+    Megatron Core asks the world twice (found inf, then norms) and lets a NaN norm through: the maximum of a NaN over
+    ranks is undefined, so ranks could disagree. Here norms and the flag travel together and a NaN becomes the flag.
 
     Attributes:
         spans: told where an update waits for other ranks.
@@ -178,7 +179,7 @@ def build_optimizer(config: OptimConfig, built: BuiltModel, grids: Grids) -> Het
 
 
 def optimizer_config(config: OptimConfig, lr: float, params_dtype: torch.dtype) -> OptimizerConfig:
-    """The wheel's optimizer configuration for a module whose peak learning rate is `lr`."""
+    """Megatron Core's optimizer configuration for a module whose peak learning rate is `lr`."""
     return OptimizerConfig(
         optimizer="adam",
         lr=lr,
@@ -225,8 +226,8 @@ def _build_one(config: OptimConfig, built: BuiltModel, grids: Grids, name: str) 
 def object_gather_within(default: dist.ProcessGroup) -> Iterator[None]:
     """Inside, `all_gather_object` and `get_world_size` without a group mean `default`.
 
-    The wheel aligns parameter groups over the world, which gives every module the other modules' groups, and hangs when
-    the ranks of a frozen module build no optimizer.
+    Megatron Core aligns parameter groups over the world, which gives every module the other modules' groups, and hangs
+    when the ranks of a frozen module build no optimizer.
     """
     gather, size = dist.all_gather_object, dist.get_world_size
 
@@ -243,7 +244,7 @@ def object_gather_within(default: dist.ProcessGroup) -> Iterator[None]:
         dist.all_gather_object, dist.get_world_size = gather, size
 
 
-# Learning-rate schedule: the wheel's, counted in samples so that iterations and samples are one thing.
+# Learning-rate schedule: Megatron Core's, counted in samples so that iterations and samples are one thing.
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -18,7 +18,7 @@ from mimo.observability.remote_trackers import are_left
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
-from mimo.platform.megatron_import import import_wheel, quieten_wheel
+from mimo.platform.megatron_import import import_megatron, quieten_wheel
 from mimo.registry import model_provider
 from mimo.watchdog.process_exit import STDERR_FD, exit_now, fail_fast
 
@@ -77,7 +77,7 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
 
 
 def _show_log(rank: int) -> None:
-    """Show this package's log on the first rank; the wheel's says nothing that a run's reader needs."""
+    """Show this package's log on the first rank; Megatron Core's says nothing that a run's reader needs."""
     log = logging.getLogger("mimo")
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(logging.StreamHandler(sys.stdout))
@@ -95,7 +95,7 @@ def _train(config: RunConfig, grids: Grids, platform: Platform) -> None:
 def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, rank: int, world_size: int,
                                body: Callable[[C, Grids, Platform], None], longest_wait_s: float) -> None:
     # Megatron must come after the platform is installed, and so must what imports it.
-    import_wheel()
+    import_megatron()
     import torch.distributed as dist
 
     from mimo.grid.groups import Grids

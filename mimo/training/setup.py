@@ -121,7 +121,7 @@ def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Wat
 
 
 def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync, schedule_spans: ScheduleSpans) -> None:
-    """Give the wheel's schedule what it reads from the model's config."""
+    """Give Megatron Core's schedule what it reads from the model's config."""
     model_config = get_model_config(built.model)
     model_config.finalize_model_grads_func = grad_sync.finalize
     model_config.no_sync_func = built.model.no_sync

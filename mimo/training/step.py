@@ -128,7 +128,7 @@ def loss_function(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor
 
 
 def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
-    """The wheel's `forward_step_func` for training."""
+    """Megatron Core's `forward_step_func` for training."""
     batch = next(batches)
     return model(batch), partial(loss_function, batch)
 

@@ -169,11 +169,12 @@ def peak_memory_bytes(grids: Grids, platform: Platform) -> dict[str, int]:
 
 # MoE auxiliary losses of a step, averaged over MoE layers, microbatches and lanes.
 #
-# The wheel's router records each layer's loss in a tracker; the wheel's report of it falls back to `parallel_state`
-# for the data-parallel group and averages with an operation gloo does not have, so the reduction is here.
+# Megatron Core's router records each layer's loss in a tracker; Megatron Core's report of it falls back to
+# `parallel_state` for the data-parallel group and averages with an operation gloo does not have, so the reduction is
+# here.
 
 
-# The wheel's names of the losses that routers record, by --moe-router-load-balancing-type.
+# Megatron Core's names of the losses that routers record, by --moe-router-load-balancing-type.
 TRACKED = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",

@@ -233,7 +233,7 @@ def report(what: str, problems: Iterable[str]) -> None:
                          + "\n  ".join(lines))
 
 
-# The parts of global tensors that a rank holds, as the wheel's sharded state dict tells them.
+# The parts of global tensors that a rank holds, as Megatron Core's sharded state dict tells them.
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The weight map: which Hugging Face tensors are the same numbers as which Megatron tensor.
 
 A rule speaks of whole tensors under global layer and expert numbers. Which slice of one a rank holds (tensor, pipeline
-and expert parallelism, gate and up halves) is not repeated here: the wheel's `sharded_state_dict` says it for every
+and expert parallelism, gate and up halves) is not repeated here: Megatron Core's `sharded_state_dict` says it for every
 parameter, for loading, exporting and refitting alike.
 """
 
@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 
-# Names of global tensors and the keys, with stacked axes, under which the wheel's checkpoints hold them.
+# Names of global tensors and the keys, with stacked axes, under which Megatron Core's checkpoints hold them.
 #
-# The wheel stacks equal layers of a transformer block on a leading axis (`decoder.layers.7.x` is row 7 of
+# Megatron Core stacks equal layers of a transformer block on a leading axis (`decoder.layers.7.x` is row 7 of
 # `decoder.layers.x`), unless the block's layers differ or are those of a hybrid stack, which never does it; experts
 # of a layer are stacked likewise (`mlp.experts.3.y` is row 3 of `mlp.experts.experts.y`). This is the one place that
 # knows it.
@@ -35,7 +35,7 @@ class StoredTensor:
     """Where a checkpoint holds a global tensor.
 
     Attributes:
-        key: the wheel's key, without the module's name.
+        key: Megatron Core's key, without the module's name.
         index: position on the stacked axes; empty for a tensor of its own.
         axes: sizes of the stacked axes, as many.
     """
@@ -89,7 +89,7 @@ def stored_tensors(names: Iterable[str], stacked_layers: bool = True) -> dict[st
 
     Args:
         names: of all of them.
-        stacked_layers: layers of a block are stacked where all of them have tensors of the same names, as the wheel
+        stacked_layers: layers of a block are stacked where all of them have tensors of the same names, as Megatron Core
             does it for a transformer block without a pattern of dense and MoE layers; else never.
     """
     names = list(names)
@@ -283,8 +283,8 @@ class Rule:
     """One global Megatron tensor and the Hugging Face tensors it is made of.
 
     Attributes:
-        megatron: name inside the module, layers and experts under their global numbers and in the spelling of the
-            wheel's checkpoints: `decoder.layers.7.self_attention.linear_qkv.layer_norm_weight`,
+        megatron: name inside the module, layers and experts under their global numbers and in the spelling of Megatron
+            Core's checkpoints: `decoder.layers.7.self_attention.linear_qkv.layer_norm_weight`,
             `decoder.layers.7.mlp.experts.3.linear_fc1.weight`.
         hf: names in the component's own spelling (`model.layers.7.self_attn.q_proj.weight`); see `Style`.
         convert: how they turn into each other.

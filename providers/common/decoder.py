@@ -120,7 +120,7 @@ def check_decoder(config: DecoderConfig, problems: Problems) -> None:
 def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
     """Note what the language grid cannot hold.
 
-    Fewer query groups than tensor-parallel ranks are fine where they divide them: the wheel then gathers the fused
+    Fewer query groups than tensor-parallel ranks are fine where they divide them: Megatron Core then gathers the fused
     projection and each rank takes its group.
     """
     problems.divides("num_layers", config.num_layers, "llm_pp", grid.pp)

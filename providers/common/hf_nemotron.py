@@ -36,7 +36,7 @@ NEMOTRON_DEFAULTS: dict[str, dict[str, Any]] = {
         "residual_in_fp32": False, "time_step_min": TIME_STEP_MIN,
     },
 }
-# Of the gated norm inside of the wheel's MambaMixer.
+# Of the gated norm inside of Megatron Core's MambaMixer.
 MIXER_NORM_EPSILON = 1e-5
 DEFAULT_MTP = "*E"
 # The second has the same language and vision parts, and a sound encoder, which is passed over.

@@ -15,7 +15,7 @@ from providers.common.checks import NO_FACTOR, Problems, flag
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
-CONV_KERNEL = 4  # the wheel's MambaMixer has no other
+CONV_KERNEL = 4  # Megatron Core's MambaMixer has no other
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def hybrid_config(config: HybridConfig, context: BuildContext | None) -> Transfo
         "num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_query_groups,
         "kv_channels": config.kv_channels, "ffn_hidden_size": config.ffn_hidden_size, "normalization": "RMSNorm",
         "layernorm_epsilon": config.norm_epsilon, "gated_linear_unit": False, "add_bias_linear": False,
-        # Experts multiply by the router's weights in the same kernel; the wheel knows it by this function.
+        # Experts multiply by the router's weights in the same kernel; Megatron Core knows it by this function.
         "activation_func": compiled_squared_relu if fused else squared_relu, "use_fused_weighted_squared_relu": fused,
         "hidden_dropout": config.hidden_dropout,
         "attention_dropout": config.attention_dropout, "mamba_num_heads": config.mamba_num_heads,
@@ -94,7 +94,7 @@ def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpe
 
 
 def with_stages(pattern: str, stages: int) -> str:
-    """The pattern with a `|` between equal pipeline stages, as the wheel wants it.
+    """The pattern with a `|` between equal pipeline stages, as Megatron Core wants it.
 
     >>> with_stages("MEM*/ME", 2)
     'ME|M*/ME'

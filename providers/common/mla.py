@@ -13,7 +13,7 @@ from providers.common.decoder import DecoderConfig, check_decoder_grid
 # Flags of other decoders that latent attention has no use for.
 UNUSED = ("num_query_groups", "kv_channels", "add_qkv_bias", "use_rope_scaling", "rope_scaling_factor",
           "moe_router_pre_softmax")
-# The wheel scores a group of experts by its best topk / group_topk experts, DeepSeek-V3 by its best two.
+# Megatron Core scores a group of experts by its best topk / group_topk experts, DeepSeek-V3 by its best two.
 EXPERTS_THAT_SCORE_A_GROUP = 2
 
 

@@ -29,8 +29,8 @@ def radio_spec(config: RadioConfig, name: str, language_size: int, context: Buil
         normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
         add_qkv_bias=True, activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0,
         attention_dropout=0.0,
-        # 0 prediction layers and none are not the same: only with 0 does the wheel put the final norm behind the last
-        # layer of a block that, as RADIO's, is not built as a model's last stage.
+        # 0 prediction layers and none are not the same: only with 0 does Megatron Core put the final norm behind the
+        # last layer of a block that, as RADIO's, is not built as a model's last stage.
         mtp_num_layers=0 if config.vision_final_layernorm else None, **RECOMPUTE[context.recompute])
     projector_config = transformer_config(
         context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,

@@ -299,7 +299,7 @@ def test_generators_of_another_grid_are_reported(pool: WorkerPool, alone: tuple[
 
 @pytest.mark.slow
 def test_keep_last_and_many_saves(pool: WorkerPool, tmp_path: Path) -> None:
-    """The wheel reuses its plan of the first saves for the later ones: those must hold what they should too."""
+    """Megatron Core reuses its plan of the first saves for the later ones: those must hold what they should too."""
     flags = ("--save", str(tmp_path), "--keep-last", "2", "--async-save")
     whole = one_process(pool, *DROPOUT, *flags, save_at=(1, 2, 3, 4, 5))
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -1,4 +1,4 @@
-"""The wheel's Mamba-2 layer on processes without kernels: against Hugging Face, over ranks, packed, in checkpoints."""
+"""Megatron Core's Mamba-2 layer without its kernels: against Hugging Face, over ranks, packed, in checkpoints."""
 
 from __future__ import annotations
 

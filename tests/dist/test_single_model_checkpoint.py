@@ -1,4 +1,4 @@
-"""A Megatron checkpoint of the whole model as one, written by the wheel, starts any layout, and nothing is left out."""
+"""A checkpoint of the whole model, written by Megatron Core, starts any layout, and nothing is left out."""
 
 from __future__ import annotations
 

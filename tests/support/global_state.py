@@ -1,7 +1,7 @@
 """Parameters and gradients by their global name, whatever the layout: set them, read them, compare them.
 
-The wheel's sharded state dict says which slice of which global tensor each local one is (tensor, expert and pipeline
-parallelism, fused gate and up). Everything here goes through it, so it knows nothing of any model.
+Megatron Core's sharded state dict says which slice of which global tensor each local one is (tensor, expert and
+pipeline parallelism, fused gate and up). Everything here goes through it, so it knows nothing of any model.
 """
 
 from __future__ import annotations

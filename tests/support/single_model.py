@@ -1,4 +1,4 @@
-"""Megatron checkpoints of the whole model as one, written by the wheel, and trainers that start from them."""
+"""Megatron checkpoints of the whole model as one, written by Megatron Core, and trainers that start from them."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def start_lines(rank: int, flags: tuple[str, ...], world_size: int, root: str | 
 
 
 def names_of_both(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes by global name: of the wheel's multimodal model, and as the run of the same sizes asks for them."""
+    """Shapes by global name: of Megatron Core's multimodal model, and as the run of the same sizes asks for them."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.models.multimodal.llava_model import LLaVAModel
@@ -320,7 +320,7 @@ def names_of_both(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tupl
     from mimo.weights.rules import global_name
     from tests.support.weights import built_model
 
-    # Sizes that the wheel's model has no arguments for, and no prediction layers, which ask for its global groups.
+    # Sizes that Megatron Core's model has no arguments for, and no prediction layers, which ask for its global groups.
     flags = (*NEMOTRON, "--hybrid-layer-pattern", "ME*-", "--vision-max-image-size", "2048", "--vision-patch-size",
              "16", "--layout", "colocated")
     with built_model(flags, 1) as (built, grids, _, config):

@@ -35,7 +35,7 @@ def trainer_changed_by(change: Callable[[pytest.MonkeyPatch, Any], None]) -> Ite
 
 
 def inner_optimizers(module_optimizer: Any) -> list[Any]:
-    """The wheel's optimizers of one module: one, or one each for dense and expert parameters."""
+    """Megatron Core's optimizers of one module: one, or one each for dense and expert parameters."""
     return list(vars(module_optimizer).get("chained_optimizers", [module_optimizer]))
 
 

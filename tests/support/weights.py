@@ -174,7 +174,7 @@ def load_and_export(rank: int, flags: tuple[str, ...], world_size: int, folder: 
 
 def load_release(rank: int, flags: tuple[str, ...], world_size: int, release: str,
                  folder: str) -> tuple[list[str], list[str], int, int]:
-    """Read an imported checkpoint as the wheel does, in this layout.
+    """Read an imported checkpoint as Megatron Core does, in this layout.
 
     Gives keys whose global shape differs from the checkpoint's, wrong names, elements compared, elements of the model.
     """
@@ -195,7 +195,7 @@ def load_release(rank: int, flags: tuple[str, ...], world_size: int, release: st
 
 
 def sharded_entries(built: Any, grids: Any) -> dict[str, Any]:
-    """The wheel's sharded tensors of this rank's modules under a live checkpoint's keys, factories applied."""
+    """Megatron Core's sharded tensors of this rank's modules under a live checkpoint's keys, factories applied."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.utils import unwrap_model
@@ -215,7 +215,7 @@ def sharded_entries(built: Any, grids: Any) -> dict[str, Any]:
 
 
 def save_live(rank: int, flags: tuple[str, ...], world_size: int, folder: str, release: str) -> None:
-    """Load a folder on this layout and save the weights as the wheel does."""
+    """Load a folder on this layout and save the weights as Megatron Core does."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -227,7 +227,7 @@ def save_live(rank: int, flags: tuple[str, ...], world_size: int, folder: str, r
             Path(release).mkdir(parents=True)
         torch.distributed.barrier(group=grids.host)
         with pytest.MonkeyPatch.context() as patch:
-            # The wheel's own is a process that outlives its worker.
+            # Megatron Core's own is a process that outlives its worker.
             patch.setattr(filesystem_async, "_results_queue", queue.Queue())
             dist_checkpointing.save(sharded_entries(built, grids), release)
 

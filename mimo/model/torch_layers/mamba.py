@@ -1,4 +1,4 @@
-"""The wheel's Mamba-2 layer where there are no kernels for it.
+"""Megatron Core's Mamba-2 layer where there are no kernels for it.
 
 `MambaMixer` refuses to exist without the packages mamba_ssm and causal_conv1d, which are CUDA only. Its module looks
 its kernels up when it uses them, so that it works with others put in their places.
@@ -100,7 +100,7 @@ def log_mamba_kernels() -> None:
 
 
 def use_torch_mamba() -> None:
-    """Let the wheel's `MambaMixer` train with plain PyTorch in place of kernels, packed rows included.
+    """Let Megatron Core's `MambaMixer` train with plain PyTorch in place of kernels, packed rows included.
 
     On a GPU with mamba_ssm but without causal_conv1d the scan is the kernel's, and the rest is PyTorch. Call it before
     a mixer is built; more calls change nothing.

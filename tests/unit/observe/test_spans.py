@@ -134,7 +134,7 @@ def test_parts_of_a_module_that_shares_its_ranks():
 
 
 def one_forward_one_backward(timers):
-    """The wheel's steady state on a middle stage, with the calls of the communicator."""
+    """Megatron Core's steady state on a middle stage, with the calls of the communicator."""
     timers("forward-recv", log_level=2).start()
     timers("forward-recv").stop()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The gated norm of Mamba-2 layers, and what is put into the wheel's mixer."""
+"""The gated norm of Mamba-2 layers, and what is put into Megatron Core's mixer."""
 
 import pytest
 
