@@ -14,7 +14,8 @@ from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirectio
 
 from mimo.bridge.handshake import Rows
 from mimo.grid.groups import Grids
-from mimo.observability.spans import DeviceTimer, Kind, Spans
+from mimo.observability.clock import DeviceTimer
+from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
 

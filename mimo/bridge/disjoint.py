@@ -17,7 +17,8 @@ from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicat
 
 from mimo.bridge.handshake import Rows, lanes_of, sources_of
 from mimo.grid.groups import Grids
-from mimo.observability.spans import DeviceTimer, Kind, Spans
+from mimo.observability.clock import DeviceTimer
+from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import Layout
-from mimo.observability.spans import Interval, Kind, clock_offsets, host_of_clock
+from mimo.observability.clock import clock_offsets, host_of_clock
+from mimo.observability.spans import Interval, Kind
 
 # What a rank does for one module alone. Grids that share ranks have each other's as one more part.
 OWN_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.GRADIENT_SYNC)

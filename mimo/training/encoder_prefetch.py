@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mimo.data.batch import EncoderBatch, Microbatch
-from mimo.observability.spans import DeviceTimer, Kind, Spans
+from mimo.observability.clock import DeviceTimer
+from mimo.observability.spans import Kind, Spans
 from mimo.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from mimo.data.loader import StepLoader
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, build_model, layer_impl, params_dtype
 from mimo.model.submodule import VisionSubmodule
+from mimo.observability.clock import DeviceClock, HostClock
 from mimo.observability.profiler import nvtx_range
-from mimo.observability.spans import DeviceClock, HostClock, ScheduleSpans, Spans
+from mimo.observability.spans import ScheduleSpans, Spans
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider

@@ -20,7 +20,8 @@ from mimo.data.batch import Microbatch, on_device
 from mimo.grid.groups import Grids
 from mimo.model.build import GRADIENTS, KINDS, WEIGHTS, BuiltModel
 from mimo.model.mtp import begin_mtp_step
-from mimo.observability.spans import DeviceTimer, Kind, ScheduleSpans, Spans
+from mimo.observability.clock import DeviceTimer
+from mimo.observability.spans import Kind, ScheduleSpans, Spans
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE

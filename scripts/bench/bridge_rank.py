@@ -328,7 +328,8 @@ class Bench:
     def _own_bridge(self, payload: Payload) -> tuple[Bridge, Spans]:
         """Our bridge as the trainer makes it, with its timeline."""
         from mimo.bridge.disjoint import Bridge
-        from mimo.observability.spans import DeviceClock, HostClock, Spans
+        from mimo.observability.clock import DeviceClock, HostClock
+        from mimo.observability.spans import Spans
 
         spans = Spans(DeviceClock() if self.platform.name == "cuda" else HostClock(),
                       dict.fromkeys(self.grids.modules, 0))

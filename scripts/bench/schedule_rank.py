@@ -23,7 +23,8 @@ from mimo.bridge.disjoint import Bridge
 from mimo.config.validate import num_microbatches, steps_ahead
 from mimo.data.batch import Microbatch
 from mimo.model.mtp import begin_mtp_step
-from mimo.observability.spans import Interval, Kind, clock_offsets, host_of_clock
+from mimo.observability.clock import clock_offsets, host_of_clock
+from mimo.observability.spans import Interval, Kind
 from mimo.protocols import LANGUAGE
 from mimo.training.loop import TrainingLoop
 from mimo.training.step import TrainerParts, forward_step, run_schedule, train_step

@@ -8,8 +8,9 @@ import pytest
 from mimo.config.trainer import ObserveConfig
 from mimo.config.validate import check_device, check_observe
 from mimo.grid.spec import GridSpec, Layout
+from mimo.observability.clock import DeviceClock
 from mimo.observability.profiler import StepProfiler
-from mimo.observability.spans import DeviceClock, Interval, Kind, Label, Spans
+from mimo.observability.spans import Interval, Kind, Label, Spans
 from mimo.observability.timeline import Timeline, TimelineSignal
 
 DISJOINT = Layout("disjoint", 3, (GridSpec("vision"),), GridSpec("language", offset=1, dp=2))

@@ -1,0 +1,161 @@
+"""Moments of a step and time on the device, taken without waiting for it; and what the clocks of hosts differ by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# Round trips of a comparison of two hosts' clocks; the fastest one counts.
+NUM_ROUND_TRIPS = 8
+
+
+class Clock(Protocol):
+    """Takes moments."""
+
+    def start(self) -> None:
+        """Begin a step; moments of the one before can no longer be read."""
+        ...
+
+    def mark(self) -> Any:
+        """This moment."""
+        ...
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """Moments of the step, its first one foremost, in seconds on the host's monotonic clock."""
+        ...
+
+
+class HostClock:
+    """The host's own clock: on a CPU operations and collectives end before they return."""
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def mark(self) -> float:
+        """Seconds on the monotonic clock."""
+        return time.monotonic()
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """The moments themselves."""
+        return marks
+
+
+class DeviceClock:
+    """Events on the stream that computes: the host goes on, and a stalled stream shows as a gap.
+
+    The first event of a step is taken to happen when it is queued: the trainer's steps end with the device drained.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+        self._began_s = 0.0
+
+    def start(self) -> None:
+        """Use the events anew."""
+        self._used = 0
+        self._began_s = time.monotonic()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record()
+        return event
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """When the stream reached the events; waits for the last one."""
+        first, last = marks[0], marks[-1]
+        last.synchronize()
+        return [self._began_s + first.elapsed_time(mark) / 1000 for mark in marks]
+
+
+def host_of_clock() -> str:
+    """Names the kernel whose monotonic clock this process reads: processes with one name share it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def clock_offsets(hosts: list[str], rank: int, group: dist.ProcessGroup) -> list[float]:
+    """What to add to each rank's monotonic clock to get that of rank 0, seconds. Collective over `group`.
+
+    The first rank of each host asks rank 0 for the time, as in Cristian's algorithm: of several answers the fastest is
+    taken to have been given in the middle of its round trip. The error is at most half of that.
+
+    Args:
+        hosts: `host_of_clock` of every rank.
+        rank: this one, global and in the group.
+        group: gloo group of the whole world.
+    """
+    askers = [hosts.index(host) for host in dict.fromkeys(hosts)][1:]
+    offset = torch.zeros(1, dtype=torch.float64)
+    for asker in askers:
+        if rank == asker:
+            offset[0] = _ask(group)
+        elif rank == 0:
+            _answer(asker, group)
+    found = [torch.zeros(1, dtype=torch.float64) for _ in hosts]
+    dist.all_gather(found, offset, group=group)
+    return [found[hosts.index(host)].item() for host in hosts]
+
+
+def _ask(group: dist.ProcessGroup) -> float:
+    fastest_s, offset, message = float("inf"), 0.0, torch.zeros(1, dtype=torch.float64)
+    for _ in range(NUM_ROUND_TRIPS):
+        asked = time.monotonic()
+        dist.send(message, group_dst=0, group=group)
+        dist.recv(message, group_src=0, group=group)
+        answered = time.monotonic()
+        if answered - asked < fastest_s:
+            fastest_s, offset = answered - asked, message.item() - (asked + answered) / 2
+    return offset
+
+
+def _answer(asker: int, group: dist.ProcessGroup) -> None:
+    message = torch.zeros(1, dtype=torch.float64)
+    for _ in range(NUM_ROUND_TRIPS):
+        dist.recv(message, group_src=asker, group=group)
+        message[0] = time.monotonic()
+        dist.send(message, group_dst=asker, group=group)
+
+
+class DeviceTimer:
+    """Sums the time between pairs of events on the current stream; under CPU emulation events are wall clocks."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time what the block queues on the current stream."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._pairs.append((begin, end))
+
+    def drain_s(self, *, wait: bool = True) -> float:
+        """Seconds since the last call. Call after the device has finished the step (its results were read).
+
+        Args:
+            wait: for what is not finished all the same; else that counts in a later call.
+        """
+        seconds, left = 0.0, []
+        for begin, end in self._pairs:
+            if wait:
+                end.synchronize()
+            if end.query():
+                seconds += begin.elapsed_time(end) / 1000
+            else:
+                left.append((begin, end))
+        self._pairs = left
+        return seconds
