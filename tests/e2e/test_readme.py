@@ -56,6 +56,7 @@ OTHER_FLAGS = {
     "--model": "scripts/bench/refit.py",
     "--trainer": "scripts/bench/refit.py",
     "--engine-tp": "scripts/bench/refit.py",
+    **dict.fromkeys(("--flags", "--good"), "scripts/bench/refit_verify.py"),
     "--layout": "scripts/bench/rl_sweep.py",
     "--tokens": "scripts/bench/rl_sweep.py",
     "--prompt-length": "scripts/bench/rl_sweep.py",
