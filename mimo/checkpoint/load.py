@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mimo import registry
 from mimo.checkpoint import paths
+from mimo.checkpoint.differences import config_differences, data_differences, flat_config, model_differences, refused
 from mimo.checkpoint.entries import PROJECTOR, Saved, broadcast_from_writers
 from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
 from mimo.checkpoint.reader import (
@@ -30,13 +31,8 @@ from mimo.checkpoint.state import (
     Progress,
     RunState,
     Source,
-    config_differences,
-    data_differences,
-    flat_config,
-    model_differences,
     model_entries,
     optimizer_entries,
-    refused,
     restore_rng,
     rng_objects,
     stream_object,

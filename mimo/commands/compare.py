@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from tqdm import tqdm
 
 from mimo import registry
+from mimo.checkpoint.differences import config_differences, model_differences, refused
 from mimo.checkpoint.paths import METADATA
 from mimo.checkpoint.reader import CHECKSUMS, is_covered, read_common, read_index
-from mimo.checkpoint.state import config_differences, model_differences, refused
 from mimo.checkpoint.writer import crc32_of
 from mimo.config.trainer import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider

@@ -14,10 +14,17 @@ from typing import Any
 from tqdm import tqdm
 
 from mimo import registry
+from mimo.checkpoint.differences import model_differences, refused, sections_of
 from mimo.checkpoint.reader import read_common, require_checksums
-from mimo.checkpoint.state import model_differences, refused, sections_of
 from mimo.commands.compare import torch_dtype
-from mimo.commands.flags import ExportFlags, ImportFlags, checkpoint_folder, pretrained_folder
+from mimo.commands.flags import (
+    ExportFlags,
+    ImportFlags,
+    checkpoint_folder,
+    pretrained_folder,
+    provider_name,
+    takes_hf_config,
+)
 from mimo.config import toml_file
 from mimo.config.cli import config_files, parse, to_toml, typed_providers
 from mimo.config.trainer import RunConfig
@@ -120,27 +127,6 @@ def named_providers(files: Sequence[str], run_flags: Sequence[str]) -> dict[str,
     return named
 
 
-def provider_name(given: str | None, folder: Path) -> str:
-    """The model provider to import a folder with: the one that was given, or that of the folder's architecture.
-
-    Raises:
-        ValueError: nothing says which.
-    """
-    if given is not None:
-        return given
-    values = read_config_json(folder)
-    hint = f"give --model-provider, one of {', '.join(sorted(registry.MODEL_PROVIDERS))} or pkg.module:attr"
-    if values is None:
-        raise ValueError(f"{folder} has no {CONFIG_JSON}; {hint}")
-    architectures = [str(name) for name in values.get("architectures") or []]
-    for architecture in architectures:
-        name = registry.provider_of(architecture)
-        if name is not None:
-            return name
-    named = f"the architecture {', '.join(architectures)}, of no built-in model" if architectures else "no architecture"
-    raise ValueError(f"{folder / CONFIG_JSON} names {named}; {hint}")
-
-
 def check_hf_config(config: RunConfig, folder: Path) -> None:
     """Raise ValueError where a checkpoint's model is described by a file that is not there any more."""
     path = str(vars(config.model_family).get("hf_config") or "")
@@ -154,11 +140,6 @@ def check_sizes(config: RunConfig) -> None:
     provider = registry.model_provider(config.model.model_provider)
     if isinstance(provider, SizesProvider):
         provider.validate_sizes(config.model_family)
-
-
-def takes_hf_config(provider: Any) -> bool:
-    """Whether a provider's sizes can come from a Hugging Face config.json (`--hf-config`)."""
-    return any(field.name == "hf_config" for field in dataclasses.fields(provider.Config))
 
 
 # A progress bar over tensors.

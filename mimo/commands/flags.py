@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
+from mimo import registry
 from mimo.checkpoint import paths
+from mimo.weights.configuration import CONFIG_JSON, read_config_json
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,29 @@ def checkpoint_folder(path: str, step: int | None, command: str) -> Path:
         what = f"it has neither {paths.TRACKER} nor {paths.METADATA}" if root.is_dir() else "there is no such folder"
         raise ValueError(f"{command} {path}: no checkpoint: {what}")
     return found
+
+
+def provider_name(given: str | None, folder: Path) -> str:
+    """The model provider to import a folder with: the one that was given, or that of the folder's architecture.
+
+    Raises:
+        ValueError: nothing says which.
+    """
+    if given is not None:
+        return given
+    values = read_config_json(folder)
+    hint = f"give --model-provider, one of {', '.join(sorted(registry.MODEL_PROVIDERS))} or pkg.module:attr"
+    if values is None:
+        raise ValueError(f"{folder} has no {CONFIG_JSON}; {hint}")
+    architectures = [str(name) for name in values.get("architectures") or []]
+    for architecture in architectures:
+        name = registry.provider_of(architecture)
+        if name is not None:
+            return name
+    named = f"the architecture {', '.join(architectures)}, of no built-in model" if architectures else "no architecture"
+    raise ValueError(f"{folder / CONFIG_JSON} names {named}; {hint}")
+
+
+def takes_hf_config(provider: Any) -> bool:
+    """Whether a provider's sizes can come from a Hugging Face config.json (`--hf-config`)."""
+    return any(field.name == "hf_config" for field in fields(provider.Config))

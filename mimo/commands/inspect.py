@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mimo.checkpoint.state import flat_config
+from mimo.checkpoint.differences import flat_config
 from mimo.commands.compare import (
     WEIGHTS,
     Contents,

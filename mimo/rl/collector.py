@@ -16,7 +16,7 @@ from mimo.grid.groups import Grids
 from mimo.refit.options import RefitReport
 from mimo.refit.sender import WeightSender
 from mimo.rl.offload import Offload
-from mimo.rl.prompts import Pending, Place
+from mimo.rl.place import Pending, Place
 from mimo.rl.rollouts import Answers, Completion, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.replicas import RolloutClient
 from mimo.watchdog.watchdog import Watchdog

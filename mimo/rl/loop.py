@@ -32,10 +32,11 @@ from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDev
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.launch_engine import Engine, refit_options, start_engine
 from mimo.rl.offload import Offload
+from mimo.rl.place import Place
 from mimo.rl.placement import check_placement
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
-from mimo.rl.prompts import Place, PromptProvider, PromptSet
+from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metrics

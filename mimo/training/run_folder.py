@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mimo.checkpoint import paths
+from mimo.checkpoint.differences import flat_config
 from mimo.checkpoint.load import find_source
 from mimo.checkpoint.reader import read_common
-from mimo.checkpoint.state import flat_config
 from mimo.comm.host import from_first_rank, raise_together
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.grid.groups import Grids

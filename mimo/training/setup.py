@@ -14,8 +14,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mimo.bridge.disjoint import Bridge
 from mimo.bridge.handshake import Handshake
 from mimo.bridge.pipeline import PipelineCommunicator
+from mimo.checkpoint.differences import data_fields
 from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
-from mimo.checkpoint.state import Progress, RunState, Source, data_fields
+from mimo.checkpoint.state import Progress, RunState, Source
 from mimo.comm.host import raise_together
 from mimo.config.trainer import RunConfig
 from mimo.data.loader import StepLoader

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mimo.checkpoint.state import UNUSED
+from mimo.checkpoint.differences import UNUSED
 from mimo.config.toml_file import flag_name
 from mimo.protocols import ComparableProvider, ModelProvider
 

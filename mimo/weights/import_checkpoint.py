@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mimo.checkpoint.differences import model_fields
 from mimo.checkpoint.paths import RELEASE, write_tracker
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
-from mimo.checkpoint.state import model_fields, weights_only_state
+from mimo.checkpoint.state import weights_only_state
 from mimo.checkpoint.writer import SummedStream, save_item
 from mimo.grid.dry_run import format_bytes
 from mimo.protocols import LANGUAGE, ModelProvider

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo import registry
-from mimo.commands.convert import provider_name, takes_hf_config
+from mimo.commands.flags import provider_name, takes_hf_config
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig
 

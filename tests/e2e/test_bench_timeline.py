@@ -33,7 +33,7 @@ def test_the_device_brings_its_precision_and_flags_win() -> None:
     assert configure(*parse_arguments([*FLAGS, "--tensorboard-dir", "board"])).observe.tensorboard_dir == "board"
 
 
-@pytest.mark.parametrize(("flags", "message"), [(["--no-timeline"], "--no-timeline leaves nothing"),
+@pytest.mark.parametrize(("flags", "message"), [(["--no-timeline"], "--no-timeline: the benchmark measures"),
                                                 (["--global-batch-size", "3"], "--global-batch-size 3")])
 def test_what_cannot_work_is_refused_before_any_run(capsys: pytest.CaptureFixture[str], flags: list[str],
                                                     message: str) -> None:

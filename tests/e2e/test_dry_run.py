@@ -104,7 +104,7 @@ def test_one_rank_speaks_and_every_rank_exits_with_2():
 
 
 def test_help_names_the_flags_of_the_chosen_providers():
-    done = train_hetero(*MOCK, "--help")
+    done = train_hetero(*MOCK, "--help", "all")
     assert done.returncode == 0
     for flag in ("--micro-batch-size", "--llm-expt-tp", "--config", "--vision-patch-size"):
         assert flag in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mimo.checkpoint.state import config_differences, model_differences, model_fields
+from mimo.checkpoint.differences import config_differences, model_differences, model_fields
 from mimo.config.cli import parse, parse_as, to_toml
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig
 from mimo.protocols import LANGUAGE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mimo import registry
-from mimo.checkpoint.state import model_fields
+from mimo.checkpoint.differences import model_fields
 from mimo.commands.convert import config_of_checkpoint, named_providers, refuse_named_code
 from mimo.config.cli import parse, parse_as, to_toml
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.digests import content_of_data
-from mimo.checkpoint.state import data_differences, data_fields
+from mimo.checkpoint.differences import data_differences, data_fields
 from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mimo.rl.collector import Collector
-from mimo.rl.prompts import Pending, Place, Prompt
+from mimo.rl.place import Pending, Place
+from mimo.rl.prompts import Prompt
 from mimo.rollout.engine import Rollout
 
 GROUP = [Rollout((7, 2), (-0.5, -0.1), "3", "stop"), Rollout((8, 9), (-1.0, -2.0), "3", "length")]

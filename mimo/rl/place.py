@@ -1,0 +1,65 @@
+"""Where a run is among its prompts: what a checkpoint must hold so that a resumed run sees the same rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mimo.checkpoint.paths import SHARED_STREAM
+from mimo.rollout.engine import Rollout
+
+STREAM = f"{SHARED_STREAM}/0"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Answers that were drawn and not trained on yet.
+
+    Attributes:
+        prompts: token ids of each prompt from the next one on.
+        answers: to each.
+        version: policy version that drew them.
+        seconds: of the engine.
+    """
+
+    prompts: list[tuple[int, ...]]
+    answers: list[list[Rollout]]
+    version: str
+    seconds: float
+
+
+@dataclass
+class Place:
+    """On every rank the same, but for the pending answers, which the first one has.
+
+    Attributes:
+        first: place of the next iteration's first prompt.
+        pending: its answers, where they were drawn ahead (`--rollout-mode one-step-off`).
+    """
+
+    first: int = 0
+    pending: Pending | None = None
+
+    def streams(self, *, is_first_rank: bool) -> dict[str, Any]:
+        """For `RunState`; plain data."""
+        own = {STREAM: {"prompts": self.first, "pending": None if self.pending is None else asdict(self.pending)}}
+        return {"consumed_samples": self.first, "streams": own if is_first_rank else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `streams` was called.
+
+        Args:
+            state: what it returned; the first rank needs the stream.
+
+        Raises:
+            ValueError: this is the state of another program.
+        """
+        self.first = state["consumed_samples"]
+        found = state["streams"].get(STREAM)
+        if state["streams"] and (not isinstance(found, dict) or "prompts" not in found):
+            raise ValueError("this checkpoint is of train_hetero.py; --finetune takes its weights and begins")
+        if found is not None and found["pending"] is not None:
+            answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
+                                each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]
+            prompts = [tuple(token_ids) for token_ids in found["pending"]["prompts"]]
+            self.pending = Pending(prompts, answers, found["pending"]["version"], found["pending"]["seconds"])
