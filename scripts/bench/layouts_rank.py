@@ -20,9 +20,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
 from mimo import registry
 from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
@@ -47,6 +44,10 @@ def set_weights(model: Any, seed: int) -> None:
         model: a model whose sharded state dict says which part of each tensor this rank holds.
         seed: seed of the run.
     """
+    # Imported here because megatron must come after the platform is installed.
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
     state = model.sharded_state_dict()
     apply_factories(state)
     for entry in nested_values(state):
