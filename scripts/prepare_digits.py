@@ -3,9 +3,9 @@
     python scripts/prepare_digits.py OUT
     python scripts/prepare_digits.py OUT --samples 1000 --shards 4 --image-size 64
 
-OUT/digits has train and val shards with images, OUT/text shards of numbers in words, OUT/blend.yaml draws from both,
-OUT/tokenizer has the ids of `data/digits.py`. Sample i of OUT/digits is sample i of the in-memory data set with
-the same seed, without augmentation. Keys tell the scans: `train-000012-17-1033` shows scans 17 and 1033. The same
+OUT/digits has train and val shards with images, and OUT/text shards of numbers in words. OUT/blend.yaml draws from
+both. OUT/tokenizer has the ids of `data/digits.py`. Sample i of OUT/digits is sample i of the in-memory data set with
+the same seed, without augmentation. Keys name the scans: `train-000012-17-1033` shows scans 17 and 1033. The same
 arguments write the same bytes.
 """
 
@@ -30,20 +30,19 @@ from data.prompts import IMAGE_MARKER
 from mimo.protocols import TokenSpec
 from scripts.shards import Member, prepare_shards, write_shard, write_word_tokenizer
 
-# A scan has 17 grey levels, 0 to 16; 15 of 255 apart they fit into a byte.
+# A scan has 17 grey levels, 0 to 16. In steps of 15 they fit into a byte.
 GREY_STEP = 15
-# As much text as the in-memory data set has.
+# The same share of text as in the in-memory data set.
 TEXT_SHARE = digits.Config.digits_text_only_fraction
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("out", type=Path, help="folder to write; what is in it already is not touched")
+    parser.add_argument("out", type=Path, help="folder to write; it must be empty or new")
     parser.add_argument("--samples", type=int, default=4000, help="train samples with images")
     parser.add_argument("--shards", type=int, default=8, help="train shards")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of scans, as the in-memory set's --seed")
-    parser.add_argument("--image-size", type=int, default=32, help="pixels a side of an image; a multiple of 8")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of scans, as in the in-memory set")
+    parser.add_argument("--image-size", type=int, default=32, help="pixels on a side of an image; a multiple of 8")
     parser.add_argument("--digits-max", type=int, default=4, help="most digits of a number")
     parser.add_argument("--strip", action="store_true", help="all digits of a number in one image")
     parser.add_argument("--any-size", action="store_true",
@@ -58,7 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def settings(chosen: argparse.Namespace, text_only: bool = False) -> tuple[digits.Config, TokenSpec]:
-    """The in-memory data set that is written, and a model that takes it. Raises ValueError for what cannot work."""
+    """Return the in-memory data set to write, and the tokens of a model for it. Raises ValueError for bad sizes."""
     config = digits.Config(
         digits_max=chosen.digits_max,
         digits_strip=chosen.strip,
@@ -77,7 +76,7 @@ def settings(chosen: argparse.Namespace, text_only: bool = False) -> tuple[digit
 
 
 def png(image: np.ndarray) -> bytes:
-    """An image as `data.digits.draw` makes it, `[1, height, width]`, as a grey PNG of 0 to 240."""
+    """Encode an image of `data.digits.draw`, `[1, height, width]`, as a PNG with grey levels from 0 to 240."""
     levels = np.rint((image[0] * digits.PIXEL_STD + digits.PIXEL_MEAN) * 16).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(levels * GREY_STEP).save(buffer, format="PNG")
@@ -85,7 +84,7 @@ def png(image: np.ndarray) -> bytes:
 
 
 def members(chosen: argparse.Namespace, split: str, index: int, text_only: bool) -> Iterator[Member]:
-    """Name and bytes of the parts of a sample."""
+    """Yield name and content of each part of a sample."""
     config, tokens = settings(chosen, text_only)
     rng = np.random.default_rng([chosen.seed, index])
     scans, _ = digits.choose_scans(config, "valid" if split == "val" else "train", index, rng)
@@ -107,18 +106,18 @@ def members(chosen: argparse.Namespace, split: str, index: int, text_only: bool)
 
 
 def scans_of(key: str) -> tuple[int, ...]:
-    """The scan numbers that a sample's key tells, with its data set and shard or without."""
+    """Return the scan numbers in a sample's key, which may begin with data set and shard."""
     return tuple(int(scan) for scan in key.rpartition("/")[2].split("-")[2:])
 
 
 def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, range], text_only: bool) -> None:
-    """Shards of the splits and what `energon prepare` would ask a person for.
+    """Write the shards of the splits with Energon's metadata.
 
     Args:
-        folder: to write.
+        folder: the folder to write.
         chosen: the command line.
         splits: indices of the samples of each split.
-        text_only: write numbers in words.
+        text_only: whether to write numbers in words.
     """
     folder.mkdir(parents=True)
     names = []
@@ -132,7 +131,7 @@ def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, ra
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word tokenizer with the ids of `data/digits.py`."""
+    """Write a word tokenizer with the ids of `data/digits.py`."""
     special = {"<pad>": digits.PAD, "<bos>": digits.BOS, "<eos>": digits.EOS, IMAGE_MARKER: digits.FIRST_DIGIT - 1}
     numerals = {str(digit): digits.FIRST_DIGIT + digit for digit in range(10)}
     write_word_tokenizer(folder, special | numerals | digits.WORDS, WhitespaceSplit())
@@ -160,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"      - weight: {TEXT_SHARE}\n        path: ./text\n"
         "  val:\n    path: ./digits\n"
     )
-    # The in-memory set counts grey levels to 16; here the lightest is 240 of 255.
+    # The in-memory set counts grey levels up to 16. Here, the lightest one is 240 of 255.
     scale = 16 * GREY_STEP / 255
     print(f"{chosen.samples} train and {num_val} val samples with images, {num_text} train samples of text in {out}")
     print("Train on them with")

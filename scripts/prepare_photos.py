@@ -7,7 +7,7 @@ The photographs are those inside the packages scikit-image and scikit-learn; not
 photograph and where in it the crop lies: "astronaut, upper left". Height and width of a crop are multiples of 32, so
 that 16-pixel patches in groups of 2 x 2 need no resizing, and it has from 256 patches to --max-patches of them.
 
-OUT/photos has train and val shards; no crop occurs twice. OUT/tokenizer has the words of the captions. Keys tell the
+OUT/photos has train and val shards. No crop occurs twice. OUT/tokenizer has the words of the captions. Keys name the
 crops: `train-000012-astronaut-32-64-256-320` shows rows 32 to 287 and columns 64 to 383. The same arguments write the
 same bytes.
 """
@@ -33,7 +33,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from data.prompts import IMAGE_MARKER
 from scripts.shards import Member, prepare_shards, write_shard, write_word_tokenizer
 
-# Package and file of each photograph. Others of scikit-image come over the network, or are no colour photographs.
+# Package and file of each photograph. Other images of scikit-image are downloaded, or are not colour photographs.
 PHOTOGRAPHS = {
     "astronaut": ("skimage.data", "astronaut.png"),
     "cat": ("skimage.data", "chelsea.png"),
@@ -47,7 +47,7 @@ PHOTOGRAPHS = {
 PATCH_SIZE, SIZE_MULTIPLE, MIN_PATCHES = 16, 32, 256
 LARGEST_ASPECT = 2
 QUESTION = "what is shown?"
-# A crop whose centre lies this close to the photograph's, as a share of its side, is in the middle.
+# A crop is in the middle if its centre is this close to that of the photograph, as a share of its side.
 MIDDLE = 0.05
 IMAGE_TOKEN_ID = 3
 
@@ -64,13 +64,13 @@ class Crop:
 
     @property
     def num_patches(self) -> int:
-        """Patches of 16 x 16 pixels."""
+        """Number of patches of 16 x 16 pixels."""
         return self.height * self.width // PATCH_SIZE**2
 
 
 @cache
 def load_photograph(name: str) -> np.ndarray:
-    """Pixels of a photograph, uint8 `[height, width, 3]`."""
+    """Load the pixels of a photograph, uint8 `[height, width, 3]`."""
     package, file = PHOTOGRAPHS[name]
     with (files(package) / file).open("rb") as stream:
         return np.asarray(Image.open(stream).convert("RGB"))
@@ -78,7 +78,7 @@ def load_photograph(name: str) -> np.ndarray:
 
 @cache
 def crop_sizes(height: int, width: int, max_patches: int) -> list[tuple[int, int]]:
-    """Every (height, width) in pixels that a crop of a photograph of this size may have."""
+    """Return every (height, width) in pixels of a crop of a photograph of this size."""
     cells = (SIZE_MULTIPLE // PATCH_SIZE) ** 2
     return [(SIZE_MULTIPLE * rows, SIZE_MULTIPLE * cols)
             for rows in range(1, height // SIZE_MULTIPLE + 1) for cols in range(1, width // SIZE_MULTIPLE + 1)
@@ -87,7 +87,7 @@ def crop_sizes(height: int, width: int, max_patches: int) -> list[tuple[int, int
 
 
 def choose_crops(count: int, seed: int, max_patches: int) -> list[Crop]:
-    """Different crops of all photographs in turn: of any allowed size, anywhere."""
+    """Choose different crops of all photographs in turn, of any allowed size, at any position."""
     rng = np.random.default_rng(seed)
     names, chosen = list(PHOTOGRAPHS), dict[Crop, None]()
     while len(chosen) < count:
@@ -101,13 +101,13 @@ def choose_crops(count: int, seed: int, max_patches: int) -> list[Crop]:
 
 
 def _place(start: int, length: int, whole: int, words: tuple[str, str]) -> str:
-    """The first or second word, or none for the middle, by where a crop's centre lies on one axis."""
+    """Return the first or second word, or none for the middle, by the position of a crop's centre on one axis."""
     offset = (start + length / 2) / whole - 0.5
     return "" if abs(offset) <= MIDDLE else words[offset > 0]
 
 
 def caption(crop: Crop) -> str:
-    """Which photograph, and which part of it."""
+    """Describe a crop: which photograph, and which part of it."""
     height, width, _ = load_photograph(crop.photograph).shape
     places = (_place(crop.top, crop.height, height, ("upper", "lower")),
               _place(crop.left, crop.width, width, ("left", "right")))
@@ -115,14 +115,14 @@ def caption(crop: Crop) -> str:
 
 
 def crop_of(key: str) -> Crop:
-    """The crop that a sample's key tells, with its data set and shard or without."""
+    """Return the crop in a sample's key, which may begin with data set and shard."""
     _, _, name, *numbers = key.rpartition("/")[2].split("-")
     top, left, height, width = map(int, numbers)
     return Crop(name, top, left, height, width)
 
 
 def members(split: str, index: int, crop: Crop) -> Iterator[Member]:
-    """Name and bytes of the parts of a sample."""
+    """Yield name and content of each part of a sample."""
     key = f"{split}-{index:06d}-{crop.photograph}-{crop.top}-{crop.left}-{crop.height}-{crop.width}"
     pixels = load_photograph(crop.photograph)[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
     buffer = io.BytesIO()
@@ -134,7 +134,7 @@ def members(split: str, index: int, crop: Crop) -> Iterator[Member]:
 
 
 def write_photos(folder: Path, splits: dict[str, Sequence[Crop]], num_shards: int) -> None:
-    """Shards of each split: `num_shards` of train, one of any other."""
+    """Write the shards of each split: `num_shards` of train, one of any other split."""
     folder.mkdir(parents=True)
     names = []
     for split, crops in splits.items():
@@ -146,7 +146,7 @@ def write_photos(folder: Path, splits: dict[str, Sequence[Crop]], num_shards: in
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of the words and signs that captions and question have."""
+    """Write a tokenizer for the words and signs of captions and question."""
     text = " ".join([QUESTION, ",", *PHOTOGRAPHS, "upper lower left right center"])
     words = dict.fromkeys(word for word, _ in Whitespace().pre_tokenize_str(text))
     special = {"<pad>": 0, "<bos>": 1, "<eos>": 2, IMAGE_MARKER: IMAGE_TOKEN_ID}
@@ -155,14 +155,13 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; what is in it already is not touched")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; it must be empty or new")
     parser.add_argument("--num-samples", type=int, default=800, help="train samples")
     parser.add_argument("--num-valid", type=int, default=64, help="held-out samples: other crops of the photographs")
     parser.add_argument("--num-shards", type=int, default=8, help="train shards")
     parser.add_argument("--max-patches", type=int, default=1024, help="most patches of a crop; at least 256")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of crops")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of crops")
     chosen = parser.parse_args(arguments)
     if not 1 <= chosen.num_shards <= chosen.num_samples or chosen.num_valid < 1 or chosen.seed < 0:
         parser.error(f"--num-samples {chosen.num_samples} --num-valid {chosen.num_valid} --num-shards "

@@ -37,7 +37,7 @@ tensorboard_dir="${tensorboard_dir:-$run_dir/tensorboard}"
 
 setup_venv cpu
 cd "$ROOT"
-# One thread a process: four processes share the cores. Dynamo would compile the few fused functions of the wheel.
+# One thread per process, because four share the cores. Dynamo would compile the few fused functions of Megatron Core.
 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 "$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-node 4 \
     train_hetero.py --config scripts/configs/quickstart.toml \
     --run-dir "$run_dir" --tensorboard-dir "$tensorboard_dir" ${flags[@]+"${flags[@]}"}

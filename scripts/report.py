@@ -1,10 +1,10 @@
-r"""A run as one HTML page: did it learn, how fast was it, which grid waited for which.
+r"""Show a run as one HTML page: did it learn, how fast was it, which grid waited for which.
 
     python scripts/report.py runs/quickstart
     python scripts/report.py runs/disjoint runs/colocated --output compared.html
 
-RUN is the --run-dir of train_hetero.py or train_rl.py; the run may still go on, or have died. Two runs are shown side
-by side, with the difference of their losses. The page needs no other file and no network.
+RUN is the --run-dir of train_hetero.py or train_rl.py. The run may be in progress, or have failed. Two runs are shown
+side by side, with the difference of their losses. The page needs no other file and no network.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mimo.report.run_folder import read_run
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; gives the exit code."""
+    """Write the page and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder, with metrics.jsonl")
-    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="another one, to compare with")
+    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="another run to compare with")
     parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN/report.html)")
     chosen = parser.parse_args(arguments)
     output = chosen.output or chosen.run / "report.html"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train a model of any provider on mock data for a few iterations on this host: does the layout run, how fast, in how
-# much memory.
+# Train a model of any provider on mock data for a few iterations on this host, to see whether the layout runs, how fast,
+# and in how much memory.
 #
 #   scripts/run_hetero_mock.sh [--nproc N] [flags of train_hetero.py ...]
 #   scripts/run_hetero_mock.sh --model-provider nemotron-moe-vlm-20l --seq-length 4096
@@ -87,13 +87,13 @@ flags += ["--micro-batch-size", micro_batch_size, "--global-batch-size", 2 * mic
 print(*flags, sep="\n")
 PYTHON
 )
-# What the program had to say, it has said.
+# The program has printed its error already.
 ((${#layout[@]})) || exit 2
 command=(train_hetero.py "${layout[@]}" --dataset-provider mock --seq-length 2048 --train-iters 10
     --run-dir runs/hetero_mock ${flags[@]+"${flags[@]}"})
 say "${command[*]}"
-# A plan needs no processes.
+# A dry run needs no processes.
 [[ -z "$dry_run" ]] || exec "$VENV/bin/python" "${command[@]}" --world-size "$nproc"
-# One thread a process: they share the cores.
+# One thread per process, because they share the cores.
 OMP_NUM_THREADS=1 exec "$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
     "${command[@]}"

@@ -1,4 +1,4 @@
-"""What scripts that write shards share: tar files of samples, what `energon prepare` adds, a tokenizer of words."""
+"""Functions of the scripts that write shards: tar files of samples, Energon's metadata, a tokenizer of words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Member = tuple[str, bytes]
 
 
 def write_shard(path: Path, members: Iterable[Member]) -> None:
-    """A tar whose bytes depend on nothing but its members."""
+    """Write a tar file whose bytes depend on its members alone."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for name, content in members:
             member = tarfile.TarInfo(name)
@@ -35,14 +35,14 @@ def write_shard(path: Path, members: Iterable[Member]) -> None:
 
 
 def prepare_shards(folder: Path, names: Sequence[str], splits: Sequence[str]) -> None:
-    """What `energon prepare` would ask a person for.
+    """Write the metadata for which `energon prepare` would ask a person.
 
     Args:
-        folder: holds the shards.
-        names: their file names.
-        splits: names of the splits; a shard's name begins with its split's and a hyphen.
+        folder: the folder of the shards.
+        names: file names of the shards.
+        splits: names of the splits. A shard's name begins with that of its split and a hyphen.
     """
-    # Imported here, as tokenizers are below: torch takes seconds, and --help of the scripts needs none of it.
+    # Imported here, as tokenizers are below, because torch takes seconds and --help does not need it.
     from megatron.energon import CrudeWebdataset
     from megatron.energon.epathlib import EPath
 
@@ -52,7 +52,7 @@ def prepare_shards(folder: Path, names: Sequence[str], splits: Sequence[str]) ->
         )
     meta = folder / ".nv-meta"
     (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
-    # Energon draws it at random; here the same shards have the same.
+    # Energon draws the id at random. Here, the same shards have the same id.
     digest = hashlib.sha256()
     for name in names:
         digest.update((folder / name).read_bytes())
@@ -60,7 +60,7 @@ def prepare_shards(folder: Path, names: Sequence[str], splits: Sequence[str]) ->
 
 
 def write_word_tokenizer(folder: Path, words: Mapping[str, int], pre_tokenizer: PreTokenizer) -> None:
-    """A Hugging Face tokenizer with an id for each word.
+    """Write a Hugging Face tokenizer with an id for each word.
 
     Args:
         folder: to write.

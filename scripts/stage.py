@@ -1,18 +1,18 @@
-"""Models and data to the node's own disk, once per node, before a run reads them from there.
+"""Copy models and data to the node's own disk, once per node, before a run reads them from there.
 
     python scripts/stage.py /shared/models/Qwen3-4B /shared/gsm8k --to /local/stage
     srun --ntasks-per-node=1 python scripts/stage.py hf://Qwen/Qwen3-4B@COMMIT --to /local/stage
     model=$(python scripts/stage.py /shared/models/Qwen3-4B --to /local/stage --print-path)
 
-A source is a folder or a file of a shared file system, or hf://organisation/name[@revision] of the Hugging Face Hub
-(hf://datasets/... for data). It becomes TO/NAME, NAME being the last part of its path. Links are followed. What is
-there with the right size and time is not copied again, a copy that broke off goes on where it stopped, and files that
-the source no longer has are removed. Where several processes of a node run this, one copies; the others wait for it and
-end as it does. Which files are there is noted in TO/.staged.json.
+A source is a folder or a file on a shared file system, or hf://organisation/name[@revision] on the Hugging Face Hub
+(hf://datasets/... for data). It becomes TO/NAME, where NAME is the last part of its path. Links are followed. A file
+that is there with the right size and time is not copied again, an interrupted copy continues where it stopped, and
+files that the source no longer has are removed. If several processes of a node run this program, one copies. The others
+wait for it and end with its exit code. TO/.staged.json records which files are there.
 
-Reads that hang are given up: a child process does them, is killed after --timeout-s without a byte, and tried again
---retries times. The last line on stderr, or on stdout without --print-path, says what was done. Exit code: 0, 1 where a
-file could not be copied, 2 for flags that cannot work. Needs no torch.
+Reads that hang are given up: a child process does them. It is killed after --timeout-s without a byte, and the file is
+tried again --retries times. The last line says what was done, on stdout, or on stderr with --print-path. The exit code
+is 0, 1 if a file could not be copied, or 2 for flags that cannot work. The program needs no torch.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ COUNTS = ("copied", "copied_bytes", "there", "there_bytes", "removed")
 
 
 def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="folder, file or hf://organisation/name[@revision]")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="on a disk of the node")
     parser.add_argument("--include", action="append", default=[], metavar="PATTERN",
-                        help="only files whose relative name fits, such as '*.safetensors'; may be given several times")
+                        help="only files whose relative name matches, as '*.safetensors'; may be given several times")
     parser.add_argument("--timeout-s", type=float, default=120.0,
-                        help="seconds that a file may make no progress (default: 120)")
+                        help="seconds without progress after which a file is tried again (default: 120)")
     parser.add_argument("--retries", type=int, default=2, help="further attempts of a file (default: 2)")
     parser.add_argument("--workers", type=int, default=4, help="files at a time (default: 4)")
     parser.add_argument("--limit-mb-s", type=float, default=0.0,
                         help="read folders and files no faster than this, MB (10^6 bytes) a second; 0: no limit")
     parser.add_argument("--block-mib", type=int, default=32,
-                        help="MiB between two syncs to the disk; a broken copy loses up to twice this (default: 32)")
+                        help="MiB between two syncs to disk; an interrupted copy loses up to twice this (default: 32)")
     parser.add_argument("--verify", action="store_true", help="compare the checksums of files that are there")
     parser.add_argument("--dry-run", action="store_true", help="say what would be copied, write nothing")
     parser.add_argument("--print-path", action="store_true", help="on stdout, print each source's local path alone")
@@ -85,7 +85,7 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_places(sources: list[str], folder: Path) -> dict[str, Path]:
-    """Where each source goes, by source as it is given; no source is looked at.
+    """Return where each source goes, by source as given. No source is opened.
 
     Raises:
         ValueError: two sources have one name, or one has none.
@@ -103,7 +103,7 @@ def find_places(sources: list[str], folder: Path) -> dict[str, Path]:
 
 
 def stage(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
-    """Copy what is missing; files and bytes by COUNTS. Raises StageError, naming the file."""
+    """Copy what is missing and return files and bytes by COUNTS. Raises StageError, which names the file."""
     known = manifest.load(flags.to)
     before = json.dumps(known, default=vars)
     try:
@@ -117,14 +117,14 @@ def stage(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
                                   verify=flags.verify)
                 counts.update(vars(found))
     finally:
-        # What was copied before an error stays known.
+        # Files copied before an error stay recorded.
         if not flags.dry_run and json.dumps(known, default=vars) != before:
             manifest.save(flags.to, known)
     return counts
 
 
 def stage_local(flags: argparse.Namespace, known: dict[str, Place], progress: Progress) -> Counter[str]:
-    """The sources that are folders and files."""
+    """Stage the sources that are folders and files."""
     places = {os.path.abspath(source): place for source, place in flags.places.items()
               if not source.startswith(PREFIX)}
     if not places:
@@ -147,7 +147,7 @@ def stage_local(flags: argparse.Namespace, known: dict[str, Place], progress: Pr
             return counts
         earlier = {listing.place.name: known.get(listing.place.name, Place("")) for listing in listings}
         for listing in listings:
-            # What was staged with other patterns stays, as long as the source has it.
+            # Files staged with other patterns stay as long as the source has them.
             kept = {name: found for name, found in earlier[listing.place.name].files.items() if name in listing.files}
             known[listing.place.name] = Place(listing.source, [], kept)
         for copy in there:
@@ -164,12 +164,12 @@ def stage_local(flags: argparse.Namespace, known: dict[str, Place], progress: Pr
 
 
 def request_of(flags: argparse.Namespace) -> str:
-    """What two processes have in common that do the same work."""
+    """Return a description that is equal for two processes with the same work."""
     return json.dumps([sorted(map(os.path.abspath, flags.sources)), sorted(flags.include), flags.verify])
 
 
 def run(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
-    """Stage, or wait for the process of this node that does. Raises StageError."""
+    """Stage, or wait for another process of this node that does. Raises StageError."""
     if flags.dry_run:
         return stage(flags, progress)
     try:
@@ -194,7 +194,7 @@ def run(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
 
 
 def summary(flags: argparse.Namespace, host: str, counts: Counter[str], seconds: float) -> str:
-    """The last line."""
+    """Return the last line of output."""
     values: dict[str, Any] = {name: counts[name] for name in COUNTS}
     verb = "to copy" if flags.dry_run else "copied"
     removed = f", {values['removed']} removed" if values["removed"] else ""
@@ -204,7 +204,7 @@ def summary(flags: argparse.Namespace, host: str, counts: Counter[str], seconds:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Stage and say so; gives the exit code."""
+    """Stage, print a summary, and return the exit code."""
     flags, began = read_flags(arguments), time.monotonic()
     progress = Progress(socket.gethostname())
     try:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Set up .venv with the development set, then: ruff, mypy, import-linter, and the CPU tests. The first failure ends it;
-# the closing line is pytest's.
+# Set up .venv with the development set, then run ruff, mypy, import-linter and the CPU tests. The first failure ends the
+# script. The last line is pytest's.
 #
-# The tests run in two processes (-n 0: in one); those of several ranks have more of their own.
+# The tests run in two processes (with -n 0, in one). Tests of several ranks start more.
 #
 #   scripts/test.sh [--slow] [pytest arguments ...]
 set -euo pipefail

@@ -3,12 +3,12 @@
     python scripts/parity/run.py --steps 150 --json parity.json --config RUN.toml --encoder-dp 1 --llm-dp 2
 
 The trainer's flags describe the separate grids (--layout disjoint). The homogeneous run has the same language grid, and
-the encoder on the same ranks with the same tensor and data parallel sizes; so the lanes, and with them the global
-batches, are the same. Both start from the same weights: from --load where it is given, else from those that a first
-run of one iteration leaves in OUT/start.
+the encoder on the same ranks with the same tensor- and data-parallel sizes. So the lanes, and with them the global
+batches, are the same. Both runs start from the same weights: those of --load if given, or else those that a first run
+of one iteration leaves in OUT/start.
 
-Prints loss and relative difference, (separate - homogeneous) / homogeneous, of every step and a summary; the exit code
-is 1 where a difference exceeds --tolerance, 2 where a run cannot be made. --json FILE keeps all figures.
+The program prints loss and relative difference, (separate - homogeneous) / homogeneous, of every step, and a summary.
+The exit code is 1 if a difference exceeds --tolerance, and 2 if a run is not possible. --json FILE keeps all figures.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.training_runs import num_ranks, quiet, train
 
-# The start run ends after its first iteration, whatever its length: it is over time by then.
+# The start run ends after its first iteration, because it has exceeded this time by then.
 ONE_ITERATION_MINS = 1e-9
 HOMOGENEOUS, SEPARATE = "homogeneous", "separate"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what of it is for the trainer."""
+    """Return this program's own flags, and those that it passes to the trainer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=150, help="iterations of each run")
     parser.add_argument("--tolerance", type=float, default=0.02, help="largest relative difference of a step's loss")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    parser.add_argument("--out", type=Path, help="folder of the runs; left out: a temporary one, deleted at the end")
+    parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one, deleted at the end)")
     chosen, further = parser.parse_known_args(arguments)
     if chosen.steps < 1 or not chosen.tolerance >= 0:
         parser.error(f"--steps {chosen.steps} --tolerance {chosen.tolerance}: need steps >= 1 and tolerance >= 0")
@@ -49,7 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
 
 
 def separate_run(flags: list[str], steps: int) -> RunConfig:
-    """The run that the trainer's flags describe. Raises ValueError for what cannot be compared."""
+    """Return the run that the trainer's flags describe. Raises ValueError if it cannot be compared."""
     config = parse([*flags, "--train-iters", str(steps)])
     if config.checkpoint.save is not None:
         raise ValueError(f"--save {config.checkpoint.save}: the runs are compared, not kept; leave it out")
@@ -59,7 +59,7 @@ def separate_run(flags: list[str], steps: int) -> RunConfig:
 
 
 def homogeneous_run(config: RunConfig) -> RunConfig:
-    """The same run with the encoder on the ranks of the language model, equally parallel."""
+    """Return the same run with the encoder on the ranks of the language model, in the same grid."""
     grid = config.layout
     layout = replace(grid, layout="colocated", encoder_tp=grid.llm_tp, encoder_dp=grid.llm_dp, encoder_pp=1, llm_pp=1,
                      llm_offset=None)
@@ -67,7 +67,7 @@ def homogeneous_run(config: RunConfig) -> RunConfig:
 
 
 def from_same_weights(runs: dict[str, RunConfig], folder: Path) -> dict[str, RunConfig]:
-    """The runs with weights to load, made by a run of one iteration where no flag names any."""
+    """Let both runs load the same weights. Without --load, a run of one iteration makes them."""
     if runs[SEPARATE].checkpoint.load is not None:
         return runs
     first = runs[HOMOGENEOUS]
@@ -78,11 +78,11 @@ def from_same_weights(runs: dict[str, RunConfig], folder: Path) -> dict[str, Run
 
 
 def compare(losses: dict[str, Sequence[float]]) -> dict[str, Any]:
-    """Differences of two courses of the loss.
+    """Compare the losses of two runs.
 
     Returns:
-        `losses`; `relative_difference` of each step, signed; of their absolute values `max`, `mean` and `first`, and
-        `max_step`, the step of the largest, from 1.
+        `losses`, the signed `relative_difference` of each step, and `max`, `mean` and `first` of the absolute
+        differences. `max_step` is the step of the largest one, counted from 1.
     """
     pairs = list(zip(losses[HOMOGENEOUS], losses[SEPARATE], strict=True))
     relative = [(separate - homogeneous) / homogeneous for homogeneous, separate in pairs]
@@ -93,7 +93,7 @@ def compare(losses: dict[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def report(figures: dict[str, Any], tolerance: float) -> str:
-    """The figures as text."""
+    """Format the figures as text."""
     rows = zip(figures["losses"][HOMOGENEOUS], figures["losses"][SEPARATE], figures["relative_difference"], strict=True)
     lines = [f"{'step':>6} {HOMOGENEOUS:>12} {SEPARATE:>12} {'relative':>12}"]
     lines += [f"{step:>6} {homogeneous:>12.6f} {separate:>12.6f} {relative:>+12.2e}"
@@ -117,7 +117,7 @@ def measure(chosen: argparse.Namespace, flags: list[str], folder: Path) -> dict[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and give the exit code."""
+    """Run, print, and return the exit code."""
     chosen, flags = parse_arguments(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="parity-") as temporary:

@@ -1,4 +1,4 @@
-"""Messages between the nodes of a job over one TCP store, which the first node serves. No GPU network is needed."""
+"""Exchange messages between the nodes of a job over one TCP store on the first node. Needs no GPU network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-# Seconds between two looks at nodes that have not answered.
+# Seconds between two polls of nodes that have not answered.
 PAUSE_S = 0.2
 
 
@@ -19,10 +19,10 @@ class Place:
     """This node among those of the job.
 
     Attributes:
-        node: its number.
+        node: index of this node.
         hosts: names of all nodes, in order.
         address, port: where the first node listens.
-        gpus_per_node: processes that it starts for a check.
+        gpus_per_node: number of processes that a node starts for a check.
     """
 
     node: int
@@ -43,10 +43,10 @@ class Place:
 
 
 class Board:
-    """What nodes have said, by topic."""
+    """Messages of the nodes by topic."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
-        """Connect. Raises ValueError where the first node does not answer in time, or its port is taken."""
+        """Connect. Raises ValueError if the first node does not answer in time or its port is taken."""
         self.place = place
         try:
             self._store = TCPStore(place.address, place.port, is_master=place.is_first, wait_for_workers=False,
@@ -57,19 +57,19 @@ class Board:
         self.port = int(self._store.port)
 
     def post(self, topic: str, said: Any) -> None:
-        """Say something once, for this node."""
+        """Post the message of this node on a topic."""
         self._store.set(f"{topic}/{self.place.node}", json.dumps(said))
 
     def announce(self, what: str) -> None:
-        """Say that something has happened, whoever says it."""
+        """Announce an event, no matter from which node."""
         self._store.set(what, "")
 
     def announced(self, what: str) -> bool:
-        """Whether any node has said so."""
+        """Whether any node has announced an event."""
         return bool(self._store.check([what]))
 
     def collect(self, topic: str, nodes: range | list[int], timeout_s: float) -> dict[int, Any]:
-        """What each of the nodes has said, without those that were silent until the time was up."""
+        """Collect the messages of nodes on a topic. Nodes that do not answer in time are left out."""
         end = time.monotonic() + timeout_s
         missing, found = list(nodes), {}
         while missing:
@@ -82,10 +82,10 @@ class Board:
         return found
 
     def ask_first(self, topic: str, timeout_s: float) -> Any:
-        """What the first node has said.
+        """Return the message of the first node on a topic.
 
         Raises:
-            ValueError: nothing, in time, or it is gone.
+            ValueError: the first node does not answer in time, or is gone.
         """
         try:
             self._store.wait([f"{topic}/0"], timedelta(seconds=timeout_s))

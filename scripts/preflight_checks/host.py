@@ -1,4 +1,4 @@
-"""What one host can say by itself: its GPUs, the paths of a run, the space where checkpoints go."""
+"""Check one host by itself: its GPUs, the paths of a run, the space for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from mimo.checkpoint.paths import check_writable, saved_iterations
 from preflight_checks.run_plan import Checkpoints
 
-# What another process, or one that is not gone, holds of a GPU; an idle one has some hundred megabytes.
+# A GPU with more memory in use has another process on it. An idle one uses some hundred megabytes.
 MAX_USED_MIB = 2048
 QUERY = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
 NVIDIA_SMI_LIMIT_S = 60.0
@@ -21,12 +21,12 @@ UNITS = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 
 @dataclass
 class Findings:
-    """What was looked at on a host.
+    """Results of the checks of a host.
 
     Attributes:
         facts: what is right, for the report.
-        problems: what ends the job, each a sentence with its values.
-        warnings: what does not.
+        problems: reasons to end the job, each with its values.
+        warnings: problems that do not end the job.
     """
 
     facts: list[str] = field(default_factory=list)
@@ -35,13 +35,13 @@ class Findings:
 
 
 def format_size(count: float) -> str:
-    """Bytes in binary units, one place behind the point."""
+    """Format bytes in binary units with one decimal place."""
     unit = next(unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit] or unit == "KiB")
     return f"{count / UNITS[unit]:,.1f} {unit}"
 
 
 def check_gpus(expected: int, findings: Findings) -> None:
-    """Count the GPUs; look at memory that is in use and at memory errors that ECC could not correct."""
+    """Count the GPUs, and check them for memory in use and for uncorrected memory errors."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, text=True, capture_output=True, timeout=NVIDIA_SMI_LIMIT_S, check=False)
@@ -72,7 +72,7 @@ def check_gpus(expected: int, findings: Findings) -> None:
 
 
 def check_read(paths: dict[str, Path], findings: Findings) -> None:
-    """Whether each file opens and each folder can be listed."""
+    """Check that each file can be read and each folder can be listed."""
     for flag, path in paths.items():
         try:
             if path.is_dir():
@@ -87,7 +87,7 @@ def check_read(paths: dict[str, Path], findings: Findings) -> None:
 
 
 def check_written(paths: dict[str, Path], findings: Findings) -> None:
-    """Make each folder, write a file into it and remove that."""
+    """Check that each folder can be made and a file can be written into it."""
     for flag, path in paths.items():
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -99,12 +99,12 @@ def check_written(paths: dict[str, Path], findings: Findings) -> None:
 
 
 def check_space(save: Path, wanted: Checkpoints, findings: Findings) -> None:
-    """Compare what is free with the next two checkpoints (a problem) and with all to come (a warning)."""
+    """Compare the free space with the next two checkpoints (a problem) and with all to come (a warning)."""
     if not save.is_dir():
         return
     free, there = shutil.disk_usage(save).free, len(saved_iterations(save))
     size = f"a checkpoint of about {format_size(wanted.bytes_each)}"
-    # An older one is deleted only once the new one is complete.
+    # An older checkpoint is deleted only when the new one is complete.
     to_come = max(wanted.kept - there, 0) + 1 if wanted.kept > 1 else 1
     soon = min(to_come, 2)
     findings.facts.append(f"--save {save}: {format_size(free)} free, {size}")
@@ -118,6 +118,6 @@ def check_space(save: Path, wanted: Checkpoints, findings: Findings) -> None:
 
 
 def last_line(text: str) -> str:
-    """The last line with anything on it, in which programs say what was wrong."""
+    """Return the last line that is not empty. Programs name their error there."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no message"

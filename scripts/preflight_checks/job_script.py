@@ -1,4 +1,4 @@
-"""What an sbatch script asks of Slurm and how it starts the trainer, found out without Slurm."""
+"""Find out, without Slurm, what an sbatch script requests of it and how it starts the trainer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Job:
     """An sbatch script.
 
     Attributes:
-        nodes: of its `#SBATCH` lines.
-        gpus_per_node: of its `#SBATCH` lines.
-        flags: those of the trainer.
-        printed: what the script says before it starts anything.
-        unedited: flags whose paths are still placeholders, with their values.
+        nodes: nodes in its `#SBATCH` lines.
+        gpus_per_node: GPUs per node in its `#SBATCH` lines.
+        flags: the trainer's flags.
+        printed: output of the script before it starts anything.
+        unedited: flags whose paths are still placeholders, with these values.
     """
 
     nodes: int
@@ -41,7 +41,7 @@ class Job:
 
 
 def read_job(script: Path) -> Job:
-    """Run a script as far as its launch command, which is printed and not run.
+    """Run a script up to its launch command, which is recorded instead of run.
 
     Raises:
         ValueError: the script cannot be read, fails, starts no trainer, or asks Slurm for other nodes than it uses.
@@ -70,7 +70,7 @@ def read_job(script: Path) -> Job:
 
 
 def read_directives(text: str) -> dict[str, str]:
-    """Long options of the `#SBATCH` lines, which Slurm reads up to the first command; empty values for bare ones."""
+    """Return the long options of the `#SBATCH` lines before the first command. Bare options have empty values."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -89,15 +89,15 @@ def _count(directives: dict[str, str], name: str, script: Path) -> int:
 
 
 def _gpus_per_node(directives: dict[str, str], script: Path) -> int:
-    """`--gpus-per-node=8`, `--gpus-per-node=h100:8` or `--gres=gpu:h100:8`."""
+    """Read `--gpus-per-node=8`, `--gpus-per-node=h100:8` or `--gres=gpu:h100:8`."""
     value = directives.get("gpus-per-node") or directives.get("gres", "")
     return _count({"gpus-per-node": value.split(":")[-1]}, "gpus-per-node", script)
 
 
 def _launch_command(script: Path) -> tuple[list[str], str]:
-    """The command that the script would start on each node, and what the script has printed.
+    """Return the command that the script would start on each node, and the output of the script.
 
-    The script runs in a folder of its own and without the caller's environment; Slurm's commands are refused.
+    The script runs in a folder of its own without the caller's environment. Slurm's commands fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         commands = Path(folder) / "bin"

@@ -1,4 +1,4 @@
-"""The preflight over all nodes: each looks at itself, then they try each other; the first decides and reports."""
+"""Preflight over all nodes: each checks itself, then they connect to each other. The first decides and reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from preflight_checks.reach import ENDED, pairs_of, run_check
 from preflight_checks.run_plan import checkpoints, has_mamba_layers, read_paths, written_paths
 
 CONTINUE, PAIRS, READY, NOT_READY = "continue", "pairs", "ready", "not ready"
-# Problems that the report lists; the rest is counted.
+# Most problems that the report lists. The rest is counted.
 MAX_LINES = 40
 
 
@@ -22,7 +22,7 @@ def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
     """Run all checks on this node, in step with the others.
 
     Returns:
-        Exit code, the same on every node.
+        The exit code, which is the same on every node.
 
     Raises:
         ValueError: the first node is gone.
@@ -32,8 +32,8 @@ def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
     findings = check_host(config, device, place.gpus_per_node, timeout_s)
     board.post("host", asdict(findings))
     report = Report(board, device, config) if place.is_first else None
-    # A check ends within twice its time, and nodes are apart by that much again. The others wait for as long as the
-    # first may wait for all of them; where it is gone they learn it at once.
+    # A check ends within twice its time limit, and the nodes may be apart by as much. The other nodes wait for as long
+    # as the first node may wait for all of them. If it is gone, they notice at once.
     patience_s, told_s = 4 * timeout_s, 16 * timeout_s
     verdict = report.hosts(timeout_s) if report else board.ask_first("after host", told_s)
     for topic, group in (("node", [place.node]), ("all", nodes)):
@@ -50,18 +50,18 @@ def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
         report.show(verdict)
     board.post("done", verdict)
     if place.is_first:
-        # Its store has to outlive what the others read.
+        # The store of the first node must live until the others have read the verdict.
         board.collect("done", [node for node in nodes if node not in report.silent] if report else nodes, timeout_s)
     return 0 if verdict == READY else 1
 
 
 def check_host(config: RunConfig, device: str, gpus_per_node: int, timeout_s: float) -> Findings:
-    """What this node can say by itself."""
+    """Check this node by itself."""
     findings = Findings()
     if device == "cuda":
         check_gpus(gpus_per_node, findings)
         if config.model.transformer_impl == "transformer_engine":
-            # The first node waits for as long as this may take, and a little is left for the rest.
+            # The first node waits for `timeout_s`. Half of that leaves time for the other checks.
             check_transformer_engine(timeout_s / 2, findings)
         if has_mamba_layers(config):
             check_mamba_kernels(findings)
@@ -82,10 +82,10 @@ def _device(config: RunConfig) -> str:
 
 
 class Report:
-    """What the first node hears, and what it decides.
+    """Results and decisions of the first node.
 
     Attributes:
-        silent: nodes that have not appeared.
+        silent: nodes that have not answered.
     """
 
     def __init__(self, board: Board, device: str, config: RunConfig) -> None:
@@ -97,7 +97,7 @@ class Report:
         self.warnings: list[str] = []
 
     def hosts(self, timeout_s: float) -> str:
-        """Hear what each node has found on itself; whether to go on."""
+        """Collect what each node found on itself, and decide whether to continue."""
         count = len(self.hosts_of_job)
         found = self.board.collect("host", range(count), timeout_s)
         self.silent = set(range(count)) - found.keys()
@@ -109,12 +109,12 @@ class Report:
             for node, findings in sorted(found.items()):
                 for line in findings[kind]:
                     said.setdefault(line, []).append(self._name(node))
-            # What all nodes say, such as of a shared file system, is said once.
+            # A line that all nodes have, about a shared file system for example, appears once.
             lines += [line if len(names) == count else f"{_shortened(names)}: {line}" for line, names in said.items()]
         return self._decide("host", NOT_READY if self.problems else CONTINUE)
 
     def check(self, topic: str, timeout_s: float) -> str:
-        """Hear how the all-reduces of a check went; whether to go on."""
+        """Collect the results of a check's all-reduces, and decide whether to continue."""
         count = len(self.hosts_of_job)
         found = self.board.collect(topic, range(count), timeout_s)
         where = f"{self._backend} in each node" if topic == "node" else f"{self._backend} over all nodes"
@@ -123,10 +123,10 @@ class Report:
             said = found[node]["failed"].values() if node in found else [f"no result in {timeout_s:g} s"]
             for reason in dict.fromkeys(said):
                 reasons.setdefault(reason, []).append(self._name(node))
-        # Those that failed because another did say nothing new.
+        # A process that failed because another one did adds nothing.
         own = {reason: names for reason, names in reasons.items() if reason != ENDED} or reasons
         problems = [f"{_shortened(names)}: {where}: {reason}" for reason, names in own.items()]
-        # One process has nobody to reach.
+        # A single process has no other to reach.
         if not problems and (topic == "all" or self.board.place.gpus_per_node > 1):
             slowest = min(found, key=lambda node: found[node]["bytes_per_s"])
             self.facts.append(f"{where}: {found[slowest]['bytes_per_s'] / 1e9:.1f} GB/s bus bandwidth"
@@ -138,7 +138,7 @@ class Report:
         return self._decide(topic, PAIRS if problems else READY)
 
     def pairs(self, timeout_s: float) -> str:
-        """Hear which neighbours reach each other: a node that none of its neighbours reaches is named."""
+        """Collect which neighbours reach each other, and name nodes that no neighbour reaches."""
         works: dict[int, list[bool]] = {}
         for turn in (0, 1):
             groups = pairs_of(self.board.place, turn)

@@ -1,4 +1,4 @@
-"""What the Python of a run lacks: Transformer Engine, without which it would end, and kernels that make it faster."""
+"""Check the packages of a run: Transformer Engine, which it needs, and kernels that make it faster."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from preflight_checks.host import Findings, last_line
 
 
 def check_transformer_engine(timeout_s: float, findings: Findings) -> None:
-    """Import Transformer Engine in a process of its own: one that was built for another torch is found there."""
-    # As the trainer does, torch comes first: with it libraries such as NCCL, which Transformer Engine takes for loaded.
+    """Import Transformer Engine in another process, which fails if it was built for another torch."""
+    # torch comes first, as in the trainer, because it loads libraries such as NCCL that Transformer Engine needs.
     command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
     needed = "--transformer-impl transformer_engine: the package"
     try:
@@ -27,7 +27,7 @@ def check_transformer_engine(timeout_s: float, findings: Findings) -> None:
 
 
 def check_mamba_kernels(findings: Findings) -> None:
-    """Warn where Mamba-2 layers would go without their kernels."""
+    """Warn if the kernels of Mamba-2 layers are missing."""
     packages = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

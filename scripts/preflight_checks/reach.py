@@ -1,7 +1,7 @@
-"""Whether the GPUs of a job reach each other: all-reduces in each node, over all nodes and, if that fails, in pairs.
+"""Check that the GPUs of a job reach each other: all-reduces in each node, over all nodes and, if that fails, in pairs.
 
-Every check has processes of its own, one a GPU: a failed communicator cannot be used again, and one that hangs is ended
-from outside. `python reach.py JSON` is such a process.
+Every check starts new processes, one per GPU, because a failed communicator cannot be used again, and one that hangs
+has to be killed from outside. `python reach.py JSON` is such a process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from preflight_checks.board import Board, Place
 
-# Numbers in the tensor that is summed (float32): as much as a gradient bucket.
+# Elements of the float32 tensor that is summed. On CUDA, it is as large as a gradient bucket.
 ELEMENTS = {"cuda": 64 * 2**20, "cpu": 2**16}
 REPEATS = 3
-# Seconds that the other processes of a node have, once one has failed, to say why they fail too.
+# Seconds for the other processes to report their own errors after one has failed.
 GRACE_S = 5.0
-# Between two looks at the processes.
+# Seconds between two polls of the processes.
 PAUSE_S = 0.25
 ENDED = "ended, because another process has failed"
 
@@ -37,12 +37,12 @@ class Process:
     """One process of a check.
 
     Attributes:
-        address, port: where the board is.
-        prefix: names the group in it.
-        rank, world_size: of the group.
-        local_rank: GPU.
+        address, port: address of the board.
+        prefix: name of the group on the board.
+        rank, world_size: rank in the group and its size.
+        local_rank: index of the GPU.
         device: `cuda` or `cpu`.
-        timeout_s: for connecting and summing.
+        timeout_s: time limit for connecting and summing.
     """
 
     address: str
@@ -56,10 +56,10 @@ class Process:
 
 
 def sum_over_group(process: Process) -> float:
-    """Sum over a group, check the result; gives the bandwidth in bytes/s as nccl-tests count it (busbw).
+    """Sum over a group and check the result. Returns the bus bandwidth of nccl-tests (busbw) in bytes/s.
 
     Raises:
-        ValueError: a wrong sum.
+        ValueError: the sum is wrong.
     """
     import torch
     import torch.distributed as dist
@@ -73,7 +73,7 @@ def sum_over_group(process: Process) -> float:
                             world_size=process.world_size, timeout=timeout,
                             store=dist.PrefixStore(process.prefix, store))
     numbers = torch.empty(ELEMENTS[process.device], device=device)
-    # Exact in float32 for any world below 5,793 ranks.
+    # This is exact in float32 for fewer than 5,793 ranks.
     expected = process.world_size * (process.world_size + 1) / 2
     seconds = []
     for _ in range(1 + REPEATS):
@@ -117,7 +117,7 @@ def run_check(board: Board, topic: str, group: list[int], device: str, timeout_s
 
 
 def pairs_of(place: Place, turn: int) -> list[list[int]]:
-    """Neighbours that are checked together in a turn: 0 with 1, 2 with 3, ...; then 1 with 2, ..., the last with 0."""
+    """Return the pairs of a turn: first 0 with 1, 2 with 3, ...; then 1 with 2, ..., and the last with 0."""
     count = len(place.hosts)
     found = [[node, node + 1] for node in range(turn, count - 1, 2)]
     if turn == 1 and count > 2 and count % 2 == 0:
@@ -126,12 +126,12 @@ def pairs_of(place: Place, turn: int) -> list[list[int]]:
 
 
 def _wait(processes: list[subprocess.Popen[Any]], timeout_s: float, board: Board, prefix: str) -> str:
-    """Until all have ended; ends those that have not when the time is up, or a while after a failure in the group.
+    """Wait for all processes. Kills those that still run when the time is up or soon after a failure in the group.
 
     Returns:
-        Why processes were ended, if they were.
+        The reason for killing processes, if any were killed.
     """
-    # Starting Python and torch from a shared file system takes part of a check's own time a second time.
+    # Twice the time limit, because Python and torch have to start from a shared file system first.
     end, why = time.monotonic() + 2 * timeout_s, f"no answer from the others within {2 * timeout_s:g} s"
     told = False
     while any(child.poll() is None for child in processes) and time.monotonic() < end:
@@ -151,7 +151,7 @@ def _wait(processes: list[subprocess.Popen[Any]], timeout_s: float, board: Board
 
 
 def _reason(code: int, lines: list[str], ended: str) -> str:
-    """Why a process failed, in one line."""
+    """Return the reason why a process failed as one line."""
     named = [line for line in lines if "Error" in line]
     if code == -signal.SIGKILL and not named:
         return ended

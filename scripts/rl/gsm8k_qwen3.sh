@@ -28,7 +28,7 @@ if (($# < 2)) || [[ "$1" == -* || "$2" == -* ]]; then
     say "$usage"
     exit 2
 fi
-# Before the folder changes.
+# Resolve paths before the current folder changes.
 model="$(realpath -m "$1")"
 data="$(realpath -m "$2")"
 runs="$(realpath -m "${RUNS:-$ROOT/runs/gsm8k}")"
@@ -58,7 +58,7 @@ if [[ -n "$stage" ]]; then
     model="$stage/$(basename "$model")"
     data="$stage/$(basename "$data")"
 fi
-# Not in a process substitution, whose failure nobody would see.
+# A failure in a process substitution would go unnoticed, so the output goes through a variable.
 described="$("$PYTHON" scripts/rl/hf_model.py "$model" --ranks "$nproc" --engine-gpus "$nproc")"
 mapfile -t layout <<<"$described"
 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 exec "$PYTHON" -m torch.distributed.run --standalone \

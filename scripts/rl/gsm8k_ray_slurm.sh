@@ -85,7 +85,7 @@ on_nodes() {
 pass_stop_on() {
     local step=
     stopped=SIGTERM
-    say "$(date +%FT%T) SIGTERM: the run is told to save and end"
+    say "$(date +%FT%T) SIGTERM: the run has to save and end"
     # For a step that is just being started and has not noted its number.
     : >"$logs/stopped"
     if [[ -f "$logs/step" ]]; then read -r step <"$logs/step"; fi

@@ -1,10 +1,10 @@
-"""Flags of train_rl.py for a Hugging Face model on some GPUs, one a line: provider, weights, tokenizer, layout, engine.
+"""Print flags of train_rl.py for a Hugging Face model, one a line: provider, weights, tokenizer, layout, engine.
 
     python scripts/rl/hf_model.py MODEL --ranks 8 --engine-gpus 8
 
-MODEL is the folder of a model that a built-in provider knows, such as Qwen3 or Nemotron-H. The trainer is data parallel
-over all ranks, a mixture of experts with its experts divided between as many of them as divide both. A dense model has
-an engine replica on each GPU; a mixture of experts, whose weights take more room, one on up to four.
+MODEL is the folder of a model that a built-in provider knows, such as Qwen3 or Nemotron-H. The trainer is data-parallel
+over all ranks. The experts of a mixture are divided among as many ranks as divide both. A dense model has an engine
+replica on each GPU; a mixture of experts, whose weights need more memory, has one on up to four GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ENGINE_TP = 4
 
 
 def flags_of(model: str, ranks: int, engine_gpus: int) -> list[str]:
-    """The flags. Raises ValueError for a folder that is no model, or one of no built-in provider."""
+    """Return the flags. Raises ValueError if the folder has no model that a built-in provider knows."""
     if not Path(model).is_dir():
         raise ValueError(f"{model}: there is no such folder")
     name = provider_name(None, Path(model))
@@ -43,11 +43,11 @@ def flags_of(model: str, ranks: int, engine_gpus: int) -> list[str]:
 
 
 def main() -> int:
-    """Print the flags; gives the exit code."""
+    """Print the flags and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a Hugging Face model")
-    parser.add_argument("--ranks", type=int, required=True, help="of the trainer")
-    parser.add_argument("--engine-gpus", type=int, required=True, help="of all replicas of the engine")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the trainer")
+    parser.add_argument("--engine-gpus", type=int, required=True, help="GPUs of all engine replicas")
     given = parser.parse_args()
     if min(given.ranks, given.engine_gpus) < 1:
         parser.error(f"--ranks {given.ranks} --engine-gpus {given.engine_gpus}: both at least 1")

@@ -1,8 +1,8 @@
-"""Wait until a Ray cluster has its GPUs; run on one of its nodes.
+"""Wait until a Ray cluster has its GPUs. The program runs on one of its nodes.
 
     python scripts/rl/wait_for_ray.py HOST:PORT --gpus 16 --timeout-s 300
 
-Exit code: 0 when they are there, 1 after the time, with how many there were.
+The exit code is 0 when they are there. After the time limit it is 1, and a message says how many there were.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 def answers(address: str, timeout_s: float) -> bool:
-    """Whether anybody listens at host:port. Ray itself would try for minutes, and say so on lines of its own."""
+    """Whether a server listens at host:port. Ray itself would try for minutes and print messages."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
@@ -27,7 +27,7 @@ def answers(address: str, timeout_s: float) -> bool:
 
 
 def count_gpus(address: str) -> tuple[float, str]:
-    """GPUs of the cluster's living nodes; and why there are none where this node cannot ask."""
+    """Return the number of GPUs on living nodes, and the reason if this node cannot ask for it."""
     import ray
     from ray.exceptions import RayError
 
@@ -40,9 +40,9 @@ def count_gpus(address: str) -> tuple[float, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Wait; gives the exit code."""
+    """Wait, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("address", metavar="HOST:PORT", help="of the cluster's head")
+    parser.add_argument("address", metavar="HOST:PORT", help="address of the head node")
     parser.add_argument("--gpus", type=float, required=True)
     parser.add_argument("--timeout-s", type=float, default=300.0)
     given = parser.parse_args(arguments)

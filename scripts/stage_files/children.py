@@ -1,4 +1,4 @@
-"""Tasks on child processes of which any may hang: no progress for a while, and it is given up and replaced."""
+"""Run tasks on child processes. A task that makes no progress is given up, and its process replaced."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# The system's Python alone: what a site's start-up files would import may lie on the file system that hangs.
+# Isolated mode: start-up files of the site might import from the file system that hangs.
 COPYING = (sys.executable, "-I", "-S", str(HERE / "worker.py"))
 POLL_S = 0.5
 
 
 class StageError(Exception):
-    """Staging cannot go on; the message names the file or folder."""
+    """Staging cannot go on. The message names the file or folder."""
 
 
 @dataclass
 class Task:
-    """Something for a child to do.
+    """A task of a child process.
 
     Attributes:
-        name: what it works on, for messages.
-        request: as worker.py takes it.
-        attempts: how often it was begun.
+        name: the file or source, for messages.
+        request: the request in the form that worker.py reads.
+        attempts: how often it was started.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Task:
 
 
 class Child:
-    """One process and the task it works on."""
+    """A child process and its task."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self.process = subprocess.Popen([*command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -51,17 +51,17 @@ class Child:
         self._rest = b""
 
     def start(self, task: Task) -> None:
-        """Hand over a task."""
+        """Send a task to the process."""
         self.task, self.heard = task, time.monotonic()
         task.attempts += 1
         try:
             self._stdin.write(json.dumps(task.request).encode() + b"\n")
             self._stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, which its stdout says next
+            pass  # the process has ended, as its stdout will show
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """What it has said since; None: it has ended."""
+        """Return the answers since the last call, or None if the process has ended."""
         data = os.read(self.stdout.fileno(), 1 << 20)
         if not data:
             return None
@@ -70,23 +70,23 @@ class Child:
         return [json.loads(line) for line in lines]
 
     def give_up(self) -> None:
-        """Kill it. It is not waited for: in a call that hangs it does not even end then."""
+        """Kill the process without waiting for it, because even a killed process does not leave a call that hangs."""
         self.process.kill()
         for stream in (self._stdin, self.stdout):
             try:
                 stream.close()
             except BrokenPipeError:
-                pass  # what it was told last and never read
+                pass  # the process never read its last request
 
 
 class Children:
-    """A few processes that take tasks.
+    """A pool of child processes.
 
     Args:
-        count: at most so many at a time.
+        count: largest number of processes at a time.
         timeout_s: seconds without progress after which a task is given up.
-        retries: how often it is tried again.
-        command: a child, as `worker.py` is started.
+        retries: how often a task is tried again.
+        command: the command of a child process.
     """
 
     def __init__(self, count: int, timeout_s: float, retries: int, command: tuple[str, ...] = COPYING) -> None:
@@ -103,10 +103,10 @@ class Children:
         self._selector.close()
 
     def run(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """Every answer of every task as it comes; the last of a task has `done`, a new attempt begins with `again`.
+        """Yield every answer of every task. The last one of a task has `done`; a new attempt begins with `again`.
 
         Raises:
-            StageError: a task failed, or made no progress however often it was tried.
+            StageError: a task failed, or made no progress in any attempt.
         """
         waiting = deque(tasks)
         while waiting or any(child.task for child in self._children):
@@ -114,7 +114,7 @@ class Children:
             for key, _ in self._selector.select(min(POLL_S, self._timeout_s / 4)):
                 child: Child = key.data
                 yield from self._listen(child, waiting)
-            # After what has been said was heard: this process may have been stopped for a while itself.
+            # Only after all answers are read, because this process may have been stopped for a while itself.
             for child in list(self._children):
                 if child.task and time.monotonic() - child.heard > self._timeout_s:
                     task = child.task
@@ -151,10 +151,10 @@ class Children:
             yield task, answer
 
     def _again(self, task: Task, reason: str, waiting: deque[Task]) -> tuple[Task, dict[str, Any]]:
-        """Put a task back, or raise where it was tried often enough."""
+        """Put a task back, or raise StageError after its last attempt."""
         if task.attempts > self._retries:
             times = f", {task.attempts} times" if task.attempts > 1 else ""
-            # Most errors of the system name the file themselves.
+            # Most errors of the system already name the file.
             name = "" if task.name in reason else f"{task.name}: "
             raise StageError(f"{name}{reason}{times}")
         waiting.append(task)

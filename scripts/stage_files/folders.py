@@ -1,4 +1,4 @@
-"""Folders and files to the node's own disk: listing, what is there already, space, copies, what is left over."""
+"""Copy folders and files to the node's own disk: list, compare, check space, copy, remove leftovers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from stage_files.worker import PART, is_part
 
 @dataclass(frozen=True)
 class Options:
-    """How to copy.
+    """Options of a copy.
 
     Attributes:
-        include: patterns of names; none: everything.
+        include: patterns of names; empty for all files.
         block_bytes: bytes between two syncs to the disk.
-        limit_bytes_s: bytes a second of each copying process; 0: as fast as it goes.
-        verify: compare checksums of what is there.
+        limit_bytes_s: bytes per second of each copying process; 0 for no limit.
+        verify: whether to compare checksums of files that are there.
     """
 
     include: tuple[str, ...]
@@ -38,12 +38,12 @@ class Options:
 
 @dataclass
 class Listing:
-    """A source and the place that it goes to.
+    """A source and its target.
 
     Attributes:
-        source: absolute path.
+        source: absolute path of the source.
         place: the file or folder that becomes its copy.
-        files: by name relative to the source, "" for a source that is a file: size, time and mode bits.
+        files: size, time and mode bits by name relative to the source ("" if the source is a file).
         folders: mode bits by relative name.
         real: the source's path without links.
     """
@@ -55,7 +55,7 @@ class Listing:
     real: str = ""
 
     def wanted(self, include: tuple[str, ...]) -> dict[str, tuple[Recorded, int]]:
-        """The files that patterns choose. Raises StageError where there is none."""
+        """Return the files that patterns choose. Raises StageError if there is none."""
         name = Path(self.source).name
         chosen = {file: found for file, found in self.files.items() if is_chosen(file or name, include)}
         if not chosen:
@@ -70,12 +70,12 @@ class Copy:
     """A file to copy.
 
     Attributes:
-        listing: of its source.
-        name: relative to the source.
-        source: path.
-        target: path.
-        wanted: size and time.
-        mode: mode bits of the source.
+        listing: the listing that has it.
+        name: its name relative to the source.
+        source: path of the original.
+        target: path of the copy.
+        wanted: size and time of the original.
+        mode: mode bits of the original.
     """
 
     listing: Listing
@@ -87,17 +87,17 @@ class Copy:
 
     @property
     def part(self) -> Path:
-        """Where it grows: another file for another version of the source."""
+        """Path of the unfinished copy. Another version of the source has another path."""
         key = f"{self.source}\n{self.name}\n{self.wanted.size}\n{self.wanted.mtime_ns}"
         return self.target.parent / PART.format(hashlib.sha256(key.encode()).hexdigest()[:16])
 
     def bytes_left(self) -> int:
-        """Bytes that it still needs of the disk."""
+        """Bytes that the copy still needs on the disk."""
         part = self.part
         return max(self.wanted.size - (part.stat().st_size if part.exists() else 0), 0)
 
     def task(self, options: Options) -> Task:
-        """For a child process."""
+        """Return the task for a child process."""
         return Task(self.source, {
             "do": "copy", "source": self.source, "part": str(self.part), "target": str(self.target),
             "size": self.wanted.size, "mtime_ns": self.wanted.mtime_ns, "mode": self.mode,
@@ -105,25 +105,25 @@ class Copy:
 
 
 def is_chosen(name: str, include: tuple[str, ...]) -> bool:
-    """Whether a relative name fits one of the patterns, as the Hugging Face Hub's client reads them."""
+    """Whether a relative name matches one of the patterns, as in the client of the Hugging Face Hub."""
     return not include or any(fnmatch(name, f"{pattern}*" if pattern.endswith("/") else pattern)
                               for pattern in include)
 
 
 def at(root: Path | str, name: str) -> str:
-    """Path of a relative name."""
+    """Return the path of a relative name."""
     return f"{root}/{name}" if name else str(root)
 
 
 def list_sources(children: Children, places: dict[str, Path]) -> list[Listing]:
-    """What is in each source now.
+    """List the current content of each source.
 
     Args:
-        children: that may hang on it.
-        places: by absolute path of the source.
+        children: child processes, which may hang on a source.
+        places: targets by absolute path of the source.
 
     Raises:
-        StageError: a source is not there, cannot be read or makes no progress; or source and copy lie in each other.
+        StageError: a source does not exist, cannot be read or makes no progress, or source and copy contain each other.
     """
     listings = {source: Listing(source, place) for source, place in places.items()}
     tasks = [Task(source, {"do": "list", "source": source}) for source in places]
@@ -154,7 +154,7 @@ def _check_apart(listing: Listing) -> None:
 
 
 def missing(listings: list[Listing], options: Options) -> tuple[list[Copy], list[Copy]]:
-    """What has to be copied, and what is there with the right size and time."""
+    """Return the files to copy, and those that are there with the right size and time."""
     absent, there = [], []
     for listing in listings:
         for name, (wanted, mode) in listing.wanted(options.include).items():
@@ -165,7 +165,7 @@ def missing(listings: list[Listing], options: Options) -> tuple[list[Copy], list
 
 
 def damaged(children: Children, there: list[Copy], known: dict[str, Place], progress: Progress) -> list[Copy]:
-    """Those whose content is not that of the source, by checksums of when they were copied, else of the source now."""
+    """Return the copies whose content is wrong, by the checksum of when they were copied or else of the source now."""
     expected: dict[str, str] = {}
     tasks, found = [], {}
     for copy in there:
@@ -183,7 +183,7 @@ def damaged(children: Children, there: list[Copy], known: dict[str, Place], prog
 
 
 def check_space(folder: Path, copies: list[Copy]) -> None:
-    """Raise StageError, with numbers, where the copies do not fit the disk."""
+    """Raise StageError, with numbers, if the copies do not fit on the disk."""
     needed = sum(copy.bytes_left() for copy in copies)
     free = shutil.disk_usage(existing(folder)).free
     if needed > free:
@@ -191,12 +191,12 @@ def check_space(folder: Path, copies: list[Copy]) -> None:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder, *folder.parents) if each.is_dir())
 
 
 def make_folders(listings: list[Listing], copies: list[Copy], options: Options) -> None:
-    """Folders of the copies, with the permissions of the source's."""
+    """Make the folders of the copies with the permissions of the source."""
     needed = {str(copy.target.parent) for copy in copies}
     for listing in listings:
         for name, mode in listing.folders.items():
@@ -209,7 +209,7 @@ def make_folders(listings: list[Listing], copies: list[Copy], options: Options) 
 
 
 def remove_parts(listings: list[Listing], copies: list[Copy]) -> None:
-    """Delete what broken-off copies of other versions have left."""
+    """Delete unfinished copies of other versions."""
     expected = {copy.part for copy in copies}
     for listing in listings:
         folders = {Path(at(listing.place, name)) for name in listing.folders} or {listing.place.parent}
@@ -217,13 +217,13 @@ def remove_parts(listings: list[Listing], copies: list[Copy]) -> None:
             if not folder.is_dir():
                 continue
             for path in folder.iterdir():
-                # Parts of a single file lie beside the places of other sources.
+                # Unfinished copies of single files lie beside the targets of other sources.
                 if is_part(path.name) and path not in expected and listing.folders:
                     path.unlink()
 
 
 def remove_gone(listing: Listing, earlier: Place) -> int:
-    """Delete copies whose source is gone; how many there were."""
+    """Delete copies whose source is gone, and return their number."""
     gone = [name for name in earlier.files if name not in listing.files]
     for name in gone:
         path = Path(at(listing.place, name))
@@ -241,9 +241,9 @@ def remove_gone(listing: Listing, earlier: Place) -> int:
 
 def copy_all(children: Children, copies: list[Copy], options: Options, progress: Progress,
              copied: Callable[[Copy, str], None]) -> None:
-    """Copy; `copied` gets each file and its SHA-256 when it is there. Raises StageError, naming the file."""
+    """Copy, and call `copied` with each finished file and its SHA-256. Raises StageError, which names the file."""
     by_source = {copy.source: copy for copy in copies}
-    # The largest first: no process is left alone with one in the end.
+    # The largest files come first, so that no process is left alone with one at the end.
     tasks = [copy.task(options) for copy in sorted(copies, key=lambda copy: (-copy.wanted.size, copy.source))]
     answers: Iterator[tuple[Task, dict[str, Any]]] = progress.follow(children.run(tasks))
     for task, answer in answers:

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub, at one commit, to the node's own disk."""
+"""Download models and data sets of the Hugging Face Hub, at one commit, to the node's own disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HubSource:
 
     Attributes:
         repo: `organisation/name`.
-        name: of the repository.
+        name: name of the repository.
         kind: `model` or `dataset`.
         revision: branch, tag or commit.
     """
@@ -36,12 +36,12 @@ class HubSource:
     revision: str
 
     def at(self, commit: str) -> str:
-        """How this source is written at a commit."""
+        """Return the name of this source at a commit."""
         return f"{PREFIX}{'datasets/' if self.kind == 'dataset' else ''}{self.repo}@{commit}"
 
 
 def parse(source: str) -> HubSource:
-    """`hf://organisation/name`, `hf://datasets/organisation/name`, either with `@revision`. Raises ValueError."""
+    """Parse `hf://[datasets/]organisation/name[@revision]`. Raises ValueError."""
     match = PATTERN.fullmatch(source)
     if not match:
         raise ValueError(f"{source}: write hf://organisation/name or hf://datasets/organisation/name, and behind it "
@@ -55,10 +55,10 @@ class HubCounts:
     """Files and bytes of a source.
 
     Attributes:
-        copied: files that were downloaded.
-        copied_bytes: of them.
-        there: files that were there.
-        there_bytes: of them.
+        copied: number of files downloaded.
+        copied_bytes: their size.
+        there: number of files that were there already.
+        there_bytes: their size.
     """
 
     copied: int = 0
@@ -69,12 +69,12 @@ class HubCounts:
 
 def stage_hub(source: HubSource, folder: Path, include: tuple[str, ...], known: dict[str, Place], progress: Progress, *,
               workers: int, timeout_s: float, retries: int, dry_run: bool, verify: bool) -> HubCounts:
-    """Bring a repository to `folder/name`; `known` gets its record.
+    """Download a repository to `folder/name` and put its record into `known`.
 
-    A commit that is there needs no network. A branch is looked up each time.
+    A commit that is there needs no network. A branch is looked up every time.
 
     Raises:
-        StageError: the Hub cannot be reached or has no such repository, no space, or no progress.
+        StageError: the Hub cannot be reached or has no such repository, or there is no space or no progress.
     """
     place, earlier = folder / source.name, known.get(source.name)
     if COMMIT.fullmatch(source.revision) and _is_staged(earlier, source.at(source.revision), place, include, verify):
@@ -113,7 +113,7 @@ def stage_hub(source: HubSource, folder: Path, include: tuple[str, ...], known: 
 
 
 def _last(children: Children, task: Task, progress: Progress) -> dict[str, object]:
-    """The answer of one task."""
+    """Run one task and return its last answer."""
     for _, answer in progress.follow(children.run([task])):
         if "done" in answer:
             found: dict[str, object] = answer["done"]
@@ -121,7 +121,7 @@ def _last(children: Children, task: Task, progress: Progress) -> dict[str, objec
 
 
 def _is_staged(earlier: Place | None, source: str, place: Path, include: tuple[str, ...], verify: bool) -> bool:
-    """Whether all files of a commit are there. With --verify the client looks itself."""
+    """Whether all files of a commit are there. With --verify, the Hub's client checks them instead."""
     return (not verify and earlier is not None and (earlier.source, earlier.include) == (source, list(include))
             and all(recorded.is_at(place / name) for name, recorded in earlier.files.items()))
 

@@ -1,4 +1,4 @@
-"""A child process of scripts/stage.py that asks the Hugging Face Hub; tasks and answers as those of worker.py."""
+"""Child process of scripts/stage.py for the Hugging Face Hub. Tasks and answers have the form of worker.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# A bar of each file of each node is no log.
+# Progress bars of every file on every node would fill the log.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from stage_files.worker import Refusal, Teller, serve
@@ -25,7 +25,7 @@ except ImportError as missing:
     huggingface_hub, reason = None, str(missing)
     ERRORS: tuple[type[Exception], ...] = ()
 else:
-    # What it raises is an OSError, of the network or of its own, or one of these.
+    # The library raises an OSError, of the network or of its own, or one of these.
     ERRORS = (httpx.HTTPError, ValueError)
 
 
@@ -36,7 +36,7 @@ def _library() -> Any:
 
 
 def _explain(error: Exception, task: dict[str, Any]) -> Refusal:
-    """An error of the library as one line that says what to do."""
+    """Return an error of the library as one line that says what to do."""
     name = f"hf://{'datasets/' if task['type'] == 'dataset' else ''}{task['repo']}"
     text = " ".join(str(error).split())
     if isinstance(error, OfflineModeIsEnabled):
@@ -49,7 +49,7 @@ def _explain(error: Exception, task: dict[str, Any]) -> Refusal:
 
 
 def resolve(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
-    """The commit of a revision, and its files with their sizes."""
+    """Return the commit of a revision, and its files with their sizes."""
     library = _library()
     try:
         found = library.HfApi().repo_info(task["repo"], repo_type=task["type"], revision=task["revision"],
@@ -60,7 +60,7 @@ def resolve(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
 
 
 def download(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
-    """All files of a commit that fit the patterns, into `target`; goes on with what is there."""
+    """Download the files of a commit that match the patterns into `target`. Continues an interrupted download."""
     library, target, over = _library(), Path(task["target"]), threading.Event()
     watcher = threading.Thread(target=_watch, args=(target, tell, over), daemon=True)
     watcher.start()
@@ -76,7 +76,7 @@ def download(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
 
 
 def _watch(target: Path, tell: Teller, over: threading.Event) -> None:
-    """Tell of bytes that come in; nothing where none do."""
+    """Report bytes as they arrive."""
     before = _size(target)
     while not over.wait(WATCH_S):
         now = _size(target)

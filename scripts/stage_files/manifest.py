@@ -1,4 +1,4 @@
-"""What has been staged into a folder: the file .staged.json in it."""
+"""Read and write .staged.json, the record of what has been staged into a folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Recorded:
 
     Attributes:
         size: bytes.
-        mtime_ns: when it was last written, of the source and of the copy.
-        sha256: of the source as it was read; None where it was not read here.
+        mtime_ns: time of the last change, of the source and of the copy.
+        sha256: checksum of the source as it was read; None if it was not read here.
     """
 
     size: int
@@ -28,7 +28,7 @@ class Recorded:
     sha256: str | None = None
 
     def is_at(self, path: Path) -> bool:
-        """Whether a file with this size and time is there. Its content is not looked at."""
+        """Whether a file with this size and time is there. Its content is not compared."""
         try:
             status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -38,12 +38,12 @@ class Recorded:
 
 @dataclass
 class Place:
-    """One source's files.
+    """The files of one source.
 
     Attributes:
-        source: where they come from, with the revision of a model of the Hugging Face Hub.
-        include: patterns that were asked for; only a download needs them.
-        files: by name, relative to the place; a source that is a file has the one name "".
+        source: where they come from, with the revision for the Hugging Face Hub.
+        include: the requested patterns, which only a download needs.
+        files: records by name relative to the place ("" if the source is a file).
     """
 
     source: str
@@ -52,7 +52,7 @@ class Place:
 
 
 def load(folder: Path) -> dict[str, Place]:
-    """Places by name; none where nothing was staged. Raises StageError for a file that is damaged."""
+    """Load places by name; empty if nothing was staged. Raises StageError for a damaged record."""
     path = folder / NAME
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ def load(folder: Path) -> dict[str, Place]:
 
 
 def save(folder: Path, places: dict[str, Place]) -> None:
-    """Write the record so that a crash leaves the old or the new one."""
+    """Write the record. A crash leaves either the old or the new one."""
     path, temporary = folder / NAME, folder / f"{NAME}.new"
     with temporary.open("w", encoding="utf-8") as stream:
         json.dump({"version": VERSION, "places": {name: asdict(place) for name, place in places.items()}}, stream)

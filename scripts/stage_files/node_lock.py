@@ -1,4 +1,4 @@
-"""One process of a node at a time, and what the others learn of it: a file lock that ends with its holder."""
+"""A file lock for one process of a node at a time. It ends with its holder, whose result the others read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class NodeLock:
     """The lock of a folder on a node's own disk.
 
     Args:
-        folder: which exists.
-        request: what this process wants to do. One that waited for another with the same request takes its result.
+        folder: an existing folder.
+        request: what this process wants to do. If it waits for another one with the same request, it takes its result.
 
     Raises:
         StageError: the folder's file system has no locks, or the file cannot be opened.
@@ -46,8 +46,8 @@ class NodeLock:
         """Wait for the lock.
 
         Returns:
-            What the process that was waited for has left with `finish`, where it had the same request; None: the work
-            is this process's, also where that one ended without a word.
+            The result that the other process left with `finish`, if it had the same request. None if this process
+            has to do the work, which includes that the other one ended without a result.
         """
         began, waited = time.time(), False
         while True:
@@ -69,11 +69,11 @@ class NodeLock:
         return None
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Leave the result of the work for those who wait."""
+        """Write the result of the work for the processes that wait."""
         self._write({"pid": os.getpid(), "request": self._request, "ended": time.time(), **result})
 
     def _read(self) -> dict[str, Any]:
-        """What the last holder wrote; empty where it is writing just now."""
+        """Read what the last holder wrote. Empty while it is writing."""
         try:
             found = json.loads(os.pread(self._file, 1 << 20, 0))
         except ValueError:

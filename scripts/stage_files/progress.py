@@ -1,4 +1,4 @@
-"""What a person sees while files are copied."""
+"""Progress display for file copies."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from stage_files.children import Task
 
-# Seconds between two lines.
+# Seconds between two lines of output.
 SHOW_S = 10.0
 
 
 def format_gb(count: float) -> str:
-    """Bytes as GB (10^9), small numbers with more digits."""
+    """Format bytes as GB (10^9), small numbers with more digits."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 or not count else f"{count / 1e9:.3g} GB"
 
 
 class Progress:
-    """Counts bytes and tells of them.
+    """Counts copied bytes and prints progress.
 
     Args:
-        host: of this process, before each line.
-        total: bytes to come.
+        host: name of this host, which begins each line.
+        total: number of bytes to copy.
     """
 
     def __init__(self, host: str, total: int = 0) -> None:
@@ -32,11 +32,11 @@ class Progress:
         self._began = self._shown = time.monotonic()
 
     def say(self, message: str) -> None:
-        """One line, on stderr: stdout is for the result."""
+        """Print a line on stderr, because stdout is for the result."""
         print(f"{self.host}: {message}", file=sys.stderr, flush=True)
 
     def follow(self, answers: Iterable[tuple[Task, dict[str, Any]]]) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """The answers as they come; tell what they say of progress."""
+        """Pass the answers on and print the progress that they report."""
         for task, answer in answers:
             if "again" in answer:
                 self.say(f"{task.name}: {answer['again']}: trying again")

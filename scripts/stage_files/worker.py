@@ -1,8 +1,8 @@
-"""A child process of scripts/stage.py: lists sources, copies files, reads checksums; a task a line on stdin.
+"""Child process of scripts/stage.py: it lists sources, copies files and computes checksums, one task a line on stdin.
 
-A read of a file system that hangs cannot be interrupted. Here it blocks nothing but this process, which the parent
-kills and does not wait for. Needs the standard library alone. Answers are lines of JSON on stdout: any number that
-tell of progress, then one with `done` or with `error`.
+A read from a file system that hangs cannot be interrupted. Here it blocks this process alone, which the parent kills
+without waiting for it. The program needs only the standard library. Answers are lines of JSON on stdout: any number
+that report progress, then one with `done` or with `error`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 CHUNK_BYTES = 4 << 20
-# Seconds between two lines about bytes that were copied, or entries that were found.
+# Seconds between two lines about progress.
 TELL_S = 0.2
-# Entries of a listing in one line, at most.
+# Most entries of a listing in one line.
 BATCH = 500
 PR_SET_PDEATHSIG = 1
 PART = ".stage-{}.part"
 OWN_NAMES = (".staged.json", ".stage.lock")
-# A second attempt finds the same.
+# Errors that another attempt would find again.
 FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENOTDIR, errno.EROFS,
          errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class Refusal(Exception):
-    """What is asked cannot be done, however often it is tried."""
+    """A task cannot be done, and another attempt would not help."""
 
 
 def is_part(name: str) -> bool:
-    """Whether a file is a copy that has not come to its end."""
+    """Whether a file is an unfinished copy."""
     before, after = PART.split("{}")
     return name.startswith(before) and name.endswith(after)
 
@@ -47,9 +47,9 @@ def is_part(name: str) -> bool:
 # ---- listing ----
 
 def list_source(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
-    """Tell of every folder and file of a source, links followed, as `[name, is a folder, size, mtime_ns, mode]`.
+    """Report every folder and file of a source, links followed, as `[name, is a folder, size, mtime_ns, mode]`.
 
-    Names are relative to the source; a source that is a file has the one name "".
+    Names are relative to the source. If the source is a file, its name is "".
     """
     source, batch, told = task["source"], [], time.monotonic()
     status = os.stat(source)
@@ -106,10 +106,10 @@ def _entry(path: str, relative: str, status: os.stat_result) -> list[Any]:
 # ---- copying ----
 
 def copy(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
-    """Copy a file to `part`, then rename it to `target`; go on from what an earlier process wrote to `part`.
+    """Copy a file to `part`, then rename it to `target`. Continues what an earlier process wrote to `part`.
 
-    Every `block` bytes are on the disk before more are written. All but the last whole block of a part are kept: a node
-    that lost power may have promised the rest and never written it.
+    Every `block` bytes are synced to the disk before more are written. Of an earlier part, all but the last whole block
+    are kept, because a node that lost power may never have written the rest.
     """
     size, block = task["size"], task["block"]
     source = os.open(task["source"], os.O_RDONLY)
@@ -126,7 +126,7 @@ def copy(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
         status = os.fstat(source)
         if written != size or (status.st_size, status.st_mtime_ns) != (size, task["mtime_ns"]):
             raise Refusal(f"{task['source']} changed while it was copied")
-        # Nobody may read the copy who may not read the source; its owner must, to use it.
+        # Whoever may not read the source may not read the copy, either. Its owner must be able to.
         os.fchmod(part, task["mode"] & 0o777 | 0o400)
         os.utime(part, ns=(task["mtime_ns"], task["mtime_ns"]))
         os.fsync(part)
@@ -139,7 +139,7 @@ def copy(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
 
 
 def _lock(part: int) -> None:
-    """Until no other process writes the file: one that was killed may live on in a call that hangs."""
+    """Wait until no other process writes the file. A killed process may live on in a call that hangs."""
     while True:
         try:
             return fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,7 +149,7 @@ def _lock(part: int) -> None:
 
 def _fill(task: dict[str, Any], source: int, part: int, written: int, digest: Callable[[bytes], None],
           tell: Teller) -> int:
-    """Copy what is left of a file, not faster than `limit` bytes a second; gives the size of the part."""
+    """Copy the rest of a file at `limit` bytes per second at most, and return the size of the part."""
     limit, block, began, first, synced = task["limit"], task["block"], time.monotonic(), written, written
     chunk_bytes = min(CHUNK_BYTES, block, max(int(limit * TELL_S), 1) if limit else CHUNK_BYTES)
     while chunk := os.read(source, chunk_bytes):
@@ -170,7 +170,7 @@ def _fill(task: dict[str, Any], source: int, part: int, written: int, digest: Ca
 
 
 def _read(file: int, digest: Callable[[bytes], None], size: int, tell: Teller, name: str) -> None:
-    """Read `size` bytes from where a file stands."""
+    """Read the next `size` bytes of a file."""
     while size > 0:
         chunk = os.read(file, min(CHUNK_BYTES, size))
         if not chunk:
@@ -181,7 +181,7 @@ def _read(file: int, digest: Callable[[bytes], None], size: int, tell: Teller, n
 
 
 def _sync_folder(folder: str) -> None:
-    """A name is on the disk when its folder is."""
+    """Sync a folder, so that a new name in it is on the disk."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -190,7 +190,7 @@ def _sync_folder(folder: str) -> None:
 
 
 def checksum(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     digest, opened = hashlib.sha256(), os.open(task["source"], os.O_RDONLY)
     try:
         _read(opened, digest.update, os.fstat(opened).st_size, tell, "read")
@@ -209,7 +209,7 @@ class Teller:
         self._told = 0.0
 
     def __call__(self, **answer: Any) -> None:
-        """One line. A parent that is gone ends this process."""
+        """Write a line. Ends this process if the parent is gone."""
         line = memoryview((json.dumps(answer) + "\n").encode())
         try:
             while line:
@@ -218,20 +218,20 @@ class Teller:
             os._exit(1)
 
     def progress(self, name: str, count: int) -> None:
-        """Count; a line now and then."""
+        """Count progress, and write a line from time to time."""
         self._counts[name] = self._counts.get(name, 0) + count
         if time.monotonic() - self._told >= TELL_S:
             self.flush()
 
     def flush(self) -> None:
-        """A line with all that was counted and not told."""
+        """Write a line with the progress since the last one."""
         if self._counts:
             self(**self._counts)
         self._counts, self._told = {}, time.monotonic()
 
 
 def die_with(parent: int) -> None:
-    """End when the parent does, in the middle of a file, too."""
+    """Make this process end with its parent, even in the middle of a file."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -239,11 +239,11 @@ def die_with(parent: int) -> None:
 
 
 def serve(tasks: dict[str, Callable[[dict[str, Any], Teller], dict[str, Any]]], description: str | None) -> None:
-    """Do what stdin asks for, until it ends, by the tasks of this name."""
+    """Run the tasks that stdin names, until it ends."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("parent", type=int, help="id of the process that starts this one, and with which it ends")
     die_with(parser.parse_args().parent)
-    # Ctrl-C goes to all processes of a terminal; the parent decides.
+    # Ctrl-C reaches all processes of a terminal, but the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tell = Teller()
     for line in sys.stdin:
