@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
         announce_imports()
-        from mimo.rl.loop import run
+        from mimo.rl.run import run
 
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.
         return run(config, layout)

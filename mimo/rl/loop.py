@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatron.core.utils import get_model_config
 
@@ -17,23 +15,19 @@ from mimo.config.cli import to_toml
 from mimo.config.rl_run import RlRunConfig
 from mimo.config.validate import train_iterations
 from mimo.grid.groups import Grids
-from mimo.grid.spec import Layout
 from mimo.observability.metrics import RunLogger
 from mimo.observability.remote_trackers import CLOSE_LIMIT_S
 from mimo.observability.startup import STARTUP, Phase
 from mimo.observability.trackers import Generation
-from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider
 from mimo.refit.options import RefitReport
 from mimo.refit.sender import connect
-from mimo.registry import model_provider
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.launch_engine import Engine, refit_options, start_engine
 from mimo.rl.offload import Offload
 from mimo.rl.place import Place
-from mimo.rl.placement import check_placement
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
 from mimo.rl.prompts import PromptProvider, PromptSet
@@ -43,15 +37,12 @@ from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metri
 from mimo.rollout.engine import Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.training.optimizer import current_learning_rates
-from mimo.training.run import launch
 from mimo.training.run_folder import without_chosen_folder
 from mimo.training.setup import kept_objects, setup_trainer, start
 from mimo.training.step_metrics import layout_note
 from mimo.watchdog.signals import StopSignal
 from mimo.watchdog.watchdog import open_watchdog
 
-if TYPE_CHECKING:
-    from mimo.grid.groups import Grids
 
 class RlLoop:
     """One run on this rank.
@@ -336,32 +327,3 @@ class RlLoop:
             num_tokens=result.num_tokens, num_microbatches=result.num_microbatches,
             world_size=self.grids.layout.world_size, figures=figures, refit_bytes=report.wire_bytes, seconds=seconds,
             moe_losses=result.moe_losses, peak_memory_bytes=result.peak_memory_bytes)
-
-
-# A run of reinforcement learning from flags to exit code.
-
-
-def run(config: RlRunConfig, layout: Layout) -> int:
-    """Train as configured, as one process of a torchrun launch (or alone).
-
-    Args:
-        config: the run's flags.
-        layout: what `mimo.config.rl_run.validate_rl` made of them.
-
-    Returns:
-        Exit code: 0 at the end of the run or after SIGTERM.
-
-    Raises:
-        ValueError: a device that is not there, or no place for the engine, before any process group exists.
-    """
-    platform = get_platform(config.train.device)
-    config = replace(config, train=replace(config.train, device=platform.name))
-    check_placement(config, int(os.environ.get("RANK", "0")))
-    # Ranks gather weights for a refit, during which any of them may wait for the engine (`Collector.refit`).
-    return launch(config, layout, _loop, longest_wait_s=2 * config.rollout.refit_timeout_s)
-
-
-def _loop(config: RlRunConfig, grids: Grids, platform: Platform) -> None:
-    # Imported here: megatron must come after the platform is installed.
-    provider, prompts = model_provider(config.model.model_provider), config.find_dataset(config.data.dataset_provider)
-    RlLoop(config, grids, platform, provider, prompts).run()

@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(pool: WorkerPool, shards
     assert "--max-patches 512 (checkpoint: not set)" in said and "--image-tag-type internvl (checkpoint: none)" in said
     template = data / "tokenizer" / "chat_template.jinja"
     before = template.read_text() if template.exists() else None
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    template.write_text("{% for message in messages %}{{ message.content }}<eos>{% endfor %}")
     assert "--tokenizer content " in start(2)
     template.unlink() if before is None else template.write_text(before)
     blend = data / "blend.yaml"

@@ -43,8 +43,7 @@ def pretrain(flags: tuple[str, ...], watched: Callable[[Any, Any], None]) -> Non
 def reinforce(flags: tuple[str, ...], watched: Callable[[Any, Any], None]) -> None:
     from mimo.config.cli import parse_as
     from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
-    from mimo.rl import loop
-    from mimo.rl import loop as run
+    from mimo.rl import loop, run
     from mimo.training import run as training_run
 
     config = parse_as(RlRunConfig, [*RL, *flags], DESCRIPTION)

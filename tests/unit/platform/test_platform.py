@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.launch import ROOT
 from tests.support.spawn import WorkerPool
 
 
@@ -255,3 +256,9 @@ def test_cuda_platform_wants_a_gpu_for_each_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="LOCAL_RANK 2 .* has 2"):
         CudaPlatform().set_device(2)
+
+
+@pytest.mark.parametrize("module", ["mimo.training.run", "mimo.rl.run", "scripts.bench.layouts_rank"])
+def test_what_installs_the_platform_does_not_import_megatron_core_before(module):
+    code = f"import sys, {module}; assert 'megatron.core' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
