@@ -28,12 +28,25 @@ def train_with_megatrons_class(rank: int, flags: tuple[str, ...], world_size: in
         IndexedDistributedOptimizer.adopt = adopt
 
 
+def train_with_own_class(rank: int, flags: tuple[str, ...], world_size: int, until: int) -> Run:
+    from mimo.training.optimizer import IndexedDistributedOptimizer
+
+    look_ups = []
+    look_up = IndexedDistributedOptimizer._look_up
+    IndexedDistributedOptimizer._look_up = lambda self: look_ups.append(look_up(self))
+    try:
+        return train(rank, flags, world_size, until)
+    finally:
+        IndexedDistributedOptimizer._look_up = look_up
+        assert look_ups, "no optimizer was of this class"
+
+
 @pytest.mark.parametrize("layout", fast_only(("experts-bf16",), LAYOUTS))
 def test_steps_are_those_of_megatron_core_to_the_bit(pool: WorkerPool, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     words = tuple(flags.split())
     runs = [pool.run(worker, words, world_size, 4, world_size=world_size)
-            for worker in (train_with_megatrons_class, train)]
+            for worker in (train_with_megatrons_class, train_with_own_class)]
     for theirs, ours in zip(*runs, strict=True):
         assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
         assert ours.exact.keys() == theirs.exact.keys()
