@@ -6,8 +6,12 @@ import os
 import runpy
 from pathlib import Path
 
-from mimo.refit.options import RefitReport
-from mimo.refit.sender import WeightSender
+from mimo.platform import get_platform
+
+get_platform("cpu")  # before anything imports Megatron
+
+from mimo.refit.options import RefitReport  # noqa: E402
+from mimo.refit.sender import WeightSender  # noqa: E402
 
 send = WeightSender.send
 
