@@ -23,7 +23,7 @@ SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a sample says, not yet checked: either turns or one text.
+    """Content of a sample, not yet checked: either turns or one text.
 
     Attributes:
         messages: turns of `role` and `content`; None of a document.

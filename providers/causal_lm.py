@@ -70,7 +70,7 @@ class CausalLmProvider(TextProvider):
         return dataclasses.replace(config, **hf.module_sizes(values, module))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """What the decoder computes."""
+        """Return the FLOPs of the decoder."""
         return decoder_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:

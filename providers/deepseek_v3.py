@@ -72,7 +72,7 @@ class DeepseekV3Provider(TextProvider):
         return dataclasses.replace(config, **deepseek_sizes(dict(values)))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """What the decoder computes."""
+        """Return the FLOPs of the decoder."""
         return latent_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:

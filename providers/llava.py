@@ -92,7 +92,7 @@ class LlavaProvider(VisionLanguageProvider):
         return resolve(config).num_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """What encoder, projector and decoder compute."""
+        """Return the FLOPs of encoder, projector and decoder."""
         config = resolve(config)
         return [*vision_components(config, num_extra=int(config.vision_class_token), parallel_patches=False),
                 *projector_components(config.feature_size, self._projector_size(config), config.hidden_size,

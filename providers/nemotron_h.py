@@ -87,7 +87,7 @@ class NemotronHProvider(TextProvider):
         return resolve(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """What the decoder computes."""
+        """Return the FLOPs of the decoder."""
         return hybrid_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:

@@ -140,7 +140,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
         return dataclasses.replace(config, **language_sizes(values), image_token_id=token)
 
     def frozen_parts(self, config: Config) -> frozenset[str]:
-        """What --training-stage freezes."""
+        """Return the parts that --training-stage freezes."""
         return STAGES[config.training_stage]
 
     def megatron_source(self, config: Config) -> MegatronSource | None:
@@ -155,7 +155,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
         return resolve(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """What encoder, projector and decoder compute."""
+        """Return the FLOPs of encoder, projector and decoder."""
         config = resolve(config)
         return [*vision_components(config, num_extra=config.vision_class_token_len, parallel_patches=True),
                 *projector_components(config.feature_size, config.projector_hidden_size, config.hidden_size,

@@ -27,7 +27,7 @@ STATE_FLAGS = ("packing_buffer_size", "packing_balance", "shuffle_buffer_size", 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What the workers make of samples.
+    """Rows that the workers make of samples.
 
     Attributes:
         encoder: Energon's task encoder; its rows have `worker`, the global worker id, and `skipped`, messages.

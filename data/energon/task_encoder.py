@@ -44,7 +44,7 @@ UNDECODABLE = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError
 
 @edataclass
 class Row(EnergonSample):
-    """What a worker emits: one sample, or a pack of several. See `mimo.protocols.Sample`.
+    """Row that a worker emits: one sample, or a pack of several. See `mimo.protocols.Sample`.
 
     Attributes:
         tokens: int64 `[T]`, one placeholder for each image or tile.

@@ -1,4 +1,4 @@
-"""What each Energon worker is doing, in memory that its trainer sees: names for stalls, deaths and broken shards."""
+"""Status of each Energon worker, in memory that its trainer sees: names for stalls, deaths and broken shards."""
 
 from __future__ import annotations
 

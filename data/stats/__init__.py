@@ -1,1 +1,1 @@
-"""What a data set gives a model, in figures and on a page: see `scripts/data_stats.py`."""
+"""Figures and a page about a data set as a model sees it: see `scripts/data_stats.py`."""

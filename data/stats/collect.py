@@ -38,7 +38,7 @@ class ImageRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """What a sample gives the model.
+    """One sample's share of the model's input.
 
     Attributes:
         source: data set that it is from: path, and subflavors as JSON.
@@ -64,7 +64,7 @@ class Record:
 
 @dataclass
 class Collected:
-    """What was read.
+    """Result of reading.
 
     Attributes:
         sizes: samples in one pass over each source.

@@ -25,7 +25,7 @@ IMBALANCE_NOTE = (
 
 @dataclass(frozen=True)
 class Report:
-    """What the page shows.
+    """Contents of the page.
 
     Attributes:
         config: the data set's flags.

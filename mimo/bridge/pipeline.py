@@ -1,4 +1,4 @@
-"""What Megatron Core's 1F1B schedule talks to: stage neighbours inside a module, the bridge between modules."""
+"""Communicator for Megatron Core's 1F1B schedule: stage neighbours inside a module, the bridge between modules."""
 
 from __future__ import annotations
 

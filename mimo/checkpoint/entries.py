@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the modules on this rank: named slices of global tensors.
+"""Named slices of global tensors that a checkpoint holds of the modules on this rank.
 
 Megatron Core's `sharded_state_dict` says which slice of which global tensor every parameter and saved buffer is. Keys
 are `{module}.` and Megatron Core's key of the unwrapped module: whether a module trains (and so has a DDP wrapper) and

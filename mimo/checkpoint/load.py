@@ -53,7 +53,7 @@ MTP = f"{LANGUAGE}.mtp."
 
 @dataclass
 class Loaded:
-    """What came out of a checkpoint.
+    """Result of a load.
 
     Attributes:
         folder: the checkpoint.
@@ -182,7 +182,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
 
 
 def _taken(flags: CheckpointConfig, flag: str) -> CheckpointConfig:
-    """What is taken from the checkpoint that `flag` names."""
+    """Describe what is taken from the checkpoint that `flag` names."""
     if flag == "--load":
         return flags
     return replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True, load_data=True)

@@ -25,7 +25,7 @@ MAIN = "fp32_param"
 
 @dataclass
 class Optimized:
-    """What one optimizer holds of one parameter on this rank.
+    """One optimizer's state of one parameter on this rank.
 
     Attributes:
         saved: the parameter.

@@ -54,7 +54,7 @@ START_S = 0.001
 
 @dataclass
 class Content:
-    """What rank 0 writes of a checkpoint besides its own tensors.
+    """The part of a checkpoint that rank 0 writes besides its own tensors.
 
     Attributes:
         metadata: the index, without places in files.

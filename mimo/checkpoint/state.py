@@ -122,7 +122,7 @@ class RunState:
         return saved_tensors(self.built.model, self.grids)
 
     def held(self, saved: list[Saved]) -> list[Optimized]:
-        """What the optimizers hold, allocated."""
+        """Return the optimizers' state, allocated."""
         self.built.residency.require("a checkpoint", OPTIMIZER)
         return optimized(self.optimizer, saved)
 

@@ -47,7 +47,7 @@ class PlannedFile:
 
 @dataclass
 class Plan:
-    """What this rank writes in every save.
+    """Plan of this rank's writes, the same in every save.
 
     Attributes:
         files: its files.
@@ -203,7 +203,7 @@ class SummedStream:
         return size
 
     def flush(self) -> None:
-        """Nothing: the file is flushed when it is complete."""
+        """Do nothing: the file is flushed when it is complete."""
 
     def end_item(self) -> tuple[int, int, int]:
         """(offset, length, checksum) of what was written since the last call."""

@@ -1,4 +1,4 @@
-"""What differs between a checkpoint and the configuration of a run."""
+"""Differences between a checkpoint and the configuration of a run."""
 
 from __future__ import annotations
 

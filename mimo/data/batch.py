@@ -109,7 +109,7 @@ class EncoderBatch:
 
 @dataclass
 class Microbatch:
-    """What one rank holds of one microbatch: `text` on language ranks, `encoders` by module on encoder ranks."""
+    """One rank's part of one microbatch: `text` on language ranks, `encoders` by module on encoder ranks."""
 
     text: TextBatch | None
     encoders: dict[str, EncoderBatch]

@@ -203,11 +203,11 @@ class StepLoader:
         self._broken = False
 
     def describe(self) -> str:
-        """What `next_step` waits for."""
+        """Describe what `next_step` waits for."""
         return self._source.describe()
 
     def status(self) -> LoaderStatus:
-        """What the loader does now; asked from another thread."""
+        """Describe what the loader does now. Another thread asks."""
         pending = self._pending
         # While `next_step` waits it holds what is pending itself.
         busy = self._closing or self._broken or (pending is not None and not pending.ready())

@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def describe(self) -> str:
-        """What a rank that waits for its data waits for."""
+        """Describe what a rank that waits for its data waits for."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class StreamSource:
             self._streams[f"{need.module}/{need.share.lane}"] = need, provider.stream(config, tokens, lane)
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing: there is nothing to start."""
 
     def read(self) -> StepSamples:
         """The samples of the next iteration."""
@@ -125,11 +125,11 @@ class StreamSource:
         return ()
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is nothing to stop."""
 
 
 def _share(rows: Mapping[int, list[list[Sample]]], need: Need) -> list[list[Sample]]:
-    """What `need` takes of the lanes in `rows`."""
+    """Select the part of the lanes in `rows` that `need` asks for."""
     share = need.share
     chosen = [samples[share.start : share.stop] for samples in rows[share.lane]]
     return chosen if need.pixels else [[replace(sample, images=None) for sample in samples] for samples in chosen]
@@ -187,7 +187,7 @@ class ReaderSource:
         self._reader.load_state_dict({int(name.split("/")[1]): state for name, state in streams.items()})
 
     def describe(self) -> str:
-        """What the reader is doing."""
+        """Describe what the reader is doing."""
         return self._reader.describe()
 
     @property

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: who does what, how much each rank holds, what crosses the bridge."""
+"""The plan that `--dry-run` prints: who does what, how much each rank holds, what crosses the bridge."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mimo.protocols import LANGUAGE, DataRequest, ImageDataProvider, ModelProvid
 
 @dataclass(frozen=True)
 class Need:
-    """What one module on one rank needs of one lane.
+    """One module's part of one lane on one rank.
 
     Attributes:
         module: the module.
@@ -64,7 +64,7 @@ def lanes_read_by(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) -> tuple[Need, ...]:
-    """What `rank` needs of the lanes that `reader` reads, in the order of `needs_of`."""
+    """Select what `rank` needs of the lanes that `reader` reads, in the order of `needs_of`."""
     return tuple(need for need in needs_of(layout, rank, micro_batch_size)
                  if reader_of(layout, need.share.lane) == reader)
 

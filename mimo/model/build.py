@@ -94,7 +94,7 @@ def layer_impl(config: RunConfig, platform: Platform) -> str:
 
 
 def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> BuildContext:
-    """What a provider gets for one module of this rank."""
+    """Return the context from which a provider builds one module of this rank."""
     spec = grids.layout.grids[module]
     stage = spec.coordinates(grids.rank)["pp"]
     parallel_sequence = config.layout.sequence_parallel and module == LANGUAGE

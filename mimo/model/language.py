@@ -46,7 +46,7 @@ from mimo.model.torch_layers.norms import Norm
 
 
 class PaddedVocabulary(LanguageModule):
-    """What both kinds of decoder share; a base class of each, before Megatron Core's.
+    """Base class of both kinds of decoder; it comes before Megatron Core's.
 
     Embedding and output rows from `true_vocab_size` on stand for no token: their logits are the least finite number, so
     they are never the largest one, their probability is exactly zero and no gradient reaches them.

@@ -26,7 +26,7 @@ class FeatureQueue(Protocol):
     active: bool
 
     def take(self, side: EncoderBatch) -> torch.Tensor | None:
-        """What `VisionSubmodule.run_encoder` gave for the next microbatch, which `side` has to be."""
+        """Return the prefetched result of `VisionSubmodule.run_encoder` for the next microbatch, `side`."""
         ...
 
 
@@ -126,7 +126,7 @@ class VisionSubmodule(VisionModalitySubmodules):
         return output
 
     def empty_output(self) -> torch.Tensor:
-        """What this stage gives for no images; requires grad where gradients are on and the stage trains."""
+        """Return this stage's output for no images, which requires grad where gradients are on and the stage trains."""
         config = self.encoder.config
         shape: tuple[int, ...] = (self.encoder.seq_length, 0, config.hidden_size)
         if self.is_last_stage:

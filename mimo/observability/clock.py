@@ -35,7 +35,7 @@ class HostClock:
     """The host's own clock: on a CPU operations and collectives end before they return."""
 
     def start(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: the host's clock needs no preparation."""
 
     def mark(self) -> float:
         """Seconds on the monotonic clock."""
@@ -84,7 +84,7 @@ def host_of_clock() -> str:
 
 
 def clock_offsets(hosts: list[str], rank: int, group: dist.ProcessGroup) -> list[float]:
-    """What to add to each rank's monotonic clock to get that of rank 0, seconds. Collective over `group`.
+    """Return the seconds to add to each rank's monotonic clock to get that of rank 0. Collective over `group`.
 
     The first rank of each host asks rank 0 for the time, as in Cristian's algorithm: of several answers the fastest is
     taken to have been given in the middle of its round trip. The error is at most half of that.

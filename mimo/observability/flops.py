@@ -39,7 +39,7 @@ PEAK_TFLOPS = (("GB200", 2500.0), ("B200", 2250.0), ("H200 NVL", 835.5), ("H200"
 
 @dataclass(frozen=True)
 class SequenceSums:
-    """What FLOPs depend on of a set of sequences, as sums over them; those of several sets add up.
+    """Sums over a set of sequences on which FLOPs depend; the sums of several sets add up.
 
     Attributes:
         sequences: how many there are; of an encoder, images.
@@ -57,7 +57,7 @@ class SequenceSums:
 
     @classmethod
     def of(cls, lengths: Iterable[float]) -> SequenceSums:
-        """Of sequences of these lengths, each with chunks of its own, the last of which may be shorter."""
+        """Count sequences of these lengths, each with chunks of its own, the last of which may be shorter."""
         found = [float(length) for length in lengths]
         chunked = sum(length // CHUNK * CHUNK**2 + (length % CHUNK) ** 2 for length in found)
         tokens = sum(found)
@@ -65,7 +65,7 @@ class SequenceSums:
 
     @classmethod
     def of_rows(cls, lengths: Iterable[Sequence[float]], row_length: int) -> SequenceSums:
-        """Of rows padded to `row_length` tokens, as they are computed.
+        """Count rows padded to `row_length` tokens, as they are computed.
 
         Args:
             lengths: of each row, the sequences packed in it, padding as one of them; one that fills the row where rows
@@ -188,7 +188,7 @@ class FlopsCounter:
         self.frozen, self.recompute, self.fused = frozen, recompute, fused
 
     def model_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
-        """Of a step by module, forward and backward: what the model needs.
+        """Return the FLOPs that the model needs in a step, by module, forward and backward.
 
         Args:
             sums: of each module, its sequences: the language model's without padding, an encoder's images.
@@ -196,7 +196,7 @@ class FlopsCounter:
         return self._by_module(sums, hardware=False)
 
     def hardware_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
-        """Of a step by module, forward and backward: what is computed.
+        """Return the FLOPs that are computed in a step, by module, forward and backward.
 
         Args:
             sums: of each module, its sequences: the language model's with padding (`SequenceSums.of_rows`).

@@ -201,7 +201,7 @@ class _Opening:
 
 
 def _open_in_time(build: Callable[[], RemoteTracker]) -> RemoteTracker:
-    """What `build` gives, on another thread; raises what it raises, or TimeoutError."""
+    """Run `build` on another thread with a timeout and raise its error again, or TimeoutError."""
     opened: list[RemoteTracker] = []
     errors: list[Exception] = []
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What a stretch of a step is for; the names are those of the figures.
+    """Purpose of a stretch of a step; the metrics use the same names.
 
     Attributes:
         FORWARD, BACKWARD: passes of a microbatch: what the rank is there for. Collectives inside a layer (tensor,
@@ -48,7 +48,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a rank does during a stretch.
+    """Description of a stretch.
 
     Attributes:
         kind: of the stretch.
@@ -79,7 +79,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Spans:
-    """What one rank is doing, for whoever listens. Without a listener a call costs a comparison.
+    """Record of what one rank is doing, for whoever listens. Without a listener a call costs a comparison.
 
     Calls come from one thread at a time: the main thread, or autograd's while the main one waits for it.
 
@@ -212,7 +212,7 @@ class _Span:
 
 
 class ScheduleSpans:
-    """What Megatron Core takes for `config.timers`: it starts and stops timers by name around passes and transfers.
+    """Stand-in for `config.timers`, whose timers Megatron Core starts and stops by name around passes and transfers.
 
     Backward passes of the schedule over several modules have no timer. They are what happens between the arrival of a
     gradient and the departure of the next one, so the communicator tells of them.

@@ -1,4 +1,4 @@
-"""What a start costs, from the process's own begin to the end of its first iteration, by phase.
+"""Cost of a start by phase, from the beginning of the process to the end of its first iteration.
 
 A start is a row of phases without gap or overlap, the same on every rank: code says with `STARTUP.enter` which one
 begins. A phase of the whole run ends when its last rank ends it. Ranks that were faster wait in the next one, for
@@ -23,7 +23,7 @@ SHOWN_FROM_S = 0.05
 
 
 class Phase(StrEnum):
-    """What a stretch of the start is for. A start may come back to one.
+    """Phase of the start. A start may come back to one.
 
     Attributes:
         IMPORTS: the interpreter, all modules, flags and their checks.
@@ -79,7 +79,7 @@ class RankStart:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What the rank spent in each phase; they sum to its last end."""
+        """Return the seconds in each phase; they sum to the end of the last one."""
         return _summed(self.phases, self.ends_s)
 
 

@@ -1,4 +1,4 @@
-"""What the trainer asks of the machine it runs on."""
+"""Device, backend and memory services that the trainer needs."""
 
 from __future__ import annotations
 

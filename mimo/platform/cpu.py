@@ -43,10 +43,10 @@ class CpuPlatform(Platform):
         logger.info("CPU emulation is on: %d CUDA calls are mapped to CPU, NCCL groups to gloo", count)
 
     def set_device(self, local_rank: int) -> None:
-        """Nothing to bind: the processes share the cores."""
+        """Do nothing: the processes share the cores."""
 
     def synchronize(self) -> None:
-        """Nothing is queued: CPU operations finish before they return."""
+        """Do nothing: CPU operations finish before they return."""
 
     def peak_memory_bytes(self) -> int:
         """High-water mark of the resident set."""

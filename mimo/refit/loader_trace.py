@@ -226,7 +226,7 @@ def loading_time(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Saved:
-    """What a module refers to."""
+    """References of a module, kept so that they can be restored."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module

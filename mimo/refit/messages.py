@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 
 class Carried(Protocol):
-    """What a message needs to know of an operation of the plan."""
+    """The part of a plan's operation that a message needs."""
 
     @property
     def entry(self) -> int:
@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a message looks like.
+    """Layout of a message.
 
     Attributes:
         places: of its boxes, in order.
@@ -188,7 +188,7 @@ def checksums(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Message:
-    """What came of a message."""
+    """Result of a message."""
 
     sender: int
     chunk: int

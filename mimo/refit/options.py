@@ -43,13 +43,13 @@ class RefitOptions:
             raise ValueError("; ".join(problems))
 
     def as_json(self) -> dict[str, Any]:
-        """As a dictionary that `RefitOptions` takes."""
+        """Return a dictionary that `RefitOptions` takes."""
         return asdict(self)
 
 
 @dataclass
 class RefitReport:
-    """What one sync did on this rank; seconds of its own clock.
+    """Result of one sync on this rank; seconds are of its own clock.
 
     Attributes:
         version: policy version that the engine serves now.

@@ -175,7 +175,7 @@ def by_receiver(operations: Iterable[SendOp]) -> dict[int, list[SendOp]]:
 
 
 def within[Planned: Op](operations: Sequence[Planned], chunk: range) -> Sequence[Planned]:
-    """Those of a chunk's entries; operations are in the order of entries, as planned."""
+    """Return the chunk's operations in plan order."""
     return operations[bisect_left(operations, chunk.start, key=_entry):bisect_left(operations, chunk.stop, key=_entry)]
 
 
@@ -252,7 +252,7 @@ class _Overlaps:
         self._moves: dict[tuple[tuple[int, ...], ...], int] = {}
 
     def of(self, held: Box, wanted: Box) -> Box | None:
-        """What two boxes share."""
+        """Return the intersection of two boxes."""
         key = held.starts, held.stops, wanted.starts, wanted.stops
         if key not in self._pieces:
             self._pieces[key] = held.intersection(wanted)

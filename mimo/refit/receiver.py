@@ -216,7 +216,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Of one sync.
+    """State of one weight sync.
 
     Attributes:
         sync: its number, from 1.
@@ -233,7 +233,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True)
 class _Part:
-    """What comes from one trainer rank for a chunk.
+    """One trainer rank's messages for a chunk.
 
     Attributes:
         sender: the rank.

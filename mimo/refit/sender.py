@@ -106,7 +106,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _Part:
-    """What goes to one worker for a chunk.
+    """One worker's messages for a chunk.
 
     Attributes:
         worker: its number.

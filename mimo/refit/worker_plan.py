@@ -174,7 +174,7 @@ class Probe:
     silent: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As plain lists."""
+        """Return plain lists."""
         return {"refused": self.refused, "silent": list(self.silent)}
 
     @classmethod

@@ -25,7 +25,7 @@ LEAST_NUMBERED = 16
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank did for one module.
+    """Row of the chart: one rank's work for one module.
 
     Attributes:
         module: the grid.

@@ -46,7 +46,7 @@ def _grids(run: Run) -> str:
 
 
 def _description(run: Run) -> str:
-    """What the run is, in a line."""
+    """Describe the run in a line."""
     model, train = run.flags.get("model", {}), run.flags.get("train", {})
     words = [escape(str(model["model-provider"]))] if "model-provider" in model else []
     source = run.flags.get("data", {}).get("dataset-provider")
@@ -101,7 +101,7 @@ def tiles(runs: Sequence[Run]) -> str:
 
 
 def left_out(run: Run) -> list[str]:
-    """What the page does not show of a run, and why."""
+    """List what the page does not show of a run, and why."""
     found: list[str] = []
     steps = run.steps
     if not len(steps):

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read for people: figures by column, flags, steps of all ranks, and what is broken."""
+"""Reader of a run's folder: figures by column, flags, steps of all ranks, and what is broken."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """Name of the folder."""
         return self.path.resolve().name
 
     @property

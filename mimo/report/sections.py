@@ -185,7 +185,7 @@ def stops_section(runs: Sequence[Run]) -> str:
 
 
 def _starts(runs: Sequence[Run]) -> list[str]:
-    """What passed before the first iteration was done."""
+    """Show the time until the first iteration was done."""
     found = []
     for index, run in enumerate(runs):
         total = sum(run.start.values())
@@ -433,7 +433,7 @@ def memory(runs: Sequence[Run]) -> str:
 
 
 def rl_section(runs: Sequence[Run]) -> str:
-    """Nothing for runs without rewards."""
+    """Show rewards; empty for runs without them."""
     runs_rl = [run for run in runs if run.learns_from_rewards]
     if not runs_rl:
         return ""

@@ -126,7 +126,7 @@ def finite(values: Floats) -> Floats:
 
 
 def median(values: Floats) -> float | None:
-    """Of the finite values; None without any."""
+    """Return the median of the finite values; None if there are none."""
     kept = finite(values)
     return float(np.median(kept)) if len(kept) else None
 

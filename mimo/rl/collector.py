@@ -277,11 +277,11 @@ class Collector:
         return shared
 
     def _patience(self) -> AbstractContextManager[None]:
-        """Of the first rank, which waits for the engine."""
+        """Watchdog limit while rank 0 waits for vLLM."""
         return self.watchdog.limit(self.config.rollout.rollout_timeout_s + FIRST_RANK_SPEAKS_S)
 
     def _others_patience(self) -> AbstractContextManager[None]:
-        """Of ranks that wait for the first one, which waits for the engine and then for rewards."""
+        """Watchdog limit of the ranks that wait for rank 0, which waits for vLLM and then for rewards."""
         return self.watchdog.limit(self.config.rollout.rollout_timeout_s + self.config.train.watchdog_timeout_s
                                    + 2 * FIRST_RANK_SPEAKS_S)
 

@@ -175,7 +175,7 @@ class Totals:
 
     @classmethod
     def zeros(cls, sums: Iterable[str], maxima: Iterable[str], device: torch.device) -> Totals:
-        """Those of no tokens, for a rank that computes no losses."""
+        """Zero-initialised sums, for a rank that computes no losses."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(dict.fromkeys(sums, zero), dict.fromkeys(maxima, zero))
 
@@ -185,7 +185,7 @@ class Totals:
         return Totals(self.sums | other.sums, self.maxima | other.maxima)
 
     def over_group(self, group: dist.ProcessGroup | None = None) -> Totals:
-        """Those of all ranks together: two collectives over the group, the whole world by default.
+        """Sum over all ranks: two collectives over the group, the whole world by default.
 
         Every rank must have the same names; ranks that hold copies of the same tokens must not all bring them.
         """
@@ -198,7 +198,7 @@ class Totals:
 
 
 def add_totals(parts: Sequence[Totals]) -> Totals:
-    """Those of several microbatches together; all have the same names."""
+    """Sum over several microbatches, all of which have the same names."""
     assert parts, "no microbatch"
     for part in parts:
         assert part.sums.keys() == parts[0].sums.keys() and part.maxima.keys() == parts[0].maxima.keys()
@@ -227,7 +227,7 @@ LOSS_SUMS = ("loss", "loss_count", "tokens", "ratio", "clipped_low", "clipped_hi
 
 @dataclass
 class PolicyBatch:
-    """What the loss of a microbatch needs beside the policy's log-probs, all without gradient.
+    """Inputs of a microbatch's loss besides the policy's log-probs, all without gradient.
 
     Attributes:
         sampled: the positions, whole sequences.

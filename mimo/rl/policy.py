@@ -53,7 +53,7 @@ from mimo.watchdog.process_exit import ReportedElsewhereError
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What the updates on a global batch did, equal on all ranks.
+    """Result of the updates on a global batch, equal on all ranks.
 
     Attributes:
         metrics: figures of the global batch by name.
@@ -98,7 +98,7 @@ class FixedLogProbs:
     reference_s: float
 
     def part(self, first: int, last: int) -> FixedLogProbs:
-        """Those of microbatches from `first` to before `last`."""
+        """Select the results of microbatches from `first` to before `last`."""
         reference = None if self.reference is None else self.reference[first:last]
         return replace(self, old=self.old[first:last], reference=reference)
 
@@ -139,7 +139,7 @@ class PolicyMicrobatch:
     rollout_log_probs: torch.Tensor
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values of every completion of the global batch, those of this microbatch at their positions, `[t]`."""
+        """Select this microbatch's values of all completions and broadcast them over its tokens, `[t]`."""
         own = values[list(self.members)].to(self.labels.device)
         return self.sampled.spread(torch.cat([own, own.new_zeros(self.sampled.num_sequences - len(own))]))
 
@@ -379,7 +379,7 @@ class PolicyTrainer:
                          packed.position_ids, placeholders, num_tokens, packed.packed, padding=padding)
 
     def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
-        """What a rank without the language model takes."""
+        """Return the batch of a rank without the language model."""
         nothing = torch.zeros(0, device=self.parts.platform.device)
         return PolicyMicrobatch((), (), Microbatch(None, encoders), nothing.long()[None],
                                 SampledTokens(nothing.bool(), nothing.long(), 0), nothing)

@@ -93,7 +93,7 @@ class _Prompts:
         self._needs = needs_of(parts.grids.layout, parts.grids.rank, parts.config.train.micro_batch_size)
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing: there is nothing to start."""
 
     def read(self) -> StepSamples:
         """All rows."""
@@ -111,7 +111,7 @@ class _Prompts:
         """It is read once."""
 
     def describe(self) -> str:
-        """What a rank that waits for its data waits for."""
+        """Describe what a rank that waits for its data waits for."""
         return "prompts"
 
     @property
@@ -120,4 +120,4 @@ class _Prompts:
         return ()
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is nothing to stop."""

@@ -1,4 +1,4 @@
-"""What a data set of prompts looks like to reinforcement learning. Plain data and protocols; needs no torch."""
+"""Prompts and data sets of prompts for reinforcement learning: plain data and protocols, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mimo.protocols import TokenSpec
 
 
 def no_pictures() -> list[np.ndarray]:
-    """Those of a text prompt."""
+    """Return the pictures of a text prompt: none."""
     return []
 
 

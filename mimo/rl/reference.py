@@ -52,7 +52,7 @@ class ReferencePolicy:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copy."""
+        """Bytes of the copy."""
         return sum(self._sizes)
 
     @contextmanager

@@ -85,7 +85,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Answers:
-    """What the engine said.
+    """Answers of the engine.
 
     Attributes:
         first: place of the first prompt in the data set; the others follow it.

@@ -22,7 +22,7 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIA
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a rollout engine is.
+    """Configuration of a rollout engine.
 
     Attributes:
         model: folder with config.json, and tokenizer and processor where prompts are text or images; the weights in it
@@ -244,7 +244,7 @@ class RolloutEngine:
         return self.version
 
     def _rpc(self, method: str | Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What every worker returns."""
+        """Call a function in every worker and return the results."""
         try:
             with self._turn:
                 returned: list[Any] = self._llm.llm_engine.collective_rpc(method, kwargs=arguments)

@@ -35,42 +35,42 @@ class EngineCalls(ABC):
         """Any method of the engine. Raises RefitError: it raised, has ended, or did not answer in time."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """As the engine's."""
+        """Do as the engine does."""
         self.call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        """As the engine's."""
+        """Do as the engine does."""
         self.call("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the engine's."""
+        """Do as the engine does."""
         self.call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """As the engine's."""
+        """Do as the engine does."""
         self.call("finish_weight_update", weight_version)
 
     def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
-        """As the engine's; the call itself takes no longer than others."""
+        """Do as the engine does; the call itself takes no longer than others."""
         loaded: str = self.call("load_from_disk", folder, version, timeout_s)
         return loaded
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """As the engine's."""
+        """Do as the engine does."""
         answers: list[list[Rollout]] = self.call("generate", prompts, sampling, seeds)
         return answers
 
     def sleep(self) -> None:
-        """As the engine's."""
+        """Do as the engine does."""
         self.call("sleep")
 
     def wake_up(self, *tags: str) -> None:
-        """As the engine's."""
+        """Do as the engine does."""
         self.call("wake_up", *tags)
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """As the engine's."""
+        """Do as the engine does."""
         logprobs: list[list[float]] = self.call("prompt_logprobs", prompts)
         return logprobs
 
@@ -230,7 +230,7 @@ def _send_at_once(opened: socket.socket) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """What somebody asks, and where the answer goes."""
+    """Request to the engine, and where its answer goes."""
 
     connection: Connection
     method: str

@@ -319,6 +319,6 @@ def _reachable(address: str) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """What Ray says: how it begins and how it ends."""
+    """Shorten Ray's message to its beginning and its end."""
     words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
     return words if len(words) <= 600 else f"{words[:300]} ... {words[-300:]}"

@@ -140,7 +140,7 @@ class Replicas:
 
     def _shared[T](self, method: str, prompts: Sequence[dict[str, Any]],
                    ask: Callable[[RolloutClient, list[int]], list[T]]) -> list[T]:
-        """What the replicas answer to their shares, in the order of the prompts."""
+        """Return the replicas' answers to their shares, in the order of the prompts."""
         shares = share_out([prompt_size(prompt) for prompt in prompts], len(self.replicas))
         given = self._together(method, [
             partial(ask, each, share) if share else list
@@ -180,7 +180,7 @@ class Replicas:
 
 
 def one_client(replicas: Sequence[RolloutClient], timeout_s: float) -> RolloutClient:
-    """Of a single replica its own client, or else one of all of them."""
+    """Return the client of a single replica, or one client for all of them."""
     return replicas[0] if len(replicas) == 1 else Replicas(tuple(replicas), timeout_s)
 
 

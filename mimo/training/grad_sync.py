@@ -18,7 +18,7 @@ from mimo.watchdog.watchdog import Watchdog
 
 
 class GradSync:
-    """What the schedule calls after the last backward pass of a step.
+    """Gradient reduction that the schedule calls after the last backward pass of a step.
 
     Megatron Core's `finalize_model_grads` runs once for each module, in the module's groups, and does not normalise:
     the divisor is the number of target tokens of the *global* batch, which only the world knows (`scale`).

@@ -156,7 +156,7 @@ def kept_objects() -> Iterator[None]:
 
 
 class Resumable(Protocol):
-    """What reads the data of a run, and can go to where it was."""
+    """Reader of a run's data that can return to an earlier position."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a place; `state` as in `mimo.checkpoint.state.RunState.streams`. Raises ValueError if it cannot."""
@@ -164,7 +164,7 @@ class Resumable(Protocol):
 
 
 def run_state(parts: TrainerParts, loader: StepLoader) -> RunState:
-    """What the checkpoints of this run hold."""
+    """Return the state that this run's checkpoints hold."""
     return RunState(parts.config, parts.grids, parts.platform, parts.built, parts.optimizer, parts.scheduler,
                     loader.state_dict())
 

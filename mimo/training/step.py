@@ -88,7 +88,7 @@ class TrainerParts:
 
 @dataclass
 class StepResult:
-    """What one iteration did, equal on all ranks.
+    """Result of one iteration, equal on all ranks.
 
     Attributes:
         loss: mean over the target tokens of the global batch.

@@ -37,7 +37,7 @@ class Workload:
     images: dict[str, SequenceSums] = field(default_factory=dict)
 
     def values(self) -> list[float]:
-        """As numbers that can be summed over ranks."""
+        """Flatten to numbers that can be summed over ranks."""
         return [value for sums in (self.text, self.padded, *self.images.values()) for value in astuple(sums)]
 
     @classmethod

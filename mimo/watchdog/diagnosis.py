@@ -41,7 +41,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """Result of a diagnosis.
 
     Attributes:
         kind: `one` (it is the first suspect), `likely` (it probably is) or `unclear` (any of them, or none).
@@ -237,7 +237,7 @@ def _missing(status: RankStatus, group: Iterable[int], places: Mapping[int, Plac
 
 
 def _place(status: RankStatus) -> Place:
-    """What ranks have in common that wait in the same collective."""
+    """Describe what ranks that wait in the same collective have in common."""
     wait = status.waits[0].what if status.waits else ""
     return status.iteration, wait, status.blocked.kind, status.blocked.operation, status.blocked.ranks
 
@@ -319,7 +319,7 @@ def _reason(end: Node, statuses: Mapping[int, RankStatus], processes: Mapping[in
 
 
 def _words(status: RankStatus) -> str:
-    """What the main thread of a rank does."""
+    """Describe what the main thread of a rank does."""
     if status.ended:
         return ("it has finished its part of the run" if status.ended == "finished" else
                 "its part of the run has ended with an error, which its own output shows")

@@ -1,4 +1,4 @@
-"""What a rank says of itself when a run stalls, as plain data that travels as JSON. No torch."""
+"""Status of a rank when a run stalls: plain data that travels as JSON, without torch."""
 
 from __future__ import annotations
 

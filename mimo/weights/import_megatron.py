@@ -76,7 +76,7 @@ class Contents:
 
 @dataclass
 class Findings:
-    """What a rank finds, by global name.
+    """Findings of a rank, by global name.
 
     Attributes:
         missing, clashes, unmapped: what does not fit, with what is said of it.

@@ -57,7 +57,7 @@ class HfPaths:
 
 @dataclass
 class LoadReport:
-    """What a load did.
+    """Result of a load.
 
     Attributes:
         styles: module -> kind of checkpoint that it came from.

@@ -223,7 +223,7 @@ class Fused:
         return [part.flatten(0, 1) for part in grouped.split(list(self.rows), dim=1)]
 
     def segments(self, rows: int) -> list[Segment]:
-        """Of each group, each part's rows."""
+        """Return the rows of each part of each group."""
         starts = [0, *accumulate(self.rows)]
         return [Segment(group * starts[-1] + starts[part], count, part, group * count)
                 for group in range(self.groups) for part, count in enumerate(self.rows)]
@@ -303,7 +303,7 @@ class Rule:
 
     @property
     def row_slice(self) -> slice | None:
-        """What to read of its tensors' first axis; None for all of it."""
+        """Slice of the tensors' first axis to read; None for all of it."""
         return None if self.rows is None else slice(self.rows.first, self.rows.first + self.rows.count)
 
     def part_shapes(self, shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:

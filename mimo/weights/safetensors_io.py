@@ -34,7 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """What a file's header says of one tensor.
+    """Entry of one tensor in a file's header.
 
     Attributes:
         shape: its sizes.

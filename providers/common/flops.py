@@ -1,4 +1,4 @@
-"""What the model families compute, as `mimo.observability.flops` counts it."""
+"""FLOPs of the model families, as `mimo.observability.flops` counts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every text model's provider has in common: no encoder, no images, one module."""
+"""Base of every text model's provider: no encoder, no images, one module."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TextProvider(Computed):
         return self.shapes(self.resolved(config))
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """What a data set must produce: text. Placeholders get an id that no token has."""
+        """Return what a data set must produce: text. Placeholders get an id that no token has."""
         return TokenSpec(self.resolved(config).vocab_size, image_token_id=-1, image_size=0, num_channels=0)
 
     def special_token_ids(self, config: Any) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What every vision-language provider has in common: one encoder, `vision`, whose tokens replace placeholders."""
+"""Base of every vision-language provider: one encoder, `vision`, whose tokens replace placeholders."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class VisionLanguageProvider(Computed):
         problems.report(f"--hf-config {source}" if source else "")
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """What a data set must produce."""
+        """Return what a data set must produce."""
         config = self.resolved(config)
         if config.vision_dynamic_resolution:
             return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,

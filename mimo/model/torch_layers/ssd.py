@@ -109,7 +109,7 @@ def split_conv1d_scan(
     outproj_bias: Tensor | None = None, headdim: int | None = None, ngroups: int = 1, norm_before_gate: bool = True,
     scan: Callable[..., Any] = ssd_scan,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What lies between the two projections of a Mamba-2 layer: convolution, scan and gate.
+    """The part of a Mamba-2 layer between its two projections: convolution, scan and gate.
 
     Takes the arguments of mamba_ssm's `mamba_split_conv1d_scan_combined`. What it can fuse is not here: the norm and
     the output projection are modules of their own.

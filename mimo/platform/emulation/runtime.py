@@ -26,13 +26,13 @@ class Stream:
         pass
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: operations finish before they return."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: operations finish before they return."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: operations finish before they return."""
 
     def query(self) -> bool:
         """All work has finished."""
@@ -61,10 +61,10 @@ class Event:
         self._time_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: operations finish before they return."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: operations finish before they return."""
 
     def query(self) -> bool:
         """The event has happened."""

@@ -39,7 +39,7 @@ _NUMBERED = re.compile(r"weights_(\d{7,})")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one subfolder holds.
+    """Contents of one subfolder.
 
     Attributes:
         version: policy version of the weights.

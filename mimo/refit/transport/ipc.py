@@ -46,7 +46,7 @@ class Incoming:
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory."""
+        """Bytes of the memory."""
         return self._start(SLOTS)
 
     def place(self, number: int, sender: int) -> slice:
@@ -56,12 +56,12 @@ class Incoming:
         return slice(first, first + chunk[sender])
 
     def _start(self, slot: int) -> int:
-        """Of a slot: each is as long as the longest of its chunks."""
+        """Return where a slot begins; each slot is as long as the longest of its chunks."""
         return sum(max((sum(map(_aligned, chunk.values())) for chunk in self.chunks[each::SLOTS]), default=0)
                    for each in range(slot))
 
     def as_json(self) -> list[list[list[int]]]:
-        """As plain data."""
+        """Return plain data."""
         return [sorted([sender, size] for sender, size in chunk.items()) for chunk in self.chunks]
 
     @classmethod

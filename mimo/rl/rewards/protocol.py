@@ -1,4 +1,4 @@
-"""What a reward is: any callable of this form plugs in by name (`--reward NAME` or `pkg.module:fn`)."""
+"""Protocol of rewards: any callable of this form plugs in by name (`--reward NAME` or `pkg.module:fn`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reasoning model says, as opposed to what it thinks."""
+"""Separates a reasoning model's answer from its thoughts."""
 
 from __future__ import annotations
 
