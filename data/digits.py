@@ -166,7 +166,7 @@ def lay_out(scans: list[np.ndarray], cells: int, size: tuple[int, int]) -> np.nd
 
 
 def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int], num_channels: int) -> np.ndarray:
-    """As `lay_out`, normalised: float32 `[num_channels, height, width]`."""
+    """Draw `lay_out`'s picture, normalised: float32 `[num_channels, height, width]`."""
     return normalise(lay_out(scans, cells, size), num_channels)
 
 

@@ -205,7 +205,7 @@ def even_out(buffer: Buffer, pack_of: np.ndarray, num_packs: int) -> None:
 def select_balanced(
     lengths: Sequence[int], image_tokens: Sequence[int], capacity: int, rng: Rng
 ) -> tuple[list[list[int]], list[int]]:
-    """As many packs as `select_packs` makes, with about equal image tokens.
+    """Make as many packs as `select_packs` does, with about equal image tokens.
 
     Args:
         lengths: tokens of each sample, image tokens included.

@@ -62,7 +62,7 @@ class CausalLmProvider(TextProvider):
     shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """As `resolve`."""
+        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:

@@ -64,7 +64,7 @@ class DeepseekV3Provider(TextProvider):
     shapes = staticmethod(latent_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """As `resolve`."""
+        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:

@@ -69,7 +69,7 @@ class LlavaProvider(VisionLanguageProvider):
     language_shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """As `resolve`."""
+        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:

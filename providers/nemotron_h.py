@@ -70,7 +70,7 @@ class NemotronHProvider(TextProvider):
     shapes = staticmethod(hybrid_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """As `resolve`."""
+        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:

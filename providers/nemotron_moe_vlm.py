@@ -128,7 +128,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
         self.hf_architectures = architectures
 
     def resolved(self, config: Config) -> Config:
-        """As `resolve`."""
+        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:

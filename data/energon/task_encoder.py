@@ -277,7 +277,7 @@ class VlmTaskEncoder(TaskEncoder):
         )
 
     def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
-        """As Energon's; what reads the shards counts bad samples as the rest does, too."""
+        """Build Energon's data set, in which the shard reader counts bad samples like everything else."""
         without_tolerance(dataset)
         return super().build_encode_sample(dataset, worker_config=worker_config)
 
@@ -285,7 +285,7 @@ class VlmTaskEncoder(TaskEncoder):
         self, dataset: Any, *, batch_size: int | None, batch_drop_last: bool = False,
         packing_buffer_size: int | None = None, worker_config: WorkerConfig,
     ) -> Any:
-        """As Energon's, with packs that know what they would have been without balancing."""
+        """Build Energon's data set, whose packs know what they would have been without balancing."""
         assert batch_size is None, batch_size
         assert (packing_buffer_size or 0) == self._config.packing_buffer_size, packing_buffer_size
         if packing_buffer_size:
@@ -331,7 +331,7 @@ class PackedRows(PackingDataset):
         )
 
     def reset_state_own(self) -> None:
-        """As Energon's."""
+        """Reset the state, as Energon does."""
         super().reset_state_own()
         self._unbalanced: list[int] = []
         self._skipped: list[str] = []

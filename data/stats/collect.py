@@ -117,7 +117,7 @@ class RecordingEncoder(VlmTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: EncodedSample) -> Row:
-        """As in training; the sample is noted once its images were decoded."""
+        """Encode as in training, and note the sample once its images were decoded."""
         row = super().postencode_sample(sample)
         images = [oriented_size(open_image(name, data)) for name, data in sample.images]
         source = source_of(row)

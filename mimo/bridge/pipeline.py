@@ -94,24 +94,24 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
     # Megatron Core's schedule runs a backward pass between these; in between it calls nothing else of this object.
 
     def send_forward_recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """As in Megatron Core; a backward pass follows."""
+        """Do as Megatron Core does; a backward pass follows."""
         gradients: dict[str, torch.Tensor] = super().send_forward_recv_backward(*args, **kwargs)
         self.schedule_spans.begin_backward()
         return gradients
 
     def recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """As in Megatron Core; a backward pass follows."""
+        """Do as Megatron Core does; a backward pass follows."""
         gradients: dict[str, torch.Tensor] = super().recv_backward(*args, **kwargs)
         self.schedule_spans.begin_backward()
         return gradients
 
     def send_backward(self, *args: Any, **kwargs: Any) -> None:
-        """As in Megatron Core; a backward pass is over."""
+        """Do as Megatron Core does; a backward pass is over."""
         self.schedule_spans.end_backward()
         super().send_backward(*args, **kwargs)
 
     def send_backward_recv_forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """As in Megatron Core; a backward pass is over."""
+        """Do as Megatron Core does; a backward pass is over."""
         self.schedule_spans.end_backward()
         received: dict[str, torch.Tensor] = super().send_backward_recv_forward(*args, **kwargs)
         return received

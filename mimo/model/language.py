@@ -142,7 +142,7 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
     def forward(self, *, labels: torch.Tensor | None = None, packed_seq_params: PackedSeqParams | None = None,
                 mtp_inputs: MtpInputs | None = None, decoder_input: torch.Tensor | None = None,
                 **inputs: Any) -> torch.Tensor:
-        """As Megatron Core's method; without labels, multi-token prediction does not run.
+        """Do as Megatron Core's method does; without labels, multi-token prediction does not run.
 
         Args:
             labels: int64 `[b, s]`; None: the result is logits.

@@ -277,7 +277,7 @@ class _Takers:
         self._turns: dict[tuple[int, ...], tuple[int, list[list[int]]]] = {}
 
     def of(self, ranks: tuple[int, ...], number: int) -> list[int]:
-        """Those that take an entry's box from this rank, which is one of the `ranks` that hold it."""
+        """Return the receivers of an entry's box from this rank, which is one of the `ranks` that hold it."""
         if ranks not in self._turns:
             turns: list[list[int]] = [[] for _ in ranks]
             for receiver in self._receivers:

@@ -277,7 +277,7 @@ class WeightSender:
         return wants
 
     def _all_digests(self) -> list[dict[str, str]]:
-        """Of each worker, the digests of what each trainer rank sends it."""
+        """Return, for each worker, the digests of what each trainer rank sends it."""
         plans = [self._meeting.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
                  for rank in range(self.trainer.world_size)]
         return [{str(rank): plan[str(worker)] for rank, plan in enumerate(plans) if str(worker) in plan}

@@ -383,7 +383,7 @@ def _held_out(runs: Sequence[Run]) -> list[str]:
 
 
 def _further_losses(runs: Sequence[Run]) -> str:
-    """Of MoE balance, of each depth of multi-token prediction; of the policy in reinforcement learning."""
+    """Chart the losses of MoE balance and of multi-token prediction's depths, and the policy loss."""
     keys = {key: key for run in runs for key in run.steps.columns
             if key != "lm loss" and (key.endswith(" loss") or key.endswith("_loss")) and not key.startswith("moe/")}
     policy = chart("Policy loss", runs, {"loss": "policy loss"}) if any(run.learns_from_rewards for run in runs) else ""

@@ -53,7 +53,7 @@ class ImageTokens:
 
     @classmethod
     def of(cls, provider: ModelProvider, config: Any, layout: Layout) -> ImageTokens:
-        """Those of a model on the encoders of a layout.
+        """Find the image tokens of a model on the encoders of a layout.
 
         Args:
             provider: the model family.

@@ -113,7 +113,7 @@ class ChildEngines:
 
 
 def engine_dtype(config: RlRunConfig) -> str:
-    """Of the engine's weights, and of weights on the wire: the trainer's own."""
+    """Return the dtype of the engine's weights and of weights on the wire: the trainer's own."""
     return "bfloat16" if config.model.bf16 else "float32"
 
 
@@ -154,7 +154,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
 
 
 def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
-    """Of `vllm.LLM`, by device and placement."""
+    """Return the arguments of `vllm.LLM` by device and placement."""
     # Not Ray's own executor, which would place workers by itself: they are children of the replica's process.
     executor = "mp" if flags.engine_tp * flags.engine_pp > 1 else "uni"
     arguments: dict[str, Any] = {"distributed_executor_backend": executor}

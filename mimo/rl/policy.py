@@ -84,7 +84,7 @@ class PolicyResult:
 
 @dataclass
 class FixedLogProbs:
-    """Of each microbatch float32 `[t]`, without gradient; empty but on the last stage.
+    """Log-probs of each microbatch, float32 `[t]`, without gradient; empty on all stages but the last.
 
     Attributes:
         old: by the policy before the first update.
@@ -301,7 +301,7 @@ class PolicyTrainer:
 
     def _advantages(self, completions: Sequence[Completion], microbatches: Sequence[PolicyMicrobatch],
                     fixed: FixedLogProbs) -> tuple[torch.Tensor, dict[str, float]]:
-        """Of all completions, float32 `[completions]`, the same on every rank, and what was taken off their rewards.
+        """Return the advantages of all completions, float32 `[completions]`, and figures; the same on every rank.
 
         With --kl-in reward the KL divergence of the policy before the update from the reference, an estimate at each
         token, is summed over a completion and taken, times --kl-coeff, off its reward: what verl does
@@ -411,7 +411,7 @@ class PolicyTrainer:
 
     def _over_world(self, totals: list[Totals], sums: Sequence[str] = (*LOSS_SUMS, *IMPORTANCE_SUMS),
                     maxima: Sequence[str] = ()) -> Totals:
-        """Of the global batch, from ranks each of which holds its own tokens."""
+        """Sum the totals of ranks, each of which holds its own tokens, over the global batch."""
         none = Totals.zeros(sums, maxima, self.parts.platform.device)
         with self.parts.watchdog.waiting("sum of losses and figures over the world"):
             return (add_totals(totals) if self.parts.counts_losses else none).over_group()

@@ -101,7 +101,7 @@ class ImagePromptSet(PromptSet, Protocol):
 
     @property
     def normalisation(self) -> Normalisation:
-        """Of all its pictures."""
+        """Normalisation of all pictures of the data set."""
         ...
 
 

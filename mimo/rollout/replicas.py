@@ -32,7 +32,7 @@ class RolloutClient(EngineClient, Protocol):
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """As `mimo.rollout.engine.RolloutEngine`'s, like all below."""
+        """Do as the method of `mimo.rollout.engine.RolloutEngine` does, as all methods below."""
         ...
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:

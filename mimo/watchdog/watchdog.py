@@ -124,7 +124,7 @@ def main_frame() -> FrameType | None:
 
 
 def _stack_lines(frame: FrameType) -> tuple[str, ...]:
-    """As `stack_lines`; without lines of code where the file system does not give them."""
+    """Return `stack_lines`, without lines of code if the file system does not give them."""
     found: list[tuple[str, ...]] = []
     within_limit(lambda: found.append(stack_lines(frame)), FILES_S)
     return found[0] if found else stack_lines(frame, code=False)

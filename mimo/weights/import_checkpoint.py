@@ -244,7 +244,7 @@ class _LazyPlanner(SavePlanner):
         self.problems: list[str] = []
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the plan comes from the weight map."""
+        """Do nothing: the plan comes from the weight map."""
 
     def create_local_plan(self) -> SavePlan:
         """Every tensor, in the maps' order."""

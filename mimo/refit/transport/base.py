@@ -75,7 +75,7 @@ def open_wire(meeting: Meeting, scope: str, options: RefitOptions, rank: int, nu
 
 
 def proxies(trainers: Sequence[str], workers: Sequence[str]) -> list[int]:
-    """Of each worker the trainer rank that hands it its messages.
+    """Choose for each worker the trainer rank that hands it its messages.
 
     Args:
         trainers: each rank's device, see `device_identity`.

@@ -58,7 +58,7 @@ class Manifest:
         return _digest([[entry_as_json(entry) for entry in self.entries], list(self.spellings)])
 
     def as_json(self) -> dict[str, Any]:
-        """As plain lists, with a checksum of everything."""
+        """Return plain lists with a checksum of everything."""
         content = {"format": FORMAT, "version": self.version, "files": dict(self.file_bytes),
                    "entries": [entry_as_json(entry) for entry in self.entries], "spellings": list(self.spellings)}
         return content | {"checksum": _digest(content)}
@@ -93,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def subfolders(root: Path) -> list[Path]:
-    """Those of all versions, complete or not, in the order in which they were begun."""
+    """List the subfolders of all versions, complete or not, in the order in which they were begun."""
     if not root.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in root.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
@@ -148,7 +148,7 @@ def wait_for_weights(root: Path, version: str | None, timeout_s: float) -> Path:
 
 
 def _version_of(folder: Path) -> str | None:
-    """Of a complete subfolder; None where it has been deleted meanwhile."""
+    """Read the version of a complete subfolder; None if it has been deleted meanwhile."""
     try:
         return read_manifest(folder).version
     except RefitError:
