@@ -39,7 +39,7 @@ class Config:
     gsm8k_instruction: str = 'Let\'s think step by step and output the final answer after "####".'
     """Said after each question."""
     gsm8k_thinking: bool = True
-    """What enable_thinking of the chat template is set to, where it has such a switch, as Qwen3's does."""
+    """Value of enable_thinking in the chat template, if it has such a switch, as Qwen3's does."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Gsm8k:
         return int(self._order[1][place])
 
     def _chat(self, said: str) -> str:
-        """What a user says as the template writes it, up to where the model goes on."""
+        """Render a user's turn by the template, up to where the model goes on."""
         try:
             text, _ = self._template.render([self._template.message("user", said)], add_generation_prompt=True,
                                             enable_thinking=self._config.gsm8k_thinking)

@@ -75,7 +75,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TokenSpec:
-    """What a data set must know of the model it feeds.
+    """The model's properties that a data set must know.
 
     Attributes:
         vocab_size: ids are below it.
@@ -184,7 +184,7 @@ class CheckedDataProvider(DataProvider, Protocol):
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a run asks of a data set that is read once for all ranks, as plain data.
+    """Request of a run to a data set that is read once for all ranks, as plain data.
 
     Attributes:
         tokens: the model's vocabulary and images.
@@ -234,7 +234,7 @@ class LaneReader(Protocol):
         ...
 
     def describe(self) -> str:
-        """What it is doing now, for a message about a stall: workers, and the shard each one reads."""
+        """Describe what it is doing now, for a message about a stall: workers, and the shard each one reads."""
         ...
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class ImageDataProvider(Protocol):
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a provider needs to build one module on this rank.
+    """Context from which a provider builds one module on this rank.
 
     Attributes:
         grid: the module's grid specification (sizes only).
@@ -371,7 +371,7 @@ class ModelProvider(Protocol):
         ...
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """What a data set must know of this model."""
+        """Return what a data set must know of this model."""
         ...
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
@@ -493,7 +493,7 @@ class StagedProvider(Protocol):
     """A model provider whose `Config` has a field `training_stage`, empty for none."""
 
     def frozen_parts(self, config: Any) -> frozenset[str]:
-        """What the configuration's stage freezes: encoder names, `projector`, `language`."""
+        """Return the parts that the configuration's stage freezes: encoder names, `projector`, `language`."""
         ...
 
 

@@ -41,7 +41,7 @@ SECTIONS = ("dataset", "model_family")
 
 @dataclass(frozen=True)
 class StatsConfig:
-    """What is read and written."""
+    """Paths that are read and written."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")] = ""
     """Folder prepared with `energon prepare`, or a metadataset YAML that blends several; left out: --data-path."""
@@ -100,7 +100,7 @@ def with_tokenizer(run: StatsRunConfig) -> StatsRunConfig:
 
 
 def request_of(run: StatsRunConfig) -> DataRequest:
-    """What the run's model asks of the data set, in one lane. Raises ValueError for sizes that cannot be."""
+    """Return what the run's model asks of the data set, in one lane. Raises ValueError for sizes that cannot be."""
     provider, family = registry.model_provider(run.model.model_provider), run.model_family
     encoders = provider.encoders(family)
     layout = build_layout(run.layout, required_world_size(run.layout, encoders), encoders)

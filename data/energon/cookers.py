@@ -49,7 +49,7 @@ class TextDecoder(FileStoreDecoder):
             raise ValueError(f"part {fname} is not {extension}: {error}") from error
 
     def config(self) -> dict[str, Any]:
-        """What Energon compares between a checkpoint and a data set."""
+        """Return the values that Energon compares between a checkpoint and a data set."""
         return {"decoder": "text"}
 
 
@@ -61,7 +61,7 @@ def cook(sample: dict[str, Any]) -> ParsedSample:
 
 
 def conversation_of(sample: EnergonSample) -> Conversation:
-    """What a sample of any supported type says. Raises ValueError for what is wrong with it."""
+    """Read the content of a sample of any supported type. Raises ValueError for what is wrong with it."""
     if isinstance(sample, ParsedSample):
         return sample.conversation
     if isinstance(sample, CaptioningSample):

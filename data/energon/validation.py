@@ -112,7 +112,7 @@ class ValidReader:
             self._positions[lane] = int(states[lane]["position"])
 
     def describe(self) -> str:
-        """What it reads."""
+        """Describe what it reads."""
         _, seconds, text = self._board.read(0)
         return f"validation split, read in the training process, for {seconds:.0f} s: {text}"
 

@@ -42,7 +42,7 @@ class Packing:
 
 
 def pack(records: Sequence[Record], buffer_size: int, seq_length: int, seed: int) -> Packing:
-    """What packing gives: the packs that the only worker of a run would choose.
+    """Result of packing: the packs that the only worker of a run would choose.
 
     Samples that do not fill a last buffer are left out, unless they are all there are.
     """

@@ -109,7 +109,7 @@ def _delete(folder: Path) -> None:
 
 
 def _free_name(folder: Path) -> Path:
-    """What a folder that is about to be deleted is called; another one may be left there from an earlier deletion."""
+    """Return the name of a folder that is about to be deleted; an earlier deletion may have left one there."""
     name = folder.name.removeprefix(_UNFINISHED).removeprefix(_REPLACED)
     names = (folder.with_name(f"{_DELETED}{name}" + (f".{number}" if number else "")) for number in itertools.count())
     return next(each for each in names if not each.exists())
@@ -158,7 +158,7 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def latest(root: Path) -> str | None:
-    """What the tracker names, an iteration or `release`; None where there is no tracker.
+    """Read the tracker: an iteration or `release`; None if there is no tracker.
 
     Raises:
         ValueError: the tracker holds something else.

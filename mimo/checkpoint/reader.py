@@ -136,7 +136,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors and per-rank state, `common.pt`.
+    """Read `common.pt`, a checkpoint's state besides tensors and per-rank state.
 
     Raises:
         ValueError: it is missing, damaged, or holds more than data.

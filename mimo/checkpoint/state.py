@@ -149,7 +149,7 @@ def stream_object(name: str, value: Any, *, main: bool) -> ShardedObject:
 
 
 def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str, int]] | None) -> dict[str, Any]:
-    """What is the same on every rank, of plain data.
+    """Plain data that is the same on every rank.
 
     Args:
         state: the run.

@@ -382,7 +382,7 @@ def _damaged_items(folder: Path, index: Metadata, checksums: dict[str, dict[str,
 
 
 def _wrong(file: Any, size: int, stored: Any, checksums: dict[str, int] | None) -> str | None:
-    """What is wrong with one stored item, or None."""
+    """Describe the damage of one stored item; None if there is none."""
     if size < stored.offset + stored.length:
         return f"the file ends {stored.offset + stored.length - size} bytes early"
     if checksums is None:

@@ -221,7 +221,10 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
 
 def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, encoder: GridSpec,
                     column_bytes: int) -> list[str]:
-    """What a queue of features takes, for a family that lists a projector. `column_bytes`: of an image's features."""
+    """Return the bytes of a queue of features, for a family that lists a projector.
+
+    `column_bytes` are those of an image's features.
+    """
     depth, size = config.train.encoder_prefetch_depth, config.train.micro_batch_size
     widths = [shape.shape[1] for shape in provider.parameter_shapes(config.model_family, encoder.name)
               if shape.name == "projector.linear_fc1.weight"]

@@ -140,7 +140,7 @@ class Grids:
         return self.layout.kind == "colocated"
 
     def schedule_collection(self) -> ProcessGroupCollection | MultiModuleProcessGroupCollection:
-        """What Megatron Core's schedules take: the language groups (colocated) or this rank's modules (disjoint)."""
+        """Return the schedules' groups, of the language model (colocated) or of this rank's modules (disjoint)."""
         if self.colocated:
             return self.collections[LANGUAGE]
         has_language = LANGUAGE in self.collections

@@ -74,7 +74,7 @@ def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) ->
 
 def data_request(layout: Layout, model_provider: ModelProvider, model_config: Any, *, micro_batch_size: int,
                  seq_length: int, seed: int, split: str) -> DataRequest:
-    """What a run asks of a data set that is read once for all ranks."""
+    """Return the request of a run to a data set that is read once for all ranks."""
     module = layout.encoders[0].name if layout.encoders else ""
     return DataRequest(
         tokens=model_provider.token_spec(model_config),

@@ -127,7 +127,7 @@ class LaneShare:
 
 
 def lane_shares(encoder_dp: int, language_dp: int, micro_batch_size: int, dp_rank: int) -> tuple[LaneShare, ...]:
-    """What encoder data-parallel rank `dp_rank` encodes of each microbatch, in lane order.
+    """Return the shares of each microbatch that encoder data-parallel rank `dp_rank` encodes, in lane order.
 
     Fan-out (`encoder_dp <= language_dp`): whole microbatches of `language_dp / encoder_dp` consecutive lanes.
     Fan-in: one lane is shared by `encoder_dp / language_dp` ranks, its samples cut into consecutive runs whose

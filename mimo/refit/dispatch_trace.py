@@ -75,7 +75,7 @@ def box_of(tensor: View, source: View, target: View) -> tuple[Box, View] | None:
 
 
 def subtract(pieces: Sequence[Box], box: Box) -> tuple[list[Box], int]:
-    """What is left of disjoint pieces of a tensor without a box, and how many elements that took away."""
+    """Return the rest of disjoint pieces of a tensor without a box, and the number of elements taken away."""
     left, removed = [], 0
     for piece in pieces:
         common = piece.intersection(box)
@@ -137,7 +137,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Write:
-    """What an operation wrote into a tensor of the model.
+    """Write of an operation into a tensor of the model.
 
     Attributes:
         names: checkpoint tensors whose values it read, none for a constant.
@@ -316,7 +316,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """What tells storages apart."""
+    """Return a key that tells storages apart."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""What each checkpoint tensor becomes in a vLLM worker, told by the worker's own loader.
+"""Traces what each checkpoint tensor becomes in a vLLM worker, by running the worker's own loader.
 
 The model's `load_weights` runs once on meta tensors, on a model whose tensors have their loading-time shapes, under a
 mode that notes every copy and does none (`mimo.refit.dispatch_trace`). So vLLM itself says which box of which tensor
@@ -47,7 +47,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one worker's loader does with the entries, name by name; each name is in one of the first four.
+    """Trace of one worker's loader, name by name; each name is in one of the first four.
 
     Attributes:
         slots: of names that are copied as they are, the boxes, in the order of the entries.

@@ -70,7 +70,7 @@ def chunks(entries: Sequence[Entry], max_bytes: int) -> list[range]:
 
 
 def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, receiver: int) -> list[Op]:
-    """What a worker receives, entry by entry.
+    """Operations of a worker, entry by entry.
 
     Args:
         entries: the chunk plan's.
@@ -105,7 +105,7 @@ def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, recei
 
 def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot], wants: Mapping[int, Wants],
               rank: int) -> list[SendOp]:
-    """What a rank of the trainer sends, entry by entry.
+    """Operations of a rank of the trainer, entry by entry.
 
     Args:
         entries: the chunk plan's.
@@ -145,7 +145,7 @@ def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot],
 
 
 def wanted_slots(wants: Wants, entries: Mapping[str, Entry]) -> dict[str, list[Slot]]:
-    """What a worker wants of some entries, by name: its own slots, or one of the whole for its loader."""
+    """Select what a worker wants of some entries, by name: its own slots, or one of the whole for its loader."""
     found: dict[str, list[Slot]] = {}
     for slot in wants.direct:
         if slot.name in entries:

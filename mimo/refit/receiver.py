@@ -102,7 +102,7 @@ class Guard:
 
 
 class _Layers(torch.nn.Module):
-    """What the layerwise reload needs of a model: its layers."""
+    """Model as the layerwise reload needs it: its layers."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.guard.received()
 
     def _chunk(self, chunk: range) -> list[_Part]:
-        """What comes from each trainer rank for a chunk."""
+        """Return each trainer rank's messages for a chunk."""
         parts = {sender: planning.within(operations, chunk) for sender, operations in self._by_sender.items()}
         return [self._part(sender, part) for sender, part in parts.items() if part]
 

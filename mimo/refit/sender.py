@@ -69,7 +69,7 @@ class EngineClient(Protocol):
 
 
 class TrainerWeights(Protocol):
-    """What the trainer's ranks hold, see `mimo.refit.trainer_shards`."""
+    """Parts that the trainer's ranks hold, see `mimo.refit.trainer_shards`."""
 
     entries: list[Entry]
     spellings: list[dict[str, Any]]
@@ -243,7 +243,7 @@ class WeightSender:
         self._result(SETUP, call)
 
     def _chunk(self, chunk: range) -> list[_Part]:
-        """What goes to each worker for a chunk."""
+        """Return the messages to each worker for a chunk."""
         found = []
         for worker, operations in self._by_worker.items():
             part = planning.within(operations, chunk)
@@ -254,7 +254,7 @@ class WeightSender:
         return found
 
     def _read_wants(self) -> dict[int, Wants]:
-        """What each worker wants of this rank's tensors; equal workers share one object.
+        """Return what each worker wants of this rank's tensors; equal workers share one object.
 
         Raises:
             RefitError: on the first rank: nobody takes some of the trainer's tensors.

@@ -1,4 +1,4 @@
-"""What both ends of a refit say about the weights: plain data, in the coordinates of whole Hugging Face tensors.
+"""Descriptions of the weights by both ends of a refit: plain data, in the coordinates of whole Hugging Face tensors.
 
 The trainer's ranks and the engine's workers each describe the part they hold as `Slot`s: which box of which Hugging
 Face tensor lies where in which of their own tensors. Planning is then the intersection of boxes and knows neither
@@ -47,7 +47,7 @@ class Box:
         return math.prod(self.sizes)
 
     def intersection(self, other: Box) -> Box | None:
-        """What two boxes of one tensor share; None where that is nothing."""
+        """Return the intersection of two boxes of one tensor; None if it is empty."""
         assert len(self.starts) == len(other.starts), f"boxes of {len(self.starts)} and {len(other.starts)} axes"
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
@@ -131,7 +131,7 @@ Holders = dict[str, list[Holder]]
 
 @dataclass(frozen=True)
 class Wants:
-    """What one worker of the engine takes in.
+    """Tensors that one worker of the engine takes in.
 
     Attributes:
         direct: boxes written straight into its live tensors; in the order of the chunk plan's entries.
@@ -192,13 +192,13 @@ MARK = "*"
 
 
 def wants_table(wants: Wants) -> dict[str, Any]:
-    """What a worker wants, to send."""
+    """Pack what a worker wants, to send."""
     return {"direct": folded([slot_as_json(slot) for slot in wants.direct]),
             "loader": folded([[name] for name in wants.loader])}
 
 
 def wants_from_table(table: dict[str, Any], names: Collection[str] | None = None) -> Wants:
-    """What a worker wants, as received; of these names alone where they are given."""
+    """Unpack what a worker wants; of these names alone if they are given."""
     return Wants(tuple(map(slot_from_json, unfolded(table["direct"], names))),
                  tuple(row[0] for row in unfolded(table["loader"], names)))
 
@@ -209,13 +209,13 @@ def wanted_names(table: dict[str, Any]) -> set[str]:
 
 
 def holders_table(holders: Holders) -> dict[str, Any]:
-    """What the trainer's ranks hold, to send."""
+    """Pack what the trainer's ranks hold, to send."""
     return folded([[name, [[list(held.box.starts), list(held.box.stops), list(held.ranks)] for held in boxes]]
                    for name, boxes in sorted(holders.items(), key=lambda item: _layer(item[0]) or "")])
 
 
 def holders_from_table(table: dict[str, Any]) -> Holders:
-    """What the trainer's ranks hold, as received."""
+    """Unpack what the trainer's ranks hold."""
     return {name: [Holder(Box(tuple(starts), tuple(stops)), tuple(ranks)) for starts, stops, ranks in boxes]
             for name, boxes in unfolded(table)}
 

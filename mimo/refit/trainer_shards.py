@@ -1,4 +1,4 @@
-"""What the trainer's ranks hold of each Hugging Face tensor, and where in their parameters it lies.
+"""The parts of each Hugging Face tensor that the trainer's ranks hold, and where in their parameters it lies.
 
 Everything here is topology: it is worked out once, at set-up, and holds names, shapes and places, never a tensor.
 Weights change and are re-allocated between syncs; `mimo.refit.trainer_shards` looks them up again at every read.

@@ -1,4 +1,4 @@
-"""What one worker takes in, and how: its model's loader is asked, and everything that does not fit is an error here."""
+"""Plans what one worker takes in, and how: its model's loader is asked, and a tensor that does not fit is an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IN_PLACE = frozenset({"e_score_correction_bias"})
 
 
 def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Entry]) -> Wants:
-    """What a worker takes in, box by box where it can and whole tensors where it must.
+    """Plan of a worker: it takes boxes where it can and whole tensors where it must.
 
     Args:
         model: the live model.
@@ -163,7 +163,7 @@ Candidates = Mapping[str, Mapping[str, Sequence[Entry]]]
 
 @dataclass(frozen=True)
 class Probe:
-    """What a worker's loader makes of one spelling of a module's names.
+    """Response of a worker's loader to one naming scheme of a module.
 
     Attributes:
         refused: names that it raises on, the first few, with the error.
@@ -232,7 +232,7 @@ def _fault(workers: Sequence[Probe]) -> str:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a worker takes in.
+    """Plan what a worker takes in.
 
     Attributes:
         wants: under the trainer's names.
@@ -265,7 +265,7 @@ def worker_wants(model: torch.nn.Module, entries: Sequence[Entry], spellings: Se
 
 def probe_spellings(model: torch.nn.Module, entries: Sequence[Entry],
                     spellings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What this worker's loader makes of each spelling, as plain data; nothing where there is no choice.
+    """Ask this worker's loader about each naming scheme; plain data, empty if there is no choice.
 
     Which choices there are is the same on all workers.
     """

@@ -119,7 +119,7 @@ def _slower(times: Mapping[str, ModuleTime]) -> str:
 
 
 def prefetch_beside(times: Mapping[str, ModuleTime]) -> str:
-    """What the timeline lacks of encoder prefetch; nothing where it lacks nothing."""
+    """Say what the timeline lacks of encoder prefetch; empty if it lacks nothing."""
     beside_s = max(each.beside_s for each in times.values())
     if not beside_s:
         return ""
@@ -181,7 +181,7 @@ def _trainer_waited(run: Run) -> Answer:
 
 
 def compared(runs: Sequence[Run]) -> tuple[str, str, str]:
-    """What two runs differ in: a sentence for each answer, or nothing."""
+    """Compare two runs: a sentence for each answer that differs."""
     learned, fast, waited = "", "", ""
     one, two = (learning(run) for run in runs)
     if one is not None and two is not None and one.key == two.key:

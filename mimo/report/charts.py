@@ -193,7 +193,7 @@ def _top(lines: Sequence[Line]) -> float:
 
 
 def _hover(lines: Sequence[Line], points: Sequence[Points], x: Scale) -> str:
-    """What the page's script shows beside the pointer, as JSON."""
+    """Return the values that the page's script shows beside the pointer, as JSON."""
     def rounded(values: Floats) -> list[float]:
         return [float(f"{value:.5g}") for value in values.tolist()]
 

@@ -250,7 +250,7 @@ class Stops:
 
 
 def stops(run: Run) -> Stops | None:
-    """What passed between one iteration's end and the next one's begin, by the clock; None without two iterations."""
+    """Return the time between the end of one iteration and the next, by the clock; None without two iterations."""
     steps = run.steps
     if len(steps) < 2 or not steps.has("wall_time"):
         return None

@@ -240,7 +240,7 @@ class Collector:
             self._version = None
 
     def _drawn_ahead(self) -> Answers | None:
-        """What was drawn for this iteration, where it is what the flags ask for now."""
+        """Return the answers drawn for this iteration if they are what the flags ask for now."""
         pending, first, count = self.place.pending, self.place.first, self.config.prompts_per_step
         if self.source is None or pending is None or self.config.rollout.rollout_mode == "sync":
             return None

@@ -54,7 +54,7 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
 
 def replica_gpus(config: RlRunConfig) -> list[list[str]]:
-    """What CUDA calls the GPUs of each replica; empty on the CPU, and where a Ray cluster knows better.
+    """Return CUDA's names of the GPUs of each replica; empty on the CPU, and where a Ray cluster knows better.
 
     Raises:
         ValueError: there are too few.
@@ -71,7 +71,7 @@ def replica_gpus(config: RlRunConfig) -> list[list[str]]:
 
 
 def visible_gpus(count: int, variable: str | None) -> list[str]:
-    """What CUDA calls the GPUs that a process sees, in its own order.
+    """Return CUDA's names of the GPUs that a process sees, in its own order.
 
     Args:
         count: how many it sees.

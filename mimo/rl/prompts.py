@@ -42,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What encoders take of a picture: (value / 255 - mean) / std, which the engine's image processor computes too.
+    """Normalisation of pictures, (value / 255 - mean) / std, which the engine's image processor computes too.
 
     Attributes:
         mean, std: of each channel.

@@ -149,7 +149,7 @@ class RayCluster:
 
 
 def _end(processes: Collection[psutil.Process]) -> None:
-    """What a start that was broken off has left; Ray has forgotten it."""
+    """Clean up after a start that was broken off and that Ray has forgotten."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

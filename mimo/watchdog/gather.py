@@ -34,7 +34,7 @@ Write = Callable[[Statuses, Processes], None]
 
 
 class Store(Protocol):
-    """What is used of torch's stores, whose stubs lack some of it."""
+    """The part of torch's stores that is used here; their stubs lack some of it."""
 
     def set_timeout(self, timeout: timedelta) -> None: ...  # noqa: D102
 

@@ -179,7 +179,7 @@ def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: s
 def plan_rules(module: str, weight_map: WeightMap, style: Style,
                tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
                options: ExportOptions) -> tuple[list[PlannedRule], list[str]]:
-    """What each of a module's rules writes, and a line for each that does not take its tensor.
+    """List the tensors that a module's rules write, and a line for each rule that does not take its tensor.
 
     Args:
         module: its name.

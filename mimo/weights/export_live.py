@@ -60,7 +60,7 @@ Places = dict[str, dict[str, list[Place]]]
 
 @dataclass
 class _Plan:
-    """What will be written, the same on every rank.
+    """Plan of an export, the same on every rank.
 
     Attributes:
         rules: each module's rules.

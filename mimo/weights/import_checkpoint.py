@@ -74,7 +74,7 @@ class ImportedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def write_item(self) -> WriteItem:
-        """What the distributed checkpoint is told of it."""
+        """Describe it to the distributed checkpoint."""
         sizes = torch.Size((*(1 for _ in self.place.axes), *self.shape))
         return WriteItem(
             MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(

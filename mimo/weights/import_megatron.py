@@ -59,7 +59,7 @@ class Place:
 
 @dataclass
 class Contents:
-    """What the checkpoint holds for this run.
+    """Contents of the checkpoint for this run.
 
     Attributes:
         root: what stands before the source's prefixes in every key (`module.`), mostly nothing.
@@ -115,7 +115,7 @@ def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str])
 
 
 def _root(keys: Iterable[str], source: MegatronSource) -> str:
-    """What stands before the source's prefixes."""
+    """Return the words before the source's prefixes."""
     keys = sorted(keys)
     prefixes = sorted({prefix for of_module in source.prefixes.values() for prefix in of_module.values()})
     pattern = re.compile(rf"(?P<root>(?:[A-Za-z_]\w*\.)*?)(?:{'|'.join(map(re.escape, prefixes))})")
@@ -153,7 +153,7 @@ def shape_of(piece: ShardedTensor) -> tuple[int, ...]:
 
 
 def clashes_of(piece: ShardedTensor, place: Place, vocab_size: int | None) -> list[str]:
-    """What is wrong with a stored tensor for a piece of the model.
+    """Describe why a stored tensor does not fit a piece of the model.
 
     Args:
         piece: of the model.
@@ -329,7 +329,7 @@ def _read(state: RunState, source: MegatronSource, folder: Path) -> Contents:
 
 def _check(state: RunState, source: MegatronSource, folder: Path, contents: Contents, saved: list[Saved],
            vocab_size: int) -> tuple[list[ShardedTensor], list[str]]:
-    """What this rank reads, and notes for a person, once everything has its place and nothing is left over."""
+    """Plan this rank's reads, with notes for a person, once everything has its place and nothing is left over."""
     findings, entries, used = Findings(), [], set()
     # One replica of each weight reads it, and the network carries it to the others.
     for module, piece in zip((one.module for one in saved for _ in one.pieces), spread_replicas(saved, state.grids),

@@ -152,7 +152,7 @@ def _compare_configurations(grids: Grids, provider: ModelProvider, family_config
 
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:
-    """What each folder holds, read by the first rank."""
+    """Contents of each folder, read by the first rank."""
     catalogs, error = {}, None
     if grids.rank == 0:
         try:
@@ -179,7 +179,7 @@ def _plan(sources: Mapping[str, HfSource], maps: Mapping[str, WeightMap], folder
 
 def _check_module(match: ModuleMatch, catalog: Catalog, weight_map: WeightMap, pieces: list[ModelPiece],
                   grids: Grids) -> list[str]:
-    """What is wrong with this rank's pieces; what no rank holds is told by the first rank. Collective."""
+    """Describe the faults of this rank's pieces; the first rank names tensors that no rank holds. Collective."""
     problems = []
     numbers = {rule.megatron: number for number, rule in enumerate(weight_map.rules)}
     held = torch.zeros(len(numbers), dtype=torch.uint8)
@@ -204,7 +204,7 @@ def _check_module(match: ModuleMatch, catalog: Catalog, weight_map: WeightMap, p
 
 def _check_files(grids: Grids, paths: HfPaths, sources: Mapping[str, HfSource],
                  pieces: Mapping[str, list[ModelPiece]]) -> list[str]:
-    """What a rank that will read does not find as the first rank did."""
+    """Describe the files that a reading rank does not find as the first rank did."""
     reads = {paths.of(module) for module, held in pieces.items()
              if any(replica_group(piece, grids.collections[module]).rank() == 0 for piece in held)}
     return [f"on rank {grids.rank}: {line}" for folder in sorted(reads) for line in sources[folder].missing_files()]

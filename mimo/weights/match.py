@@ -142,7 +142,7 @@ def _match_module(catalog: Catalog, module: str, weight_map: WeightMap) -> tuple
 
 def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequence[int] | None,
                  dtype: torch.dtype) -> list[str]:
-    """What is wrong with a rule's source tensors, a line each; nothing where one of them is missing.
+    """Describe why a rule's source tensors do not fit, a line each; empty if one of them is missing.
 
     Args:
         match: the module's match.

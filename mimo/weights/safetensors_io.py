@@ -109,7 +109,7 @@ class HfSource:
         return tensor
 
     def missing_files(self) -> list[str]:
-        """What differs here from the catalogue, a line for each file: absent, or of another size."""
+        """Compare the files here with the catalogue: a line for each that is absent or of another size."""
         problems = []
         for name, size in self.catalog.file_bytes.items():
             file = self.path / name

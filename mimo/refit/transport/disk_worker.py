@@ -30,7 +30,7 @@ NAMED = 10  # names in an error message
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a worker takes of the files of one sequence of tensors."""
+    """A worker's part of the files of one sequence of tensors."""
 
     sequence: str
     taken: Taken
@@ -116,7 +116,7 @@ def _load(engine: MimoWeightTransferEngine, taken: Taken, entries: Sequence[Entr
 
 
 def _known(engine: MimoWeightTransferEngine, manifest: Manifest) -> Taken | None:
-    """What was planned for the same sequence of tensors."""
+    """Return the plan that was made for the same sequence of tensors."""
     plan = _plans.get(engine)
     return plan.taken if plan is not None and plan.sequence == manifest.sequence() else None
 

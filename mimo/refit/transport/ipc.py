@@ -36,7 +36,7 @@ SLOTS = 2
 
 @dataclass(frozen=True)
 class Incoming:
-    """What comes to a worker, and where each message lies in its staging memory.
+    """Messages to a worker, and where each lies in its staging memory.
 
     Attributes:
         chunks: of each chunk, trainer rank -> bytes.

@@ -170,7 +170,7 @@ def _timed_out(error: RuntimeError) -> bool:
 
 
 def _reason(told: str) -> str:
-    """What the library says, in short."""
+    """Shorten the library's message."""
     return "the other side has closed the connection" if "closed" in told or "reset" in told else told
 
 

@@ -48,7 +48,7 @@ def make_staging(num_bytes: int, device: torch.device) -> Staging:
 
 
 def open_staging(handle: str, num_bytes: int, device: torch.device) -> Staging:
-    """What another process of this machine has made, on the same device.
+    """Memory that another process of this machine has made, on the same device.
 
     Raises:
         RefitError: it is not there, or not for this process.
