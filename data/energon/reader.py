@@ -14,7 +14,7 @@ from megatron.energon.task_encoder.base import TaskEncoder
 from data.energon.open import check_size, train_dataset, unread_parts
 from data.energon.provider import Config
 from data.energon.router import Checkpoint, Mark, Router, WorkerPosition, lane_blocks
-from data.energon.worker_status import Board, Notes, watch
+from data.energon.worker_status import WorkerStatus, WorkerStatusTable, watch
 from data.energon.workers import InProcess, Start, WorkerProcesses
 from mimo.protocols import DataRequest, Sample
 
@@ -79,7 +79,7 @@ class EnergonReader:
         self._lanes = sorted(set(lanes))
         self._num_workers = max(config.num_workers, 1)
         self._sizes = check_size(config, request.num_lanes)
-        self._board = Board(worker for lane in self._lanes for worker in self._workers_of(lane))
+        self._statuses = WorkerStatusTable(worker for lane in self._lanes for worker in self._workers_of(lane))
         self._starts: dict[int, Start] = {}
         blocks = lane_blocks(lanes, request.num_lanes) if config.num_workers else [[lane] for lane in self._lanes]
         self._sources = [self._open(block) for block in blocks]
@@ -104,11 +104,11 @@ class EnergonReader:
             global_error_handler=self._encoding.on_error,
         )
         dataset = train_dataset(self._config, worker_config, self._encoding.encoder)
-        notes = Notes(self._board)
-        watch(dataset, notes)
+        status = WorkerStatus(self._statuses)
+        watch(dataset, status)
         if self._config.num_workers:
-            return WorkerProcesses(dataset, self._num_workers, self._starts, self._board, notes)
-        return InProcess(dataset, self._starts, self._board, notes)
+            return WorkerProcesses(dataset, self._num_workers, self._starts, self._statuses, status)
+        return InProcess(dataset, self._starts, self._statuses, status)
 
     def start(self) -> None:
         """Start the workers, from the main thread."""

@@ -13,7 +13,7 @@ from megatron.energon import WorkerConfig
 from data.energon.open import leaf_range, leaves, valid_datasets
 from data.energon.provider import Config, path_of
 from data.energon.reader import BadSamples, Encoding
-from data.energon.worker_status import Board, Notes, watch
+from data.energon.worker_status import WorkerStatus, WorkerStatusTable, watch
 from data.energon.workers import ONE_WORKER
 from mimo.protocols import DataRequest, Sample
 
@@ -49,11 +49,11 @@ class ValidReader:
         self._starts = [0, *accumulate(len(samples) for samples in self._ranges)]
         if not self._starts[-1]:
             raise ValueError("{} {}: has no sample to validate on".format(*path_of(config, "valid")))
-        self._board = Board([0])
-        notes = Notes(self._board)
-        notes.worker = 0
+        self._statuses = WorkerStatusTable([0])
+        status = WorkerStatus(self._statuses)
+        status.worker = 0
         for dataset in self._datasets:
-            watch(dataset, notes)
+            watch(dataset, status)
         self._bad = BadSamples(config.max_bad_samples)
         self._positions = dict.fromkeys(sorted(lanes), 0)
 
@@ -113,7 +113,7 @@ class ValidReader:
 
     def describe(self) -> str:
         """Describe what it reads."""
-        _, seconds, text = self._board.read(0)
+        _, seconds, text = self._statuses.read(0)
         return f"validation split, read in the training process, for {seconds:.0f} s: {text}"
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class DamagedSampleError(ValueError):
     """A sample that its shard no longer holds as it was prepared."""
 
 
-class Board:
+class WorkerStatusTable:
     """One line of text a worker, in memory that forks share. A line being written may be read half: it is for people.
 
     Args:
@@ -61,7 +61,7 @@ class Board:
         return pid, time.monotonic() - noted, data.decode(errors="replace")
 
 
-class Notes:
+class WorkerStatus:
     """The line of whichever worker runs in this process.
 
     Attributes:
@@ -69,15 +69,15 @@ class Notes:
         place: shard and sample that it has read last.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, statuses: WorkerStatusTable) -> None:
+        self._statuses = statuses
         self.worker = -1
         self.place = "nothing was read"
 
     def write(self, text: str) -> None:
         """Write to this worker's line; outside of a worker, for example while a data set is built, to none."""
         if self.worker >= 0:
-            self._board.write(self.worker, text)
+            self._statuses.write(self.worker, text)
 
 
 class WatchedReader:
@@ -85,12 +85,12 @@ class WatchedReader:
 
     Args:
         reader: Energon's reader of one data set's shards.
-        notes: where to note it.
+        status: where to note it.
     """
 
-    def __init__(self, reader: Any, notes: Notes) -> None:
+    def __init__(self, reader: Any, status: WorkerStatus) -> None:
         self._reader = reader
-        self._notes = notes
+        self._status = status
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -127,8 +127,8 @@ class WatchedReader:
         place = f"sample {number} of shard {source.dataset_path}"
         if source.shard_name != source.dataset_path.name:
             place += f"/{source.shard_name}"
-        self._notes.place = place
-        self._notes.write(f"reading {place}")
+        self._status.place = place
+        self._status.write(f"reading {place}")
         try:
             sample = self._reader[index]
         except READ_ERRORS as error:
@@ -138,7 +138,7 @@ class WatchedReader:
                 "of the split and prepare the data set again"
             ) from error
         if sample is not None:
-            self._notes.write(f"encoding {sample['__key__']}, {place}")
+            self._status.write(f"encoding {sample['__key__']}, {place}")
         elif isinstance(self._reader, IJsonlReader):
             raise DamagedSampleError(f"--data-path: {place} is no longer there; prepare the file again")
         return sample
@@ -170,29 +170,29 @@ def _key_of(sample: Any) -> str:
     return str(sample.__key__) if hasattr(sample, "__key__") else type(sample).__name__
 
 
-def _noting(function: Callable[[Any], Any], notes: Notes) -> Callable[[Any], Any]:
+def _noting(function: Callable[[Any], Any], status: WorkerStatus) -> Callable[[Any], Any]:
     def noted(sample: Any) -> Any:
-        notes.write(f"encoding {_key_of(sample)}")
+        status.write(f"encoding {_key_of(sample)}")
         return function(sample)
 
     return noted
 
 
-def watch(dataset: SavableDataset, notes: Notes) -> None:
+def watch(dataset: SavableDataset, status: WorkerStatus) -> None:
     """Make every shard read and every encoder of a tree of wrappers write a note first."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
-        dataset.join_readers = [WatchedReader(reader, notes) for reader in dataset.join_readers]
+        dataset.join_readers = [WatchedReader(reader, status) for reader in dataset.join_readers]
         pass_over_damage(dataset)
     if isinstance(dataset, BaseWrapperDataset):
         for inner in dataset.datasets:
-            watch(inner, notes)
+            watch(inner, status)
     if isinstance(dataset, PackingDataset) and dataset.sample_encoder is not None:
-        dataset.sample_encoder = _noting(dataset.sample_encoder, notes)
+        dataset.sample_encoder = _noting(dataset.sample_encoder, status)
     # The innermost map takes the raw sample, of which the reader has just written.
     elif isinstance(dataset, MapDataset) and not isinstance(dataset.dataset, WebdatasetSampleLoaderDataset):
         # Energon asks whether a mapping is a generator function, which a wrapper of one is not.
         if not inspect.isgeneratorfunction(dataset.map_fn):
-            dataset.map_fn = _noting(dataset.map_fn, notes)
+            dataset.map_fn = _noting(dataset.map_fn, status)
 
 
 def is_bad_data(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.energon.router import Arrival, Checkpoint
 from data.energon.state import from_plain, to_plain
-from data.energon.worker_status import Board, Notes, is_bad_data
+from data.energon.worker_status import WorkerStatus, WorkerStatusTable, is_bad_data
 
 # Rows between two states: what is read again, at most, after a restore.
 CHECKPOINT_EVERY = 16
@@ -81,18 +81,18 @@ class RowStream(IterableDataset):
     Args:
         dataset: Energon's data set, whose worker configuration tells the workers.
         starts: by global worker id; without an entry, a worker begins at the beginning.
-        notes: where a worker says what it does.
+        status: where a worker says what it does.
     """
 
-    def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], notes: Notes) -> None:
+    def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], status: WorkerStatus) -> None:
         self._dataset = dataset
         self._starts = starts
-        self._notes = notes
+        self._status = status
 
     def __iter__(self) -> Iterator[Arrival | Failure]:
         worker = self._dataset.worker_config.global_worker_id()
-        self._notes.worker = worker
-        self._notes.write("starting")
+        self._status.worker = worker
+        self._status.write("starting")
         if get_worker_info() is None:
             yield from self._rows(worker)
             return
@@ -128,7 +128,7 @@ class RowStream(IterableDataset):
             checkpoint = None
             if count - saved >= CHECKPOINT_EVERY:
                 checkpoint, saved = Checkpoint(count, self._state(count)), count
-            self._notes.write(f"waiting for the trainer, after {self._notes.place}")
+            self._status.write(f"waiting for the trainer, after {self._status.place}")
             yield Arrival(worker, count - 1, row, checkpoint)
         raise ValueError("--data-path: the data set ended, where it should start over")
 
@@ -179,21 +179,21 @@ class WorkerProcesses:
         dataset: for a worker configuration of all of them.
         workers_per_lane: global worker `w` belongs to lane `w // workers_per_lane`.
         starts: by global worker id.
-        board: what workers write on.
-        notes: of the data set.
+        statuses: what workers write on.
+        status: of the data set.
 
     Attributes:
         workers: global worker ids.
     """
 
-    def __init__(self, dataset: SavableDataset, workers_per_lane: int, starts: Mapping[int, Start], board: Board,
-                 notes: Notes) -> None:
+    def __init__(self, dataset: SavableDataset, workers_per_lane: int, starts: Mapping[int, Start],
+                 statuses: WorkerStatusTable, status: WorkerStatus) -> None:
         config = dataset.worker_config
         self.workers = range(config.rank * config.num_workers, (config.rank + 1) * config.num_workers)
         self._workers_per_lane = workers_per_lane
-        self._board = board
+        self._statuses = statuses
         self._loader: DataLoader = DataLoader(
-            RowStream(dataset, starts, notes),
+            RowStream(dataset, starts, status),
             batch_size=None,
             num_workers=config.num_workers,
             prefetch_factor=PREFETCHED_ROWS,
@@ -217,7 +217,7 @@ class WorkerProcesses:
 
     def name(self, worker: int) -> str:
         """A worker for messages: its id, lane and process, and what it did last."""
-        pid, seconds, text = self._board.read(worker)
+        pid, seconds, text = self._statuses.read(worker)
         rows = self._rows  # another thread may close it
         pid = pid if pid or rows is None else rows._workers[worker - self.workers.start].pid
         return f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid}), for {seconds:.0f} s: {text}"
@@ -286,18 +286,19 @@ class InProcess:
     Args:
         dataset: for the worker configuration of one lane with one worker.
         starts: by global worker id.
-        board: what it writes on.
-        notes: of the data set.
+        statuses: what it writes on.
+        status: of the data set.
 
     Attributes:
         workers: its global worker id.
     """
 
-    def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], board: Board, notes: Notes) -> None:
+    def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], statuses: WorkerStatusTable,
+                 status: WorkerStatus) -> None:
         rank = dataset.worker_config.rank
         self.workers = range(rank, rank + 1)
-        self._board = board
-        self._stream = RowStream(dataset, starts, notes)
+        self._statuses = statuses
+        self._stream = RowStream(dataset, starts, status)
         self._rows: Iterator[Any] | None = None
 
     def start(self) -> None:
@@ -306,7 +307,7 @@ class InProcess:
 
     def name(self, worker: int) -> str:
         """The worker for messages."""
-        _, seconds, text = self._board.read(worker)
+        _, seconds, text = self._statuses.read(worker)
         return f"lane {worker}, read in the training process, for {seconds:.0f} s: {text}"
 
     def holds_up(self, worker: int) -> int:

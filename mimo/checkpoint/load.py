@@ -37,7 +37,7 @@ from mimo.checkpoint.state import (
     rng_objects,
     stream_object,
 )
-from mimo.comm.host import from_first_rank, gather, raise_any, raise_together
+from mimo.comm.host import broadcast_object, gather, raise_known_errors, raise_on_any_rank
 from mimo.config.trainer import CheckpointConfig
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
@@ -85,8 +85,8 @@ def find_checkpoint(state: RunState) -> Source | None:
             source = find_source(flags, Path(flags.load))
         except (ValueError, OSError) as problem:
             error = str(problem)
-    raise_together(state.grids, error)
-    found: Source | None = from_first_rank(state.grids, source)
+    raise_on_any_rank(state.grids, error)
+    found: Source | None = broadcast_object(state.grids, source)
     return found
 
 
@@ -234,7 +234,7 @@ def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Met
         error, notes = _compare_model(state, common, f"{flag} {folder}")
     except ValueError as problem:
         error = str(problem)
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
     return common, index, notes
 
 
@@ -273,7 +273,7 @@ def _check_data(state: RunState, common: dict[str, Any], source: str) -> list[st
                 f"{source}: the data cannot go on where it was, samples would be lost, repeated or changed; give the "
                 "checkpoint's values, --no-load-data to start the data anew, or --allow-difference with the name of "
                 "the flag to go on at the same place", *lines])
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
     return notes
 
 
@@ -300,7 +300,7 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized],
             strange = sorted(part for part in fresh[module] if part not in common["frozen"])
             if strange:
                 error = f"the checkpoint has no optimizer state of {', '.join(strange)} ({module}), which trained then"
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
     return fresh
 
 
@@ -339,7 +339,7 @@ def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadat
                 if key in stored and not is_covered(stored[key])}
         error = _listing(f"{flag} {folder}", set().union(*(report[0] for report in reports)),
                          set().union(*(report[1] for report in reports)), left, gaps)
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
     return notes
 
 
@@ -425,7 +425,7 @@ def _stop_for_damage(state: RunState, folder: Path, error: str | None, flag: str
     failed = [rank for rank, message in enumerate(errors) if message is not None]
     if failed and failed[0] == state.grids.rank:
         errors[failed[-1]] += _whole_one_before(folder, flag)
-    raise_any(state.grids, errors)
+    raise_known_errors(state.grids, errors)
 
 
 def _whole_one_before(folder: Path, flag: str) -> str:
@@ -451,7 +451,8 @@ def check_finite(state: RunState, saved: list[Saved], folder: Path) -> None:
              and not bool(torch.stack(torch.aminmax(piece.data)).isfinite().all())}
     reports: list[set[str]] = gather(state.grids, wrong)
     names = sorted(set().union(*reports))
-    raise_together(state.grids, f"{folder}: values that are NaN or infinite in {', '.join(names)}" if names else None)
+    raise_on_any_rank(state.grids,
+                      f"{folder}: values that are NaN or infinite in {', '.join(names)}" if names else None)
 
 
 def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimized], continued: list[Optimized],
@@ -467,7 +468,7 @@ def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimi
         listed = ", ".join(wrong)
         error = (f"{folder}: weights are not the rounded fp32 copies of the optimizer: {listed}; the first step would "
                  "change them. The checkpoint is not consistent; --no-load-optim takes the weights")
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
 
 
 def _restore(state: RunState, flags: CheckpointConfig, common: dict[str, Any], loaded: dict[str, Any], *,

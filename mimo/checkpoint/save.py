@@ -41,7 +41,7 @@ from mimo.checkpoint.state import (
     stream_object,
 )
 from mimo.checkpoint.writer import HostBuffer, Plan, Write, make_plan, serialized_objects
-from mimo.comm.host import gather, raise_any, raise_together
+from mimo.comm.host import gather, raise_known_errors, raise_on_any_rank
 from mimo.watchdog.watchdog import Watchdog
 
 # The last part of a save, on rank 0: the index, checksums and common state are written, then the folder is named.
@@ -272,14 +272,14 @@ class Saver:
             error = f"--save {self.root}: cannot be written: {problem}"
         except ValueError as problem:
             error = str(problem)
-        raise_together(grids, error)
+        raise_on_any_rank(grids, error)
         try:
             paths.check_writable(self.root, f"rank_{grids.rank}")
         except OSError as problem:
             error = f"--save {self.root}: rank {grids.rank} cannot write there: {problem}"
             if not self.root.is_dir():
                 error += "; rank 0 has made it, so the ranks do not share this folder"
-        raise_together(grids, error)
+        raise_on_any_rank(grids, error)
 
     def _prepare(self, progress: Progress) -> tuple[Write, dict[str, Any]]:
         """Make the folder and the plan; whatever the ranks have to tell each other for a save goes in one message."""
@@ -296,7 +296,7 @@ class Saver:
             except OSError as problem:
                 error = f"--save {self.root}: cannot be written: {problem}"
         reports = gather(grids, (error, is_planned, steps_of(self._counted)))
-        raise_any(grids, [report[0] for report in reports])
+        raise_known_errors(grids, [report[0] for report in reports])
         if not all(report[1] for report in reports):
             self._make_plan({**objects, **(tensors or self._tensors())})
         assert self._plan is not None
@@ -351,7 +351,7 @@ class Saver:
             error = None
             for name, value in streams.items():
                 error = error or _plain_data_error(name, value)
-            raise_together(self._state.grids, error)
+            raise_on_any_rank(self._state.grids, error)
             readers = gather(self._state.grids, list(streams))
             self._stream_owners = {}
             for owner, names in enumerate(readers):
@@ -372,7 +372,7 @@ class Saver:
             paths.discard(self.root, iteration)
         steps = paths.saved_iterations(self.root)
         kept = f"the last complete checkpoint is that of iteration {steps[-1]}" if steps else "there is none before it"
-        raise_any(grids, [error and f"--save {self.root}: {error}; {kept}" for error in errors])
+        raise_known_errors(grids, [error and f"--save {self.root}: {error}; {kept}" for error in errors])
 
 
 def _merged(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.validation import validate_sharding_integr
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from mimo.comm.host import from_first_rank, raise_any
+from mimo.comm.host import broadcast_object, raise_known_errors
 from mimo.grid.groups import Grids
 
 # Who writes what into which file: planned with Megatron Core once, then reused by every save of the run.
@@ -115,7 +115,7 @@ def _check_slices(sharded: dict[str, Any], grids: Grids) -> None:
             validate_sharding_integrity(slices)
         except CheckpointingException as problem:
             error = f"the checkpoint would not be whole: {problem}"
-    raise_any(grids, [from_first_rank(grids, error)])
+    raise_known_errors(grids, [broadcast_object(grids, error)])
 
 
 def serialized_objects(sharded: dict[str, Any]) -> dict[str, bytes]:

@@ -19,25 +19,25 @@ def gather(grids: Grids, value: Any) -> list[Any]:
     return values
 
 
-def from_first_rank(grids: Grids, value: Any) -> Any:
+def broadcast_object(grids: Grids, value: Any) -> Any:
     """`value` of rank 0."""
     box = [value]
     dist.broadcast_object_list(box, src=0, group=grids.host)
     return box[0]
 
 
-def raise_together(grids: Grids, error: str | None) -> None:
+def raise_on_any_rank(grids: Grids, error: str | None) -> None:
     """Raise on every rank if any has an error.
 
     Raises:
         ValueError: on the first rank that has one; with what the others say where that differs.
         ReportedElsewhereError: on the other ranks.
     """
-    raise_any(grids, gather(grids, error))
+    raise_known_errors(grids, gather(grids, error))
 
 
-def raise_any(grids: Grids, errors: list[str | None]) -> None:
-    """`raise_together` of errors, in rank order, that every rank knows already."""
+def raise_known_errors(grids: Grids, errors: list[str | None]) -> None:
+    """`raise_on_any_rank` of errors, in rank order, that every rank knows already."""
     found = [rank for rank, message in enumerate(errors) if message is not None]
     if not found:
         return

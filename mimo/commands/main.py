@@ -35,9 +35,9 @@ def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) 
     check_folders(flags)
     # Imported late: torch and Megatron take seconds, and neither --help nor a mistyped path needs them.
     from mimo.platform import get_platform
-    from mimo.platform.megatron_import import quieten_wheel
+    from mimo.platform.megatron_import import quieten_megatron
 
-    quieten_wheel()
+    quieten_megatron()
     # No command needs a GPU; and without one to compile for, importing Megatron takes half the time.
     get_platform("cpu")
     if isinstance(flags, InspectFlags):

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from mimo.checkpoint.paths import SHARED_STREAM
-from mimo.comm.host import HostChannel, gather, raise_any
+from mimo.comm.host import HostChannel, gather, raise_known_errors
 from mimo.data.batch import Microbatch
 from mimo.grid.lanes import Need, lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import Layout
@@ -345,4 +345,4 @@ def check_bad_samples(parts: TrainerParts, dataset: DataProvider | RoutedDataPro
         named = list(dict.fromkeys(message for of_rank in gather(parts.grids, own) for message in of_rank))
     last = f"; the last: {'; '.join(named[-SHOWN:])}" if named else "; the log names them"
     error = f"--max-bad-samples {limit}: {total} samples of the run could not be used{last}"
-    raise_any(parts.grids, [error] * parts.grids.layout.world_size)
+    raise_known_errors(parts.grids, [error] * parts.grids.layout.world_size)

@@ -28,7 +28,7 @@ def import_megatron() -> None:
 # What Megatron Core says when it is imported, and nobody who runs a program can act on.
 
 
-def quieten_wheel() -> None:
+def quieten_megatron() -> None:
     """Hide what Megatron Core says about its own internals, and torch about Megatron Core, at every start on every
     rank.
 

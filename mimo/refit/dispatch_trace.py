@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mimo.refit.tensor_slices import Address, Box, Slot
+from mimo.refit.tensor_slices import Address, Box, TensorSlice
 
 # Which box of a tensor a strided view is: how an engine's loader is understood from the views it copies.
 #
@@ -150,7 +150,7 @@ class Write:
     names: frozenset[str]
     path: str
     region: View | None
-    slot: Slot | None = None
+    slot: TensorSlice | None = None
     value: float | None = None
 
 
@@ -291,7 +291,7 @@ class Tracer(TorchDispatchMode):
             return target, None
         return target, View(view.offset - target.whole.offset, view.sizes, view.strides)
 
-    def _slot(self, source: torch.Tensor, target: Target, region: View) -> Slot | None:
+    def _slot(self, source: torch.Tensor, target: Target, region: View) -> TensorSlice | None:
         """The box that a copy copies; None if it does anything else."""
         origin = self._sources.get(_key(source))
         view, dtypes = view_of(source), []
@@ -312,7 +312,7 @@ class Tracer(TorchDispatchMode):
             origin = self._sources[origin.parent]
         if not _exact(dtypes, dtypes[-1], target.dtype):
             return None
-        return Slot(origin.name, box, Address(target.path, region.offset, region.strides))
+        return TensorSlice(origin.name, box, Address(target.path, region.offset, region.strides))
 
 
 def _key(tensor: torch.Tensor) -> int:

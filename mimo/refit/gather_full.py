@@ -9,8 +9,8 @@ import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from mimo.model.build import BuiltModel
-from mimo.refit.tensor_slices import Box, Entry, Slot
-from mimo.refit.trainer_shards import Holdings, LiveTensors, finish_gathers
+from mimo.refit.tensor_slices import Box, TensorMeta, TensorSlice
+from mimo.refit.trainer_shards import LiveTensors, TrainerShards, finish_gathers
 
 
 class WholeTensors:
@@ -21,7 +21,7 @@ class WholeTensors:
 
     Args:
         built: this rank's model.
-        holdings: of the same model.
+        shards: of the same model.
         device: where whole tensors are put together: that of the model.
         everywhere: the first rank hands every whole tensor on to all others; else those get tensors on the meta device.
 
@@ -29,18 +29,19 @@ class WholeTensors:
         entries: what iterating gives, in that order.
     """
 
-    def __init__(self, built: BuiltModel, holdings: Holdings, device: torch.device, everywhere: bool = False) -> None:
+    def __init__(self, built: BuiltModel, shards: TrainerShards, device: torch.device,
+                 everywhere: bool = False) -> None:
         self._built = built
         self._live = LiveTensors(built)
         self._device = device
         self._everywhere = everywhere
-        self._holders = holdings.holders
-        self.entries = holdings.entries
-        self._mine: dict[str, dict[Box, Slot]] = {}
-        for slot in holdings.slots:
+        self._holders = shards.holders
+        self.entries = shards.entries
+        self._mine: dict[str, dict[Box, TensorSlice]] = {}
+        for slot in shards.slots:
             self._mine.setdefault(slot.name, {})[slot.box] = slot
 
-    def __iter__(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """Every whole tensor; at most one is alive here. Collective."""
         finish_gathers(self._built)
         for number, entry in enumerate(self.entries):
@@ -49,7 +50,7 @@ class WholeTensors:
                 dist.broadcast(_bytes(whole), src=0)
             yield entry, whole
 
-    def _boxes_of_senders(self, number: int, entry: Entry) -> dict[int, list[Box]]:
+    def _boxes_of_senders(self, number: int, entry: TensorMeta) -> dict[int, list[Box]]:
         """Rank -> the boxes that come from it, the same on every rank; replicas take turns."""
         found: dict[int, list[Box]] = {}
         for held in self._holders[entry.name]:
@@ -58,7 +59,7 @@ class WholeTensors:
         return found
 
     @torch.no_grad()
-    def _gathered(self, entry: Entry, boxes: dict[int, list[Box]]) -> torch.Tensor:
+    def _gathered(self, entry: TensorMeta, boxes: dict[int, list[Box]]) -> torch.Tensor:
         """The whole tensor on the first rank; elsewhere one of its shape."""
         rank, dtype = dist.get_rank(), entry_dtype(entry)
         if rank != 0:
@@ -81,11 +82,11 @@ class WholeTensors:
                     place.copy_(part.view(place.shape))
         return whole
 
-    def _held(self, entry: Entry, box: Box) -> torch.Tensor:
+    def _held(self, entry: TensorMeta, box: Box) -> torch.Tensor:
         return self._live.view(self._mine[entry.name][box].address, box.sizes)
 
 
-def entry_dtype(entry: Entry) -> torch.dtype:
+def entry_dtype(entry: TensorMeta) -> torch.dtype:
     """dtype of a tensor on the wire."""
     found = vars(torch)[entry.dtype]
     assert isinstance(found, torch.dtype)

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, capture_l
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from mimo.refit.dispatch_trace import Tracer, View, Write, box_of, subtract, view_of
-from mimo.refit.tensor_slices import Box, Entry, Slot
+from mimo.refit.tensor_slices import Box, TensorMeta, TensorSlice
 
 # What loaders raise for a name, a shape or a value that they cannot take; all of it is reported under the name.
 LOADER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -60,7 +60,7 @@ class Recording:
         layouts: of every tensor that a loader may write, by path; one path for tensors that are shared.
     """
 
-    slots: dict[str, tuple[Slot, ...]]
+    slots: dict[str, tuple[TensorSlice, ...]]
     copies: tuple[Write, ...]
     computed: dict[str, tuple[Write, ...]]
     untaken: tuple[str, ...]
@@ -69,7 +69,7 @@ class Recording:
     layouts: dict[str, Layout]
 
 
-def record(model: torch.nn.Module, entries: Sequence[Entry], max_refused: int | None = None) -> Recording:
+def record(model: torch.nn.Module, entries: Sequence[TensorMeta], max_refused: int | None = None) -> Recording:
     """Runs a model's loader without any effect on it.
 
     A name on which the loader raises does not hide the others: it is tried alone, on a meta tensor and then on zeros
@@ -98,7 +98,7 @@ class _Run:
         self.refused: dict[str, str] = {}
         self.inexact: set[str] = set()
 
-    def batch(self, entries: list[Entry]) -> list[list[Entry]]:
+    def batch(self, entries: list[TensorMeta]) -> list[list[TensorMeta]]:
         """Loads names together; gives those that have to be loaded again."""
         if len(entries) < 2:
             for entry in entries:
@@ -115,7 +115,7 @@ class _Run:
         middle = len(rest) // 2 if innocent else 0
         return [part for part in (rest[:middle], rest[middle:]) if part]
 
-    def alone(self, entry: Entry) -> bool:
+    def alone(self, entry: TensorMeta) -> bool:
         """Loads one name; whether the loader takes it without looking at its values."""
         self.tracer.forget([entry.name])
         error, _ = self.load([entry])
@@ -130,7 +130,7 @@ class _Run:
             self.refused[entry.name] = f"{type(error).__name__}: {str(error)[:MESSAGE_CHARACTERS]}"
         return False
 
-    def load(self, entries: Sequence[Entry], device: str = "meta") -> tuple[Exception | None, str | None]:
+    def load(self, entries: Sequence[TensorMeta], device: str = "meta") -> tuple[Exception | None, str | None]:
         """Runs the loader; gives the error it raised and the name that it had taken last."""
         taken: list[str] = []
 
@@ -150,7 +150,7 @@ class _Run:
         return None, None
 
 
-def _recording(entries: Sequence[Entry], run: _Run, layouts: dict[str, Layout]) -> Recording:
+def _recording(entries: Sequence[TensorMeta], run: _Run, layouts: dict[str, Layout]) -> Recording:
     writes: dict[str, list[Write]] = {entry.name: [] for entry in entries}
     constants: list[Write] = []
     computed = set(run.inexact)
@@ -164,7 +164,7 @@ def _recording(entries: Sequence[Entry], run: _Run, layouts: dict[str, Layout]) 
             computed |= _overwritten(write, run.tracer.writes, layouts)
     taken = [entry.name for entry in entries if writes[entry.name]]
     copies = tuple({write.slot: write for name in taken if name not in computed for write in writes[name]}.values())
-    slots: dict[str, list[Slot]] = {}
+    slots: dict[str, list[TensorSlice]] = {}
     for write in copies:
         assert write.slot is not None
         slots.setdefault(write.slot.name, []).append(write.slot)

@@ -16,7 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Box, Entry, Holders, Slot, Wants, contiguous_strides
+from mimo.refit.tensor_slices import (
+    DTYPE_BYTES,
+    Address,
+    Box,
+    Holders,
+    RecvSpec,
+    TensorMeta,
+    TensorSlice,
+    contiguous_strides,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class SendOp(Op):
     source: Address
 
 
-def chunks(entries: Sequence[Entry], max_bytes: int) -> list[range]:
+def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
     """Numbers of consecutive entries that travel together.
 
     Args:
@@ -69,7 +78,7 @@ def chunks(entries: Sequence[Entry], max_bytes: int) -> list[range]:
     return [*found, range(first, len(entries))] if entries else []
 
 
-def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, receiver: int) -> list[Op]:
+def receive_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, receiver: int) -> list[Op]:
     """Operations of a worker, entry by entry.
 
     Args:
@@ -103,8 +112,8 @@ def receive_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, recei
     return operations
 
 
-def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot], wants: Mapping[int, Wants],
-              rank: int) -> list[SendOp]:
+def send_plan(entries: Sequence[TensorMeta], holders: Holders, slots: Iterable[TensorSlice],
+              wants: Mapping[int, RecvSpec], rank: int) -> list[SendOp]:
     """Operations of a rank of the trainer, entry by entry.
 
     Args:
@@ -144,9 +153,9 @@ def send_plan(entries: Sequence[Entry], holders: Holders, slots: Iterable[Slot],
     return operations
 
 
-def wanted_slots(wants: Wants, entries: Mapping[str, Entry]) -> dict[str, list[Slot]]:
+def wanted_slots(wants: RecvSpec, entries: Mapping[str, TensorMeta]) -> dict[str, list[TensorSlice]]:
     """Select what a worker wants of some entries, by name: its own slots, or one of the whole for its loader."""
-    found: dict[str, list[Slot]] = {}
+    found: dict[str, list[TensorSlice]] = {}
     for slot in wants.direct:
         if slot.name in entries:
             found.setdefault(slot.name, []).append(slot)
@@ -154,7 +163,7 @@ def wanted_slots(wants: Wants, entries: Mapping[str, Entry]) -> dict[str, list[S
         if name in entries:
             shape = entries[name].shape
             found.setdefault(name, []).append(
-                Slot(name, Box.whole(shape), Address(name, 0, contiguous_strides(shape))))
+                TensorSlice(name, Box.whole(shape), Address(name, 0, contiguous_strides(shape))))
     return found
 
 
@@ -186,7 +195,7 @@ class Running:
         entries: the chunk plan's.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[TensorMeta]) -> None:
         self._entries = entries
         self._hash = hashlib.sha256()
 
@@ -203,19 +212,19 @@ class Running:
         return self._hash.hexdigest()
 
 
-def encoded(entries: Sequence[Entry], operations: Iterable[Op]) -> bytes:
+def encoded(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> bytes:
     """What a checksum of these is made of."""
     return "".join(f"{_line(entries, each)}\n" for each in operations).encode()
 
 
-def digest(entries: Sequence[Entry], operations: Iterable[Op]) -> str:
+def digest(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> str:
     """Equal where both ends of a pair plan the same operations in the same order, of the same names and dtypes."""
     running = Running(entries)
     running.add(operations)
     return running.hexdigest()
 
 
-def described(entries: Sequence[Entry], operations: Iterable[Op]) -> list[str]:
+def described(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> list[str]:
     """Each operation in words: name, dtype, box, number of the entry, sender."""
     return [_line(entries, operation) for operation in operations]
 
@@ -300,7 +309,7 @@ def _turn(receiver: int, count: int) -> int:
     return total % count
 
 
-def _own_boxes(holders: Holders, slots: Iterable[Slot], rank: int) -> dict[str, list[_OwnBox]]:
+def _own_boxes(holders: Holders, slots: Iterable[TensorSlice], rank: int) -> dict[str, list[_OwnBox]]:
     """A rank's slots in the order of the holders, by name. Raises ValueError where the two disagree."""
     addresses = {(slot.name, slot.box): slot.address for slot in slots}
     own: dict[str, list[_OwnBox]] = {}
@@ -332,7 +341,7 @@ def described_box(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(box.starts, box.stops, strict=True))}]"
 
 
-def _line(entries: Sequence[Entry], operation: Op) -> str:
+def _line(entries: Sequence[TensorMeta], operation: Op) -> str:
     return (f"{operation.name} {entries[operation.entry].dtype} {described_box(operation.box)} of entry "
             f"{operation.entry} from trainer rank {operation.sender}")
 
@@ -350,7 +359,7 @@ def _entry(operation: Op) -> int:
 MAX_LINES = 100
 
 
-def check_holders(entries: Sequence[Entry], holders: Holders) -> None:
+def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
     """Whether the trainer's ranks hold every element of every entry in exactly one box.
 
     Args:
@@ -376,7 +385,8 @@ def check_holders(entries: Sequence[Entry], holders: Holders) -> None:
     _report("what the trainer holds is not the model", problems)
 
 
-def check_wants(entries: Sequence[Entry], wants: Wants, tensors: Mapping[str, tuple[str, int]] | None = None) -> None:
+def check_wants(entries: Sequence[TensorMeta], wants: RecvSpec,
+                tensors: Mapping[str, tuple[str, int]] | None = None) -> None:
     """Whether a worker can take in what it wants.
 
     Args:
@@ -408,7 +418,7 @@ def check_wants(entries: Sequence[Entry], wants: Wants, tensors: Mapping[str, tu
     _report("what the worker wants does not fit", problems + _targets_that_overlap(fitting))
 
 
-def check_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, operations: Iterable[Op]) -> None:
+def check_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, operations: Iterable[Op]) -> None:
     """Whether a worker's operations bring every element that it wants, once, to its place, and nothing else.
 
     Args:
@@ -421,7 +431,7 @@ def check_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, operati
         ValueError: an operation of no wanted element or to another place, from a rank that does not hold it or of
             another entry; elements that come twice or not at all.
     """
-    wanted: dict[str, list[tuple[Slot, list[Box]]]] = {
+    wanted: dict[str, list[tuple[TensorSlice, list[Box]]]] = {
         name: [(slot, []) for slot in slots]
         for name, slots in wanted_slots(wants, {entry.name: entry for entry in entries}).items()}
     problems = []
@@ -447,19 +457,19 @@ def check_plan(entries: Sequence[Entry], holders: Holders, wants: Wants, operati
     _report("the plan does not bring what the worker wants", problems)
 
 
-def bytes_needed(wants: Wants, entries: Sequence[Entry]) -> int:
+def bytes_needed(wants: RecvSpec, entries: Sequence[TensorMeta]) -> int:
     """Bytes on the wire of what a worker takes in: its boxes, and whole tensors for its loader."""
     known = {entry.name: entry for entry in entries}
     return (sum(slot.box.numel * DTYPE_BYTES[known[slot.name].dtype] for slot in wants.direct)
             + sum(known[name].num_bytes for name in wants.loader))
 
 
-def bytes_moved(operations: Iterable[Op], entries: Sequence[Entry]) -> int:
+def bytes_moved(operations: Iterable[Op], entries: Sequence[TensorMeta]) -> int:
     """Bytes of the boxes that operations carry, without the messages' alignment."""
     return sum(each.box.numel * DTYPE_BYTES[entries[each.entry].dtype] for each in operations)
 
 
-def _known(entries: Sequence[Entry]) -> tuple[dict[str, Entry], list[str]]:
+def _known(entries: Sequence[TensorMeta]) -> tuple[dict[str, TensorMeta], list[str]]:
     """Entries by name, and what is wrong with them."""
     counts = Counter(entry.name for entry in entries)
     problems = [f"twice: {name} is in the chunk plan {count} times" for name, count in counts.items() if count > 1]
@@ -495,7 +505,7 @@ def _contains(outer: Box, inner: Box) -> bool:
             and all(map(int.__le__, inner.starts, inner.stops)) and all(map(int.__le__, inner.stops, outer.stops)))
 
 
-def _slot_problems(slot: Slot, entry: Entry, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
+def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
     """Why a slot cannot take its box."""
     address, dimensions = slot.address, len(entry.shape)
     is_inside = len(slot.box.starts) == len(slot.box.stops) == dimensions and all(
@@ -522,9 +532,9 @@ def _slot_problems(slot: Slot, entry: Entry, tensors: Mapping[str, tuple[str, in
     return problems
 
 
-def _targets_that_overlap(slots: Iterable[Slot]) -> list[str]:
+def _targets_that_overlap(slots: Iterable[TensorSlice]) -> list[str]:
     """Pairs of slots that would write the same elements of a live tensor."""
-    by_tensor: dict[str, list[tuple[int, int, Slot]]] = {}
+    by_tensor: dict[str, list[tuple[int, int, TensorSlice]]] = {}
     for slot in slots:
         by_tensor.setdefault(slot.address.tensor, []).extend((*run, slot) for run in _runs(slot))
     problems: dict[str, None] = {}
@@ -537,7 +547,7 @@ def _targets_that_overlap(slots: Iterable[Slot]) -> list[str]:
     return list(problems)
 
 
-def _runs(slot: Slot) -> list[tuple[int, int]]:
+def _runs(slot: TensorSlice) -> list[tuple[int, int]]:
     """The elements of the live tensor that a slot writes, as runs of consecutive ones: first and one past the last."""
     first = slot.address.offset
     length, starts = _relative_runs(slot.box.sizes, slot.address.strides)

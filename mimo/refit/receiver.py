@@ -30,9 +30,9 @@ from mimo.refit import plan as planning
 from mimo.refit.messages import Layout, Verification, Views, check_inside, copy_all, layout, torch_dtype
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan import check_plan, check_wants
-from mimo.refit.rendezvous import Meeting, Place, RefitError, told
+from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
 from mimo.refit.sender import SETUP
-from mimo.refit.tensor_slices import Wants, entry_from_json, holders_from_table, wants_table
+from mimo.refit.tensor_slices import RecvSpec, entry_from_json, holders_from_table, wants_table
 from mimo.refit.transport.base import Transport, open_wire
 from mimo.refit.worker_plan import worker_wants
 
@@ -267,7 +267,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._wire: Transport | None = None
         self.guard = Guard(model)
         self._loading: LoaderSession | None = None
@@ -282,8 +282,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         parallel = self.parallel_config
         self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        place = Place(init_info.address, init_info.port, init_info.secret)
-        self._meeting = Meeting.join(place, f"worker {self._worker}", init_info.timeout_s)
+        place = StoreAddress(init_info.address, init_info.port, init_info.secret)
+        self._rendezvous = Rendezvous.join(place, f"worker {self._worker}", init_info.timeout_s)
         # Weights made up to start quickly are served to nobody.
         self.guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)
         self._guarded(SETUP, self._set_up)
@@ -307,7 +307,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Leave the trainer; the weights stay."""
         if self._wire is not None:
             self._wire.close()
-        self._wire = self._meeting = None
+        self._wire = self._rendezvous = None
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
@@ -316,20 +316,20 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
         """Run a part of the protocol; whatever it raises, all others learn of it."""
-        meeting = self._meeting
-        if meeting is None:
+        rendezvous = self._rendezvous
+        if rendezvous is None:
             raise RefitError(LOST)
         try:
             part()
         except BaseException as error:
-            meeting.fail(scope, told(error))
+            rendezvous.fail(scope, format_error(error))
             self.shutdown()
             raise
 
     def _set_up(self) -> None:
-        meeting = self._meeting
-        assert meeting is not None
-        model = meeting.read("model", SETUP, "the trainer's tensors")
+        rendezvous = self._rendezvous
+        assert rendezvous is not None
+        model = rendezvous.read("model", SETUP, "the trainer's tensors")
         self._options = RefitOptions(**model["options"])
         self._entries = [entry_from_json(entry) for entry in model["entries"]]
         self._dtypes = [entry.dtype for entry in self._entries]
@@ -355,54 +355,54 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                         for chunk in planning.chunks(self._entries, self._options.chunk_bytes)]
         self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
                            *(f"worker {worker}" for worker in range(num_workers))]
-        meeting.arrive(SETUP, "planned")
-        meeting.wait_for(SETUP, "planned", self._everybody)
+        rendezvous.arrive(SETUP, "planned")
+        rendezvous.wait_for(SETUP, "planned", self._everybody)
         incoming = [{part.sender: part.shape.num_bytes for part in chunk} for chunk in self._chunks]
-        self._wire = open_wire(meeting, SETUP, self._options, self._num_trainers + self._worker, self._num_trainers,
+        self._wire = open_wire(rendezvous, SETUP, self._options, self._num_trainers + self._worker, self._num_trainers,
                                self.device, self._everybody, incoming)
-        meeting.arrive(SETUP, "wired")
-        meeting.wait_for(SETUP, "wired", self._everybody)
+        rendezvous.arrive(SETUP, "wired")
+        rendezvous.wait_for(SETUP, "wired", self._everybody)
 
     def _claim_number(self, num_workers: int) -> None:
         """Raise RefitError where the trainer counts fewer workers, or another one has this number already."""
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         if self._worker >= num_workers:
             raise RefitError(f"worker {self._worker}: the trainer sends to {num_workers} workers, numbered from 0; "
                              "it counts those of all replicas")
         own = f"process {os.getpid()} on {socket.gethostname()}"
-        other = self._meeting.claim(f"number/{self._worker}", own)
+        other = self._rendezvous.claim(f"number/{self._worker}", own)
         if other is not None:
             raise RefitError(f"worker {self._worker} is there twice, as {other} and as {own}: each replica of the "
                              "engine needs a first_worker of its own")
 
     def _share(self, key: str, value: Any, num_workers: int) -> list[Any]:
         """Every worker's plain value, for this worker's own."""
-        assert self._meeting is not None
-        self._meeting.publish(f"{key}/{self._worker}", value)
-        return [self._meeting.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
+        assert self._rendezvous is not None
+        self._rendezvous.publish(f"{key}/{self._worker}", value)
+        return [self._rendezvous.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
                 for worker in range(num_workers)]
 
-    def _publish(self, wants: Wants) -> None:
-        assert self._meeting is not None
+    def _publish(self, wants: RecvSpec) -> None:
+        assert self._rendezvous is not None
         digest = wants.digest()
-        self._meeting.publish(f"wants/{digest}", wants_table(wants))
-        self._meeting.publish(f"worker/{self._worker}", {"wants": digest})
+        self._rendezvous.publish(f"wants/{digest}", wants_table(wants))
+        self._rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
 
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:
-        meeting = self._meeting
-        assert meeting is not None and self._wire is not None
+        rendezvous = self._rendezvous
+        assert rendezvous is not None and self._wire is not None
         self._compare(scope, update_info.workers)
         earlier = self._verification
         self._verification = Verification() if update_info.verify else None
         # Found before the layers that are reloaded give their parameters away.
         live = self._live()
-        meeting.arrive(scope, "ready")
-        meeting.wait_for(scope, "ready", self._everybody)
+        rendezvous.arrive(scope, "ready")
+        rendezvous.wait_for(scope, "ready", self._everybody)
         self._loading = LoaderSession(self.model, self.model_config, self._loader_layers)
         report = {"wire_bytes": 0, "direct_bytes": 0, "install_s": 0.0}
         try:
             running = self._take_in(scope, live, report)
-            self._wire.release(lambda: meeting.check(scope))
+            self._wire.release(lambda: rendezvous.check(scope))
             self._loading.finish()
         except BaseException:
             self._loading.abandon()
@@ -416,7 +416,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if stale:
                 raise RefitError(f"worker {self._worker}: {len(stale)} tensors came with the values of the sync "
                                  f"before, though the trainer has changed every tensor: {', '.join(stale[:10])}")
-        meeting.publish(f"{scope}/report/{self._worker}", report)
+        rendezvous.publish(f"{scope}/report/{self._worker}", report)
         self.guard.received()
 
     def _chunk(self, chunk: range) -> list[_Part]:
@@ -456,10 +456,10 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _install(self, scope: str, flying: tuple[Any, ...], live: dict[str, torch.Tensor],
                  report: dict[str, Any]) -> None:
-        assert self._wire is not None and self._meeting is not None and self._loading is not None
+        assert self._wire is not None and self._rendezvous is not None and self._loading is not None
         works, number, messages = flying
-        meeting = self._meeting
-        self._wire.wait(works, lambda: meeting.check(scope))
+        rendezvous = self._rendezvous
+        self._wire.wait(works, lambda: rendezvous.check(scope))
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
         for part in self._chunks[number]:
@@ -496,30 +496,30 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                        if mine.get(sender) != digests.get(sender))
         if not wrong:
             return
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         described = planning.described(self._entries, self._by_sender.get(wrong[0], []))
         key = f"{scope}/difference/{wrong[0]}"
-        self._meeting.publish(key, {"worker": self._worker, "operations": described})
+        self._rendezvous.publish(key, {"worker": self._worker, "operations": described})
         taken_for = f"; what it was told is what worker {announced.index(mine)} expects" if mine in announced else ""
         reason = (f"worker {self._worker} and trainer rank {wrong[0]} disagree about what is sent (the trainer says "
                   f"that {len(digests)} ranks send here, the worker expects {len(mine)}){taken_for}")
         # The rank can say where the two differ first, once it knows that they do.
-        self._meeting.fail(scope, reason)
-        raise RefitError(f"{reason}\n{self._meeting.glimpse(f'{key}/answer', ANSWER_S) or 'no word from that rank'}")
+        self._rendezvous.fail(scope, reason)
+        raise RefitError(f"{reason}\n{self._rendezvous.glimpse(f'{key}/answer', ANSWER_S) or 'no word from that rank'}")
 
     def _verify(self, scope: str, verification: Verification) -> None:
         """Raise RefitError where a box is not what was sent."""
-        assert self._meeting is not None
-        sent = {sender: self._meeting.read(f"{scope}/sums/{sender}", scope, f"checksums of trainer rank {sender}")
+        assert self._rendezvous is not None
+        sent = {sender: self._rendezvous.read(f"{scope}/sums/{sender}", scope, f"checksums of trainer rank {sender}")
                 for sender in self._by_sender}
         fault = verification.fault({sender: own[str(self._worker)] for sender, own in sent.items()})
         if fault:
             raise RefitError(f"worker {self._worker}: {fault}")
 
     def _compare_running(self, scope: str, running: dict[int, Any]) -> None:
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         for sender, digest in running.items():
-            theirs = self._meeting.read(f"{scope}/running/{sender}", scope, f"the end of trainer rank {sender}")
+            theirs = self._rendezvous.read(f"{scope}/running/{sender}", scope, f"the end of trainer rank {sender}")
             if theirs[str(self._worker)] != digest.hexdigest():
                 raise RefitError(f"trainer rank {sender} sent worker {self._worker} another sequence of tensors than "
                                  "was announced")

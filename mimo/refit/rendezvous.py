@@ -31,13 +31,13 @@ class RefitError(RuntimeError):
     """A refit that did not happen; the engine then serves nothing until a whole one has succeeded."""
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error in words, for others."""
     return str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreAddress:
     """Where the store of a run is.
 
     Attributes:
@@ -75,7 +75,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-class Meeting:
+class Rendezvous:
     """One participant's view of the store.
 
     Args:
@@ -90,7 +90,7 @@ class Meeting:
         self.timeout_s = timeout_s
 
     @classmethod
-    def host(cls, name: str, who: str, timeout_s: float) -> tuple[Meeting, Place]:
+    def host(cls, name: str, who: str, timeout_s: float) -> tuple[Rendezvous, StoreAddress]:
         """Serve a store for one run, on a free port of one address of this machine.
 
         Args:
@@ -99,7 +99,7 @@ class Meeting:
             timeout_s: seconds to wait for others.
 
         Returns:
-            The meeting, and what the others need to join it.
+            The rendezvous, and the address by which the others join it.
 
         Raises:
             RefitError: the address is not one of this machine.
@@ -110,12 +110,12 @@ class Meeting:
             listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
         except OSError as error:
             raise RefitError(f"{who} cannot serve the refit store at {name} ({address}): {error}") from error
-        place = Place(address, listener.getsockname()[1], secrets.token_hex(32))
+        place = StoreAddress(address, listener.getsockname()[1], secrets.token_hex(32))
         # The store closes the socket.
         return cls._open(place, who, timeout_s, listener.detach()), place
 
     @classmethod
-    def join(cls, place: Place, who: str, timeout_s: float) -> Meeting:
+    def join(cls, place: StoreAddress, who: str, timeout_s: float) -> Rendezvous:
         """Connect to the store of a run.
 
         Raises:
@@ -124,7 +124,7 @@ class Meeting:
         return cls._open(place, who, timeout_s, None)
 
     @classmethod
-    def _open(cls, place: Place, who: str, timeout_s: float, listener: int | None) -> Meeting:
+    def _open(cls, place: StoreAddress, who: str, timeout_s: float, listener: int | None) -> Rendezvous:
         limit = timedelta(seconds=timeout_s)
         try:
             store = TCPStore(place.address, place.port, None, listener is not None, limit, wait_for_workers=False,

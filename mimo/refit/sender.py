@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mimo.comm.host import from_first_rank
+from mimo.comm.host import broadcast_object
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.platform import current_platform
@@ -25,18 +25,18 @@ from mimo.refit import plan as planning
 from mimo.refit.messages import Layout, Views, checksums, layout, pack
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan import check_holders
-from mimo.refit.rendezvous import Meeting, Place, RefitError, told
+from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
 from mimo.refit.tensor_slices import (
-    Entry,
     Holders,
-    Slot,
-    Wants,
+    RecvSpec,
+    TensorMeta,
+    TensorSlice,
     entry_as_json,
     holders_table,
     wanted_names,
     wants_from_table,
 )
-from mimo.refit.trainer_shards import LiveTensors, finish_gathers, holdings
+from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards, finish_gathers
 from mimo.refit.transport.base import Transport, open_wire
 from mimo.weights.rules import WeightMap
 
@@ -71,10 +71,10 @@ class EngineClient(Protocol):
 class TrainerWeights(Protocol):
     """Parts that the trainer's ranks hold, see `mimo.refit.trainer_shards`."""
 
-    entries: list[Entry]
+    entries: list[TensorMeta]
     spellings: list[dict[str, Any]]
     holders: Holders
-    slots: list[Slot]
+    slots: list[TensorSlice]
 
     def prepare(self) -> Mapping[str, torch.Tensor]:
         """Before a sync: finish what an overlapped step has left open. Collective.
@@ -150,7 +150,7 @@ class WeightSender:
         self._dtypes = [entry.dtype for entry in weights.entries]
         self._syncs = 0
         self._wire: Transport | None = None
-        self._meeting = self._meet()
+        self._rendezvous = self._meet()
         self._guarded(SETUP, self._set_up)
 
     def send(self, version: str) -> RefitReport:
@@ -179,27 +179,27 @@ class WeightSender:
         assert self.client is not None, "the first rank alone calls the engine"
         return self.client
 
-    def _meet(self) -> Meeting:
+    def _meet(self) -> Rendezvous:
         who, limit = f"trainer rank {self.trainer.rank}", self.options.timeout_s
-        meeting: Meeting | None = None
-        answer: Place | str | None = None
+        rendezvous: Rendezvous | None = None
+        answer: StoreAddress | str | None = None
         if self.trainer.rank == 0:
             try:
-                meeting, answer = Meeting.host(self.trainer.address, who, limit)
+                rendezvous, answer = Rendezvous.host(self.trainer.address, who, limit)
             except RefitError as error:
                 answer = str(error)  # the others wait for it
         answer = self.trainer.broadcast(answer)
-        if not isinstance(answer, Place):
+        if not isinstance(answer, StoreAddress):
             raise RefitError(f"{SETUP} failed: {answer}")
         self._place = answer
-        return meeting or Meeting.join(answer, who, limit)
+        return rendezvous or Rendezvous.join(answer, who, limit)
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
         """Run a part of the protocol; whatever it raises, all others learn of it."""
         try:
             part()
         except BaseException as error:
-            self._meeting.fail(scope, told(error))
+            self._rendezvous.fail(scope, format_error(error))
             self.close()
             difference = self._difference(scope)
             if difference:
@@ -213,11 +213,11 @@ class WeightSender:
         return [f"worker {worker}" for worker in range(self.num_workers)]
 
     def _set_up(self) -> None:
-        weights, trainer, meeting = self.weights, self.trainer, self._meeting
+        weights, trainer, rendezvous = self.weights, self.trainer, self._rendezvous
         call = None
         if trainer.rank == 0:
             check_holders(weights.entries, weights.holders)
-            meeting.publish("model", {
+            rendezvous.publish("model", {
                 "entries": [entry_as_json(entry) for entry in weights.entries], "spellings": list(weights.spellings),
                 "holders": holders_table(weights.holders), "options": self.options.as_json(),
                 "num_trainers": trainer.world_size, "num_workers": self.num_workers})
@@ -230,14 +230,14 @@ class WeightSender:
         self._chunks = [self._chunk(chunk) for chunk in planning.chunks(weights.entries, self.options.chunk_bytes)]
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
-        meeting.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
+        rendezvous.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
         # Nobody waits for connections to somebody who has refused.
-        meeting.arrive(SETUP, "planned")
-        meeting.wait_for(SETUP, "planned", self._everybody())
-        self._wire = open_wire(meeting, SETUP, self.options, trainer.rank, trainer.world_size, trainer.device,
+        rendezvous.arrive(SETUP, "planned")
+        rendezvous.wait_for(SETUP, "planned", self._everybody())
+        self._wire = open_wire(rendezvous, SETUP, self.options, trainer.rank, trainer.world_size, trainer.device,
                                self._everybody())
-        meeting.arrive(SETUP, "wired")
-        meeting.wait_for(SETUP, "wired", self._everybody())
+        rendezvous.arrive(SETUP, "wired")
+        rendezvous.wait_for(SETUP, "wired", self._everybody())
         if trainer.rank == 0:
             self._metadata = self._all_digests()
         self._result(SETUP, call)
@@ -253,20 +253,20 @@ class WeightSender:
                                    planning.encoded(self.weights.entries, part)))
         return found
 
-    def _read_wants(self) -> dict[int, Wants]:
+    def _read_wants(self) -> dict[int, RecvSpec]:
         """Return what each worker wants of this rank's tensors; equal workers share one object.
 
         Raises:
             RefitError: on the first rank: nobody takes some of the trainer's tensors.
         """
-        tables: dict[str, Wants] = {}
+        tables: dict[str, RecvSpec] = {}
         taken: set[str] = set()
         mine = {slot.name for slot in self.weights.slots}
         wants = {}
         for worker in range(self.num_workers):
-            digest = self._meeting.read(f"worker/{worker}", SETUP, f"what worker {worker} wants")["wants"]
+            digest = self._rendezvous.read(f"worker/{worker}", SETUP, f"what worker {worker} wants")["wants"]
             if digest not in tables:
-                table = self._meeting.read(f"wants/{digest}", SETUP, "a table of wants")
+                table = self._rendezvous.read(f"wants/{digest}", SETUP, "a table of wants")
                 tables[digest] = wants_from_table(table, mine)
                 taken |= wanted_names(table) if self.trainer.rank == 0 else set()
             wants[worker] = tables[digest]
@@ -278,7 +278,7 @@ class WeightSender:
 
     def _all_digests(self) -> list[dict[str, str]]:
         """Return, for each worker, the digests of what each trainer rank sends it."""
-        plans = [self._meeting.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
+        plans = [self._rendezvous.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
                  for rank in range(self.trainer.world_size)]
         return [{str(rank): plan[str(worker)] for rank, plan in enumerate(plans) if str(worker) in plan}
                 for worker in range(self.num_workers)]
@@ -293,24 +293,24 @@ class WeightSender:
             call = self._call(scope, self._update, scope, {
                 "sync": self._syncs, "workers": self._metadata, "verify": self.verify,
                 "is_changed": self.is_changed})
-        self._meeting.arrive(scope, "ready")
-        self._meeting.wait_for(scope, "ready", self._everybody())
+        self._rendezvous.arrive(scope, "ready")
+        self._rendezvous.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
         self._transfer(scope, tensors, report)
-        self._wire.release(lambda: self._meeting.check(scope), GRACE_S)
-        self._meeting.arrive(scope, "sent")
+        self._wire.release(lambda: self._rendezvous.check(scope), GRACE_S)
+        self._rendezvous.arrive(scope, "sent")
         self._result(scope, call)
         if self.trainer.rank == 0:
             self._read_reports(scope, report)
             self._result(scope, self._call(scope, self._engine.finish_weight_update, version))
-            self._meeting.arrive(scope, "finished")
+            self._rendezvous.arrive(scope, "finished")
             self._forget(self._syncs - 2)
-        self._meeting.wait_for(scope, "finished", ["trainer rank 0"], GRACE_S)
+        self._rendezvous.wait_for(scope, "finished", ["trainer rank 0"], GRACE_S)
         report.seconds["total"] = time.monotonic() - started
 
     def _update(self, scope: str, update_info: dict[str, Any]) -> None:
         self._engine.start_weight_update()
-        self._meeting.check(scope)  # an engine that was stopped may answer long after this sync was given up
+        self._rendezvous.check(scope)  # an engine that was stopped may answer long after this sync was given up
         self._engine.update_weights(update_info)
 
     def _transfer(self, scope: str, tensors: Mapping[str, torch.Tensor], report: RefitReport) -> None:
@@ -341,17 +341,17 @@ class WeightSender:
             self._wait(scope, works)
         report.seconds["wire"] += time.monotonic() - began
         if self.verify:
-            self._meeting.publish(f"{scope}/sums/{self.trainer.rank}", {
+            self._rendezvous.publish(f"{scope}/sums/{self.trainer.rank}", {
                 worker: {number: each.tolist() for number, each in own.items()} for worker, own in sums.items()})
-        self._meeting.publish(f"{scope}/running/{self.trainer.rank}",
-                              {worker: digest.hexdigest() for worker, digest in running.items()})
+        self._rendezvous.publish(f"{scope}/running/{self.trainer.rank}",
+                                 {worker: digest.hexdigest() for worker, digest in running.items()})
 
     def _wait(self, scope: str, flying: tuple[Any, Any]) -> None:
         assert self._wire is not None
-        self._wire.wait(flying[0], lambda: self._meeting.check(scope), GRACE_S)
+        self._wire.wait(flying[0], lambda: self._rendezvous.check(scope), GRACE_S)
 
     def _read_reports(self, scope: str, report: RefitReport) -> None:
-        reports = [self._meeting.read(f"{scope}/report/{worker}", scope, f"the report of worker {worker}")
+        reports = [self._rendezvous.read(f"{scope}/report/{worker}", scope, f"the report of worker {worker}")
                    for worker in range(self.num_workers)]
         report.wire_bytes = sum(each["wire_bytes"] for each in reports)
         report.direct_bytes = sum(each["direct_bytes"] for each in reports)
@@ -364,12 +364,12 @@ class WeightSender:
         keys += [f"{scope}/{what}/{rank}" for what in ("running", "sums") for rank in range(self.trainer.world_size)]
         keys += [f"{scope}/report/{worker}" for worker in range(self.num_workers)]
         for key in keys if sync > 0 else ():
-            self._meeting.store.delete_key(key)
+            self._rendezvous.store.delete_key(key)
 
     def _difference(self, scope: str) -> str:
         """Where a worker refused this rank's plan: the first thing that they see differently."""
         key = f"{scope}/difference/{self.trainer.rank}"
-        theirs = self._meeting.glimpse(key, 0.0)
+        theirs = self._rendezvous.glimpse(key, 0.0)
         if theirs is None:
             return ""
         mine = planning.described(self.weights.entries, self._by_worker.get(theirs["worker"], []))
@@ -377,7 +377,7 @@ class WeightSender:
                                           f"trainer rank {self.trainer.rank}", f"worker {theirs['worker']}")
         found = found or f"trainer rank {self.trainer.rank} and worker {theirs['worker']} plan the same: only the " \
                          "metadata that the worker was given is wrong"
-        self._meeting.publish(f"{key}/answer", found)
+        self._rendezvous.publish(f"{key}/answer", found)
         return found
 
     def _call(self, scope: str, function: Callable[..., None], *args: Any) -> Future[None]:
@@ -388,8 +388,8 @@ class WeightSender:
             try:
                 function(*args)
             except BaseException as error:  # whatever it is, it is raised where the result is asked for
-                self._meeting.fail(scope, f"the engine: {told(error)}")
-                refused = RefitError(f"{scope}: the engine refused: {told(error)}")
+                self._rendezvous.fail(scope, f"the engine: {format_error(error)}")
+                refused = RefitError(f"{scope}: the engine refused: {format_error(error)}")
                 refused.__cause__ = error
                 result.set_exception(refused)
             else:
@@ -402,8 +402,8 @@ class WeightSender:
     def _result(self, scope: str, call: Future[None] | None) -> None:
         """Wait for the end of a call, as long as nobody has failed. Raises RefitError where it does not come."""
         if call is not None:
-            self._meeting.until(scope, call.done, lambda: f"{scope}: trainer rank {self.trainer.rank} waits for the "
-                                                          "engine's answer")
+            self._rendezvous.until(scope, call.done, lambda: f"{scope}: trainer rank {self.trainer.rank} waits for the "
+                                                             "engine's answer")
             call.result()
 
 
@@ -427,7 +427,7 @@ class ModelWeights:
 
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
                  dtype: str) -> None:
-        held = holdings(built, grids, provider, family_config, dtype)
+        held = build_trainer_shards(built, grids, provider, family_config, dtype)
         self.entries, self.holders, self.slots = held.entries, held.holders, held.slots
         maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
         self.spellings = module_spellings(maps, [entry.name for entry in held.entries])
@@ -490,6 +490,6 @@ def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
     """
     weights = ModelWeights(built, grids, provider, family_config, options.dtype)
     device = _device(options.backend)
-    trainer = Trainer(grids.rank, grids.layout.world_size, lambda value: from_first_rank(grids, value),
-                      from_first_rank(grids, address or socket.gethostname()), device)
+    trainer = Trainer(grids.rank, grids.layout.world_size, lambda value: broadcast_object(grids, value),
+                      broadcast_object(grids, address or socket.gethostname()), device)
     return WeightSender(weights, trainer, client, num_workers, options)

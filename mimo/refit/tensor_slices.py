@@ -1,8 +1,8 @@
 """Descriptions of the weights by both ends of a refit: plain data, in the coordinates of whole Hugging Face tensors.
 
-The trainer's ranks and the engine's workers each describe the part they hold as `Slot`s: which box of which Hugging
-Face tensor lies where in which of their own tensors. Planning is then the intersection of boxes and knows neither
-Megatron nor vLLM. Nothing here needs torch, and slots and entries turn into JSON and back;
+The trainer's ranks and the engine's workers each describe the part they hold as `TensorSlice`s: which box of which
+Hugging Face tensor lies where in which of their own tensors. Planning is then the intersection of boxes and knows
+neither Megatron nor vLLM. Nothing here needs torch, and slots and entries turn into JSON and back;
 `mimo.refit.tensor_slices` has what is sent of many.
 """
 
@@ -76,7 +76,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlice:
     """A box of a Hugging Face tensor and the place of its elements on a rank.
 
     Attributes:
@@ -91,7 +91,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorMeta:
     """One whole tensor of the chunk plan, announced before any byte of it moves.
 
     Attributes:
@@ -130,7 +130,7 @@ Holders = dict[str, list[Holder]]
 
 
 @dataclass(frozen=True)
-class Wants:
+class RecvSpec:
     """Tensors that one worker of the engine takes in.
 
     Attributes:
@@ -138,7 +138,7 @@ class Wants:
         loader: names that go whole through the engine's own loading, in the order of the chunk plan's entries.
     """
 
-    direct: tuple[Slot, ...]
+    direct: tuple[TensorSlice, ...]
     loader: tuple[str, ...]
 
     def digest(self) -> str:
@@ -146,27 +146,27 @@ class Wants:
         return hashlib.sha256(json.dumps([list(map(slot_as_json, self.direct)), self.loader]).encode()).hexdigest()[:32]
 
 
-def slot_as_json(slot: Slot) -> list[Any]:
+def slot_as_json(slot: TensorSlice) -> list[Any]:
     """A slot as plain lists."""
     return [slot.name, list(slot.box.starts), list(slot.box.stops), slot.address.tensor, slot.address.offset,
             list(slot.address.strides)]
 
 
-def slot_from_json(value: Sequence[Any]) -> Slot:
+def slot_from_json(value: Sequence[Any]) -> TensorSlice:
     """The other way."""
     name, starts, stops, tensor, offset, strides = value
-    return Slot(name, Box(tuple(starts), tuple(stops)), Address(tensor, offset, tuple(strides)))
+    return TensorSlice(name, Box(tuple(starts), tuple(stops)), Address(tensor, offset, tuple(strides)))
 
 
-def entry_as_json(entry: Entry) -> list[Any]:
+def entry_as_json(entry: TensorMeta) -> list[Any]:
     """An entry as plain lists."""
     return [entry.name, entry.dtype, list(entry.shape), entry.keep_fp32]
 
 
-def entry_from_json(value: Sequence[Any]) -> Entry:
+def entry_from_json(value: Sequence[Any]) -> TensorMeta:
     """The other way."""
     name, dtype, shape, keep_fp32 = value
-    return Entry(name, dtype, tuple(shape), keep_fp32)
+    return TensorMeta(name, dtype, tuple(shape), keep_fp32)
 
 
 def contiguous_strides(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -191,16 +191,16 @@ LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 MARK = "*"
 
 
-def wants_table(wants: Wants) -> dict[str, Any]:
+def wants_table(wants: RecvSpec) -> dict[str, Any]:
     """Pack what a worker wants, to send."""
     return {"direct": folded([slot_as_json(slot) for slot in wants.direct]),
             "loader": folded([[name] for name in wants.loader])}
 
 
-def wants_from_table(table: dict[str, Any], names: Collection[str] | None = None) -> Wants:
+def wants_from_table(table: dict[str, Any], names: Collection[str] | None = None) -> RecvSpec:
     """Unpack what a worker wants; of these names alone if they are given."""
-    return Wants(tuple(map(slot_from_json, unfolded(table["direct"], names))),
-                 tuple(row[0] for row in unfolded(table["loader"], names)))
+    return RecvSpec(tuple(map(slot_from_json, unfolded(table["direct"], names))),
+                    tuple(row[0] for row in unfolded(table["loader"], names)))
 
 
 def wanted_names(table: dict[str, Any]) -> set[str]:

@@ -21,7 +21,7 @@ from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Box, Entry, Holder, Holders, Slot
+from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Box, Holder, Holders, TensorMeta, TensorSlice
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
 from mimo.weights.load import agree
 from mimo.weights.match import SHAPE_ERRORS, ModelPiece, fitted, module_pieces
@@ -33,7 +33,7 @@ Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 @dataclass(frozen=True)
-class Holdings:
+class TrainerShards:
     """Where the model is, as far as a refit must know it. `entries` and `holders` are the same on every rank.
 
     Attributes:
@@ -42,13 +42,13 @@ class Holdings:
         slots: this rank's boxes and their places.
     """
 
-    entries: list[Entry]
+    entries: list[TensorMeta]
     holders: Holders
-    slots: list[Slot]
+    slots: list[TensorSlice]
 
 
-def holdings(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, wire_dtype: str = "bfloat16",
-             styles: Mapping[str, str] | None = None) -> Holdings:
+def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
+                         wire_dtype: str = "bfloat16", styles: Mapping[str, str] | None = None) -> TrainerShards:
     """Take stock of a trainer's model. Collective over the world, through host memory; once, at set-up.
 
     Args:
@@ -73,7 +73,7 @@ def holdings(built: BuiltModel, grids: Grids, provider: ModelProvider, family_co
     # Where a tensor was not understood, that others lack it says nothing more.
     problems += misfits or ([] if problems else uncovered(found, holders))
     agree(grids, "the weight map does not fit the model", problems)
-    return Holdings(found, holders, slots)
+    return TrainerShards(found, holders, slots)
 
 
 def choose_styles(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> dict[str, Style]:
@@ -99,7 +99,7 @@ def choose_styles(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> di
 
 
 def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes: Shapes,
-                 wire_dtype: str) -> tuple[list[Entry], list[str]]:
+                 wire_dtype: str) -> tuple[list[TensorMeta], list[str]]:
     """The chunk plan: every whole Hugging Face tensor once, in the order of modules and of their weight maps.
 
     A layer's tensors follow each other: an engine that loads layer by layer keeps a layer until it has all of it.
@@ -109,12 +109,12 @@ def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], sha
         maps: each module's map, encoders first.
         styles: how each module's names are spelled.
         shapes: whole Megatron tensors of all ranks together.
-        wire_dtype: see `holdings`.
+        wire_dtype: see `build_trainer_shards`.
 
     Returns:
         The entries; and a line for each tensor without a rule, rule without a tensor, and what else does not fit.
     """
-    found: list[Entry] = []
+    found: list[TensorMeta] = []
     problems: list[str] = []
     options = ExportOptions(dtype=wire_dtype)
     for module, weight_map in maps.items():
@@ -131,7 +131,7 @@ def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], sha
                 problems.append(f"dtype: {module} {rule.rule.megatron} must be float32 in the model, which has it in "
                                 f"{dtype_name(dtype)}")
         kept = {info.name for rule in planned if rule.rule.keep_fp32 for info in rule.infos}
-        found += by_layer([Entry(info.name, dtype_name(info.dtype), info.shape, info.name in kept)
+        found += by_layer([TensorMeta(info.name, dtype_name(info.dtype), info.shape, info.name in kept)
                            for info in infos_of(planned)])
     problems += [f"dtype: {entry.name} is {entry.dtype}, which does not travel: only {', '.join(DTYPE_BYTES)} do"
                  for entry in found if entry.dtype not in DTYPE_BYTES]
@@ -140,7 +140,7 @@ def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], sha
     return found, problems
 
 
-def by_layer(found: Sequence[Entry]) -> list[Entry]:
+def by_layer(found: Sequence[TensorMeta]) -> list[TensorMeta]:
     """The entries with those of a layer together, layers of a stack ascending; else in their order.
 
     A layer is known by the first number in a name, so that a layer's experts are in it.
@@ -162,15 +162,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
-                styles: Mapping[str, Style]) -> tuple[list[Slot], list[str]]:
+                styles: Mapping[str, Style]) -> tuple[list[TensorSlice], list[str]]:
     """Every box that this rank has, replicas included, in the order of the weight maps; and a line for each piece or
     parameter that makes none."""
-    slots: dict[tuple[str, Box], Slot] = {}
+    slots: dict[tuple[str, Box], TensorSlice] = {}
     problems = []
     for module, part in named_modules_of(built.model):
         rules = {rule.megatron: (number, rule) for number, rule in enumerate(maps[module].rules)}
         places = _Places(module, unwrap_model(part))
-        made: list[tuple[int, list[Slot]]] = []
+        made: list[tuple[int, list[TensorSlice]]] = []
         for piece in pieces[module]:
             address = places.find(piece.tensor)
             if address is None:
@@ -190,7 +190,7 @@ def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, m
     return list(slots.values()), problems
 
 
-def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -> Iterator[Slot]:
+def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -> Iterator[TensorSlice]:
     """A piece cut into boxes of Hugging Face tensors.
 
     Args:
@@ -211,7 +211,7 @@ def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -
         strides = _reshaped_strides(piece, piece.slices, part)
         starts = (first_row, *(0,) * (len(part) - 1)) if part else ()
         box = Box(starts, tuple(start + size for start, size in zip(starts, part, strict=True)))
-        yield Slot(style.spell(name), box, Address(address.tensor, address.offset, strides))
+        yield TensorSlice(style.spell(name), box, Address(address.tensor, address.offset, strides))
         return
     rows = piece.slices[0]
     for segment in segments:
@@ -220,9 +220,9 @@ def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -
             continue
         rest, strides = _rest_of_rows(piece, parts[segment.part][1:])
         row = first_row + segment.part_first + start - segment.first
-        yield Slot(style.spell(rule.hf[segment.part]),
-                   Box((row, *(part.start for part in rest)), (row + stop - start, *(part.stop for part in rest))),
-                   Address(address.tensor, address.offset + (start - rows.start) * strides[0], strides))
+        box = Box((row, *(part.start for part in rest)), (row + stop - start, *(part.stop for part in rest)))
+        yield TensorSlice(style.spell(rule.hf[segment.part]), box,
+                          Address(address.tensor, address.offset + (start - rows.start) * strides[0], strides))
 
 
 def _rest_of_rows(piece: ModelPiece, wanted: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int, ...]]:
@@ -289,7 +289,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 # What all ranks hold
 
 
-def _gather(grids: Grids, shapes: Shapes, slots: Iterable[Slot]) -> tuple[Shapes, Holders]:
+def _gather(grids: Grids, shapes: Shapes, slots: Iterable[TensorSlice]) -> tuple[Shapes, Holders]:
     """Shapes and boxes of all ranks; ranks that hold the same, such as replicas, say it once."""
     mine = (shapes, [(slot.name, slot.box) for slot in slots])
     digests = gather(grids, hashlib.sha256(repr(mine).encode()).hexdigest())
@@ -307,7 +307,7 @@ def _gather(grids: Grids, shapes: Shapes, slots: Iterable[Slot]) -> tuple[Shapes
                    for name, boxes in ranks_of.items()}
 
 
-def uncovered(found: Iterable[Entry], holders: Holders) -> list[str]:
+def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
     """A line for each tensor whose boxes overlap, leave gaps or lie outside of it."""
     lines = []
     for entry in found:

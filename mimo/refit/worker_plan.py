@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from mimo.refit.dispatch_trace import view_of
 from mimo.refit.loader_trace import Recording, check_coverage, record
-from mimo.refit.tensor_slices import Entry, Slot, Wants
+from mimo.refit.tensor_slices import RecvSpec, TensorMeta, TensorSlice
 
 # Which way each tensor goes into a worker: straight into its live tensors, or whole through vLLM's loader.
 #
@@ -35,7 +35,7 @@ PLAIN_MODULES = frozenset({
 IN_PLACE = frozenset({"e_score_correction_bias"})
 
 
-def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Entry]) -> Wants:
+def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[TensorMeta]) -> RecvSpec:
     """Plan of a worker: it takes boxes where it can and whole tensors where it must.
 
     Args:
@@ -59,11 +59,11 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Entry
         if name in recording.computed or not all(_is_unchanged(model, recording, path, dtypes[name]) for path in paths):
             whole |= modules[name]
     loader = _closure(whole, modules)
-    return Wants(_in_order(recording, entries, loader),
-                 tuple(entry.name for entry in entries if entry.name in loader))
+    return RecvSpec(_in_order(recording, entries, loader),
+                    tuple(entry.name for entry in entries if entry.name in loader))
 
 
-def plain_buffers(recording: Recording, device: str = "cpu") -> tuple[dict[str, torch.Tensor], Wants]:
+def plain_buffers(recording: Recording, device: str = "cpu") -> tuple[dict[str, torch.Tensor], RecvSpec]:
     """Tensors of loading-time shape, of zeros, and the boxes that fill them: the direct route without an engine.
 
     Args:
@@ -80,10 +80,10 @@ def plain_buffers(recording: Recording, device: str = "cpu") -> tuple[dict[str, 
         layout = recording.layouts[path]
         buffers[path] = torch.empty_strided(layout.view.sizes, layout.view.strides, device=device,
                                             dtype=getattr(torch, layout.dtype)).zero_()
-    return buffers, Wants(tuple(slots), tuple(recording.computed))
+    return buffers, RecvSpec(tuple(slots), tuple(recording.computed))
 
 
-def _check_precision(recording: Recording, entries: Iterable[Entry]) -> None:
+def _check_precision(recording: Recording, entries: Iterable[TensorMeta]) -> None:
     for entry in entries:
         paths = {slot.address.tensor for slot in recording.slots.get(entry.name, ())}
         paths |= {write.path for write in recording.computed.get(entry.name, ())}
@@ -149,7 +149,7 @@ def _closure(whole: set[torch.nn.Module], modules: dict[str, set[torch.nn.Module
         whole = whole.union(*(modules[name] for name in added))
 
 
-def _in_order(recording: Recording, entries: Iterable[Entry], loader: set[str]) -> tuple[Slot, ...]:
+def _in_order(recording: Recording, entries: Iterable[TensorMeta], loader: set[str]) -> tuple[TensorSlice, ...]:
     return tuple(slot for entry in entries if entry.name not in loader for slot in recording.slots.get(entry.name, ()))
 
 
@@ -157,7 +157,7 @@ def _in_order(recording: Recording, entries: Iterable[Entry], loader: set[str]) 
 
 
 NAMED = 3  # names in an error message
-Candidates = Mapping[str, Mapping[str, Sequence[Entry]]]
+Candidates = Mapping[str, Mapping[str, Sequence[TensorMeta]]]
 """Module -> name of a style -> its entries."""
 
 
@@ -240,13 +240,13 @@ class Taken:
         loader_layers: paths of the modules whose parameters are loaded rather than written.
     """
 
-    wants: Wants
+    wants: RecvSpec
     spelled: dict[str, str]
     loader_layers: tuple[str, ...]
 
 
-def worker_wants(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequence[Mapping[str, Any]], route: str,
-                 share: Callable[[Any], list[Any]]) -> Taken:
+def worker_wants(model: torch.nn.Module, entries: Sequence[TensorMeta], spellings: Sequence[Mapping[str, Any]],
+                 route: str, share: Callable[[Any], list[Any]]) -> Taken:
     """Ask a model's loader what it does with the trainer's tensors.
 
     Args:
@@ -263,7 +263,7 @@ def worker_wants(model: torch.nn.Module, entries: Sequence[Entry], spellings: Se
     return wants_as(model, entries, spellings, route, share(probes) if probes else [])
 
 
-def probe_spellings(model: torch.nn.Module, entries: Sequence[Entry],
+def probe_spellings(model: torch.nn.Module, entries: Sequence[TensorMeta],
                     spellings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Ask this worker's loader about each naming scheme; plain data, empty if there is no choice.
 
@@ -274,7 +274,7 @@ def probe_spellings(model: torch.nn.Module, entries: Sequence[Entry],
             for module, styles in probe_styles(model, open_choices).items()}
 
 
-def wants_as(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequence[Mapping[str, Any]], route: str,
+def wants_as(model: torch.nn.Module, entries: Sequence[TensorMeta], spellings: Sequence[Mapping[str, Any]], route: str,
              probes: Sequence[Mapping[str, Any]]) -> Taken:
     """`worker_wants`, given what `probe_spellings` said on every worker. Raises ValueError as that."""
     spelled = _spelled(_candidates(entries, spellings), probes)
@@ -285,15 +285,15 @@ def wants_as(model: torch.nn.Module, entries: Sequence[Entry], spellings: Sequen
     wants = routes(model, recording, renamed)
     if route == "loader":
         taken = recording.slots.keys() | recording.computed.keys()
-        wants = Wants((), tuple(name for name in spelled if name in taken))
+        wants = RecvSpec((), tuple(name for name in spelled if name in taken))
     return Taken(
-        Wants(tuple(dataclasses.replace(slot, name=own[slot.name]) for slot in wants.direct),
-              tuple(own[name] for name in wants.loader)),
+        RecvSpec(tuple(dataclasses.replace(slot, name=own[slot.name]) for slot in wants.direct),
+                 tuple(own[name] for name in wants.loader)),
         dict(zip(own.values(), own, strict=True)), _layers(model, recording, wants.loader))
 
 
-def _candidates(entries: Sequence[Entry],
-                spellings: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Entry]]]:
+def _candidates(entries: Sequence[TensorMeta],
+                spellings: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[TensorMeta]]]:
     """Module -> style -> its entries, renamed; styles that differ only for other tensors are one."""
     candidates = {}
     for part in spellings:
@@ -305,7 +305,7 @@ def _candidates(entries: Sequence[Entry],
     return candidates
 
 
-def _spelled(candidates: Mapping[str, Mapping[str, Sequence[Entry]]],
+def _spelled(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
              probes: Sequence[Mapping[str, Any]]) -> list[str]:
     """The loader's name of every entry."""
     chosen = {module: next(iter(styles)) for module, styles in candidates.items()}

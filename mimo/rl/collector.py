@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from mimo.comm.host import from_first_rank, gather
+from mimo.comm.host import broadcast_object, gather
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
 from mimo.refit.options import RefitReport
 from mimo.refit.sender import WeightSender
+from mimo.rl.cursor import Pending, PromptCursor
 from mimo.rl.offload import Offload
-from mimo.rl.place import Pending, Place
 from mimo.rl.rollouts import Answers, Completion, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.replicas import RolloutClient
 from mimo.watchdog.watchdog import Watchdog
@@ -72,7 +72,7 @@ class HeldOut:
 class Collector:
     """Completions of the policy as it is (`--rollout-mode sync`) or as it was one update before (`one-step-off`).
 
-    Every method is collective over the trainer's world, but for `ahead`, which only starts the engine.
+    Every method is collective over the trainer's world, but for `prefetch`, which only starts the engine.
 
     Args:
         config: the run.
@@ -81,7 +81,7 @@ class Collector:
         sender: gives the engine weights.
         source: draws and scores, on the first rank; None on the others.
         held_out: the same for evaluations.
-        place: where the run is among its prompts.
+        cursor: where the run is among its prompts.
         devices: whether trainer and engine are on the same ones.
 
     Attributes:
@@ -93,15 +93,16 @@ class Collector:
     """
 
     def __init__(self, config: RlRunConfig, grids: Grids, watchdog: Watchdog, sender: WeightSender,
-                 source: RolloutSource | None, held_out: RolloutSource | None, place: Place, devices: Devices) -> None:
+                 source: RolloutSource | None, held_out: RolloutSource | None, cursor: PromptCursor,
+                 devices: Devices) -> None:
         self.config, self.grids, self.watchdog, self.sender = config, grids, watchdog, sender
-        self.source, self.held_out, self.place, self.devices = source, held_out, place, devices
+        self.source, self.held_out, self.cursor, self.devices = source, held_out, cursor, devices
         self.probe: RefitProbe | None = None
         self.report: RefitReport | None = None
         self.waited_s = self.refit_s = self.verify_s = 0.0
         self._num_refits = 0
         self._version: int | None = None
-        self._ahead: Future[Answers] | None = None
+        self._prefetched: Future[Answers] | None = None
 
     def collect(self, iteration: int) -> Rollouts:
         """The completions to train on after so many updates, on every rank.
@@ -111,42 +112,43 @@ class Collector:
         """
         began = time.perf_counter()
         self.refit_s = 0.0
-        drawn = self._drawn_ahead()
-        is_drawn = from_first_rank(self.grids, drawn is not None)
+        drawn = self._prefetched_answers()
+        is_drawn = broadcast_object(self.grids, drawn is not None)
         # The engine of a resumed run has no weights, whatever its checkpoint brought.
         if not is_drawn or self._version is None:
             self.refit(iteration)
         if not is_drawn:
             drawn = self._ask()
         rollouts = self._scored(drawn)
-        self.place.first += self.config.prompts_per_step
-        self.place.pending = None
+        self.cursor.first += self.config.prompts_per_step
+        self.cursor.pending = None
         self._finish_rollouts()
         self.waited_s = time.perf_counter() - began
         return rollouts
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """Begin with the next iteration's completions, beside the update (`one-step-off`). On the first rank."""
         if self.source is not None:
             result: Future[Answers] = Future()
             # A daemon: a call that an engine never answers must not keep this process from ending.
-            Thread(target=self._fill, args=(result, self.place.first), name="rollouts", daemon=True).start()
-            self._ahead = result
+            Thread(target=self._fill, args=(result, self.cursor.first), name="rollouts", daemon=True).start()
+            self._prefetched = result
 
-    def settle(self, iteration: int) -> None:
+    def drain(self, iteration: int) -> None:
         """Wait for what was begun, and give the engine the weights of so many updates.
 
         Raises:
             ValueError, RefitError: as `RolloutSource`, on the first rank.
         """
         began = time.perf_counter()
-        with self._patience(), self.watchdog.waiting("completions drawn beside the update", version=self._version):
-            if self._ahead is not None:
-                answers = self._ahead.result()
-                self._ahead = None
+        with (self._engine_timeout(),
+              self.watchdog.waiting("completions drawn beside the update", version=self._version)):
+            if self._prefetched is not None:
+                answers = self._prefetched.result()
+                self._prefetched = None
                 asked = [prompt.token_ids for prompt in answers.prompts]
-                self.place.pending = Pending(asked, answers.answers, answers.version, answers.seconds)
-            from_first_rank(self.grids, None)
+                self.cursor.pending = Pending(asked, answers.answers, answers.version, answers.seconds)
+            broadcast_object(self.grids, None)
         self.waited_s += time.perf_counter() - began
         self.refit(iteration)
 
@@ -189,7 +191,7 @@ class Collector:
         with (self.watchdog.limit(self._refit_limit_s),
               self.watchdog.waiting("refit of the rollout engine", version=iteration)):
             self.devices.for_refit()
-            report: RefitReport = from_first_rank(self.grids, self.sender.send(str(iteration)))
+            report: RefitReport = broadcast_object(self.grids, self.sender.send(str(iteration)))
             return report
 
     def _ready_for_rollouts(self) -> None:
@@ -197,7 +199,7 @@ class Collector:
             self.devices.for_rollout()
 
     def _compare(self, probe: RefitProbe, expected: Expected, iteration: int, weights: str) -> None:
-        with (self._patience() if self.source is not None else self._others_patience(),
+        with (self._engine_timeout() if self.source is not None else self._follower_timeout(),
               self.watchdog.waiting("log-probs of the rollout engine, to verify a refit", version=iteration)):
             probe.compare(expected, weights)
 
@@ -218,14 +220,14 @@ class Collector:
         self.refit(iteration)
         result = None
         if self.held_out is not None:
-            with (self._patience(),
+            with (self._engine_timeout(),
                   self.watchdog.waiting("completions of held-out prompts", version=self._version)):
                 answers = self.held_out.ask(0, self.config.rl.eval_prompts, str(iteration))
             with self.watchdog.waiting("rewards"):
                 rollouts = self.held_out.score(answers)
             result = HeldOut(rollout_metrics(rollouts), self._shown(rollouts.completions[:num_shown]))
-        with self._others_patience(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
-            shared: HeldOut = from_first_rank(self.grids, result)
+        with self._follower_timeout(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
+            shared: HeldOut = broadcast_object(self.grids, result)
         self._finish_rollouts()
         return shared
 
@@ -234,14 +236,14 @@ class Collector:
         return tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward) for each in completions)
 
     def _finish_rollouts(self) -> None:
-        with self._patience(), self.watchdog.waiting("memory of the trainer"):
+        with self._engine_timeout(), self.watchdog.waiting("memory of the trainer"):
             self.devices.for_training()
         if not self.devices.keeps_weights:
             self._version = None
 
-    def _drawn_ahead(self) -> Answers | None:
+    def _prefetched_answers(self) -> Answers | None:
         """Return the answers drawn for this iteration if they are what the flags ask for now."""
-        pending, first, count = self.place.pending, self.place.first, self.config.prompts_per_step
+        pending, first, count = self.cursor.pending, self.cursor.first, self.config.prompts_per_step
         if self.source is None or pending is None or self.config.rollout.rollout_mode == "sync":
             return None
         prompts = tuple(self.source.prompts.prompt(index) for index in range(first, first + count))
@@ -255,8 +257,8 @@ class Collector:
     def _ask(self) -> Answers | None:
         if self.source is None:
             return None
-        with self._patience(), self.watchdog.waiting("completions of the rollout engine", version=self._version):
-            return self.source.ask(self.place.first, self.config.prompts_per_step, str(self._version))
+        with self._engine_timeout(), self.watchdog.waiting("completions of the rollout engine", version=self._version):
+            return self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
 
     def _fill(self, result: Future[Answers], first: int) -> None:
         assert self.source is not None
@@ -271,16 +273,16 @@ class Collector:
             assert answers is not None
             with self.watchdog.waiting("rewards"):
                 rollouts = self.source.score(answers)
-        with (self._others_patience(),
+        with (self._follower_timeout(),
               self.watchdog.waiting("completions and rewards, which the first rank asks for", version=self._version)):
-            shared: Rollouts = from_first_rank(self.grids, rollouts)
+            shared: Rollouts = broadcast_object(self.grids, rollouts)
         return shared
 
-    def _patience(self) -> AbstractContextManager[None]:
+    def _engine_timeout(self) -> AbstractContextManager[None]:
         """Watchdog limit while rank 0 waits for vLLM."""
         return self.watchdog.limit(self.config.rollout.rollout_timeout_s + FIRST_RANK_SPEAKS_S)
 
-    def _others_patience(self) -> AbstractContextManager[None]:
+    def _follower_timeout(self) -> AbstractContextManager[None]:
         """Watchdog limit of the ranks that wait for rank 0, which waits for vLLM and then for rewards."""
         return self.watchdog.limit(self.config.rollout.rollout_timeout_s + self.config.train.watchdog_timeout_s
                                    + 2 * FIRST_RANK_SPEAKS_S)
@@ -348,7 +350,7 @@ class SharedDevices(Devices):
         began = time.perf_counter()
         if self.client is not None and self._sleeps:
             self.client.sleep()
-        from_first_rank(self._grids, None)
+        broadcast_object(self._grids, None)
         self._offload.bring_back()
         self.seconds += time.perf_counter() - began
 
@@ -360,4 +362,4 @@ class SharedDevices(Devices):
     def _wake_up(self, tag: str) -> None:
         if self.client is not None and self._sleeps:
             self.client.wake_up(tag)
-        from_first_rank(self._grids, None)
+        broadcast_object(self._grids, None)

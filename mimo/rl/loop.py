@@ -10,7 +10,7 @@ from megatron.core.utils import get_model_config
 from mimo import registry
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress, RunState
-from mimo.comm.host import from_first_rank, gather, raise_together
+from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.config.cli import to_toml
 from mimo.config.rl_run import RlRunConfig
 from mimo.config.validate import train_iterations
@@ -24,10 +24,10 @@ from mimo.protocols import ModelProvider
 from mimo.refit.options import RefitReport
 from mimo.refit.sender import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
+from mimo.rl.cursor import PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.launch_engine import Engine, refit_options, start_engine
 from mimo.rl.offload import Offload
-from mimo.rl.place import Place
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
 from mimo.rl.prompts import PromptProvider, PromptSet
@@ -64,7 +64,7 @@ class RlLoop:
         self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir,
                                       config.checkpoint.checkpoint_timeout_s)
         self.progress = Progress()
-        self.place = Place()
+        self.cursor = PromptCursor()
         self.saver: Saver | None = None
         # Time that checkpoints took since the last record.
         self.checkpoint_s = 0.0
@@ -108,7 +108,7 @@ class RlLoop:
                                total_iterations=self.total_iterations,
                                config_toml=to_toml(without_chosen_folder(self.config)),
                                resume_iteration=self.progress.iteration, format_records=format_policy_steps)
-        self.watchdog.at_stall.append(logger.mark_failed)
+        self.watchdog.on_stall.append(logger.mark_failed)
         return logger
 
     def _set_up(self) -> list[str]:
@@ -125,10 +125,10 @@ class RlLoop:
                                            self.watchdog)
         STARTUP.enter(Phase.LOAD)
         self.state = RunState(self.config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler,
-                              self.place.streams(is_first_rank=self.grids.rank == 0))
+                              self.cursor.streams(is_first_rank=self.grids.rank == 0))
         if self.config.checkpoint.save is not None:
             self.saver = Saver(self.state, self.watchdog)
-        self.progress, lines = start(self.state, self.provider, self.place, self.watchdog)
+        self.progress, lines = start(self.state, self.provider, self.cursor, self.watchdog)
         if self.saver is not None and self.state.source is not None and self.state.source.is_own:
             # It is there: a finished run that is started again has nothing to write.
             self.saver.last_iteration = self.progress.iteration or None
@@ -148,7 +148,7 @@ class RlLoop:
                     self._splits = {split: self._prompts(split) for split in ("train", "valid")}
                 except ValueError as problem:
                     error = str(problem)
-            raise_together(self.grids, error)
+            raise_on_any_rank(self.grids, error)
 
     def _start_engine(self) -> Engine | None:
         """The engine, on the first rank."""
@@ -175,7 +175,7 @@ class RlLoop:
         flags = self.config.rollout
         with (self.watchdog.limit(flags.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
-            num_workers = from_first_rank(self.grids, engine.client.num_workers if engine is not None else None)
+            num_workers = broadcast_object(self.grids, engine.client.num_workers if engine is not None else None)
             self.devices.for_training()
         STARTUP.say("agreeing with vLLM on where each weight goes")
         # An engine's first answer may take as long as its calls may.
@@ -190,10 +190,10 @@ class RlLoop:
         if engine is not None:
             source, held_out = self._source(engine.client, "train"), self._source(engine.client, "valid")
             padding = source.prompts.pad_token_id
-        self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.place,
+        self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.cursor,
                                    self.devices)
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
-                                    from_first_rank(self.grids, padding), self._images, self._pixel_prompts(),
+                                    broadcast_object(self.grids, padding), self._images, self._pixel_prompts(),
                                     self._reference, self.config.max_gen_kl)
         if flags.refit_verify_interval:
             self.collector.probe = RefitProbe(self.config, self.policy, source.prompts if source is not None else None,
@@ -264,12 +264,12 @@ class RlLoop:
         goes_ahead = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.total_iterations
         rollouts = self.collector.collect(version)
         if goes_ahead:
-            self.collector.ahead()
+            self.collector.prefetch()
         before = time.perf_counter()
         result = self.policy.update(rollouts.completions)
         update_s = time.perf_counter() - before
         if goes_ahead:
-            self.collector.settle(version + 1)
+            self.collector.drain(version + 1)
         self.progress.iteration += 1
         self.progress.consumed_samples += result.num_trained
         if not result.success:
@@ -299,7 +299,7 @@ class RlLoop:
         if self.saver is None or self.saver.last_iteration == self.progress.iteration:
             return
         began = time.perf_counter()
-        self.state.streams = self.place.streams(is_first_rank=self.grids.rank == 0)
+        self.state.streams = self.cursor.streams(is_first_rank=self.grids.rank == 0)
         self.saver.save(self.progress)
         self.checkpoint_s += time.perf_counter() - began
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from megatron.core.utils import get_model_config
 
-from mimo.comm.host import from_first_rank, gather, raise_together
+from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import LANGUAGE
 from mimo.refit.rendezvous import RefitError
@@ -209,10 +209,10 @@ class RefitProbe:
                     drawn.append(next(sequences))
             except ValueError as problem:
                 error = str(problem)
-        raise_together(self._grids, error)
+        raise_on_any_rank(self._grids, error)
         self._requests = [as_request(prompt) | {"prompt_token_ids": [*prompt.token_ids, *sequence.token_ids]}
                           for prompt, sequence in drawn]
-        self._sequences: list[Completion] = from_first_rank(self._grids, [sequence for _, sequence in drawn])
+        self._sequences: list[Completion] = broadcast_object(self._grids, [sequence for _, sequence in drawn])
         self.reports: dict[str, ProbeReport] = {}
 
     def expect(self) -> Expected:
@@ -244,7 +244,7 @@ class RefitProbe:
                                                          [each.key for each in self._sequences])
             except (RefitError, ValueError) as problem:
                 error = RefitError(f"--refit-verify-interval: after a refit of {weights}, {problem}")
-        failed = from_first_rank(self._grids, error is not None)
+        failed = broadcast_object(self._grids, error is not None)
         if error is not None:
             raise error
         if failed:

@@ -17,7 +17,7 @@ import torch
 from mimo.checkpoint import paths
 from mimo.checkpoint.load import load_weights
 from mimo.checkpoint.state import RunState
-from mimo.comm.host import from_first_rank, raise_together
+from mimo.comm.host import broadcast_object, raise_on_any_rank
 from mimo.config.rl import RlConfig
 from mimo.model.build import WEIGHTS, BuiltModel
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
@@ -161,7 +161,7 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
     if source is not None:
         vocab_size = provider.token_spec(family).vocab_size
         return source.path, lambda: load_single_weights(state, source, vocab_size, watchdog)
-    raise_together(state.grids, (
+    raise_on_any_rank(state.grids, (
         f"--kl-coeff {config.kl_coeff} with --load {flags.load}: the run goes on from its checkpoint, which does not "
         "hold the weights that it started from, the reference policy. Name them: --ref-load FOLDER (a checkpoint), "
         "--ref-load-hf FOLDER, or the --load-hf FOLDER that it was started with"))
@@ -183,8 +183,8 @@ def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Wa
     for note in report.notes:
         logger.info("reference policy: %s", note)
     absent = [f"{module} {name}" for module, names in report.absent.items() for name in names]
-    raise_together(state.grids, f"{hf.flag(hf.of(LANGUAGE))} does not have all weights of the reference policy; "
-                                f"missing are {', '.join(absent)}" if absent else None)
+    raise_on_any_rank(state.grids, f"{hf.flag(hf.of(LANGUAGE))} does not have all weights of the reference policy; "
+                                   f"missing are {', '.join(absent)}" if absent else None)
 
 
 def _find(state: RunState, given: str, flag: str, step: int | None) -> Path:
@@ -197,6 +197,6 @@ def _find(state: RunState, given: str, flag: str, step: int | None) -> Path:
             error = str(problem)
         if folder is None and error is None:
             error = f"{flag} {given} " + ("holds no checkpoint" if Path(given).is_dir() else "does not exist")
-    raise_together(state.grids, error)
-    found: Path = from_first_rank(state.grids, folder)
+    raise_on_any_rank(state.grids, error)
+    found: Path = broadcast_object(state.grids, folder)
     return found

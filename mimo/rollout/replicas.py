@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from mimo.refit.rendezvous import RefitError, told
+from mimo.refit.rendezvous import RefitError, format_error
 from mimo.refit.sender import EngineClient
 from mimo.rollout.engine import Rollout, Sampling
 
@@ -174,7 +174,7 @@ class Replicas:
                 late = [str(number + place) for place in range(len(calls)) if place not in answers]
                 raise RefitError(f"replica {', '.join(late)}: no answer to {method} within {limit_s:g} s") from None
             if error is not None:
-                raise RefitError(f"replica {number + place}: {told(error)}") from error
+                raise RefitError(f"replica {number + place}: {format_error(error)}") from error
             answers[place] = answer
         return [answers[place] for place in range(len(calls))]
 

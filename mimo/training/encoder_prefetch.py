@@ -45,7 +45,7 @@ class Upcoming:
 
 
 @dataclass(frozen=True)
-class Entry:
+class QueuedMicrobatch:
     """Features in the queue.
 
     Attributes:
@@ -86,7 +86,7 @@ class EncoderPrefetch:
         self._module, self._submodule, self._depth, self._device = module, submodule, depth, device
         self._watchdog, self._spans = watchdog, spans
         self._stream = torch.cuda.Stream(device) if own_stream else None
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[QueuedMicrobatch] = deque()
         self._upcoming: deque[Upcoming] = deque()
         # Features that the compute stream copies, and when it is through: their memory is the encoder's stream's.
         self._copied: list[tuple[torch.Tensor, torch.cuda.Event]] = []
@@ -167,7 +167,7 @@ class EncoderPrefetch:
         """Compute the next features and queue them; returns whether the encoder ran."""
         upcoming = self._upcoming.popleft()
         if not upcoming.side.inputs:
-            self._queue.append(Entry(upcoming.side.keys, None, None))
+            self._queue.append(QueuedMicrobatch(upcoming.side.keys, None, None))
             return False
         what = "encoder prefetch" if prefetched else "encoder"
         if upcoming.ahead:
@@ -178,7 +178,7 @@ class EncoderPrefetch:
             # Copied where it is used: its memory then goes back in the order in which the stream uses it.
             features = self._submodule.run_encoder(upcoming.side.to(self._device).inputs)
             ready = None if self._stream is None else self._stream.record_event()
-        self._queue.append(Entry(upcoming.side.keys, features, ready))
+        self._queue.append(QueuedMicrobatch(upcoming.side.keys, features, ready))
         return True
 
     @contextmanager
@@ -192,7 +192,7 @@ class EncoderPrefetch:
             self._copied.clear()
             yield
 
-    def _handed_over(self, entry: Entry) -> torch.Tensor | None:
+    def _handed_over(self, entry: QueuedMicrobatch) -> torch.Tensor | None:
         """The features for the compute stream."""
         if entry.features is None or entry.ready is None:
             return entry.features

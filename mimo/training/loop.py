@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress
-from mimo.comm.host import from_first_rank, gather, raise_together
+from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.config.cli import to_toml
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_microbatches, steps_ahead, train_iterations
@@ -232,7 +232,7 @@ class TrainingLoop:
             error = str(problem)
         except OSError as problem:
             error = f"--dataset-provider {self.config.data.dataset_provider}: {problem}"
-        raise_together(self.grids, error)
+        raise_on_any_rank(self.grids, error)
         assert loader is not None, "raised above"
         return loader
 
@@ -277,7 +277,7 @@ class TrainingLoop:
                 config_toml=to_toml(without_chosen_folder(self.config)),
                 resume_iteration=self.progress.iteration,
             )
-        self.watchdog.at_stall.append(logger.mark_failed)
+        self.watchdog.on_stall.append(logger.mark_failed)
         images = describe_images(self.config, self.provider)
         for line in [*lines, *([] if images is None else [images])]:
             logger.message(line)
@@ -454,7 +454,7 @@ class TrainingLoop:
         loader = self._open("valid", prefetch=True)
         if not self.num_valid_samples:  # asked of one rank: the others may not have opened the data at all
             found = self.dataset.num_samples(self.config.dataset, "valid") if self.grids.rank == 0 else None
-            self.num_valid_samples = (from_first_rank(self.grids, found),)
+            self.num_valid_samples = (broadcast_object(self.grids, found),)
         (num_samples,) = self.num_valid_samples
         steps = (self._next_step(loader) for _ in range(train.eval_iters))
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)

@@ -18,7 +18,7 @@ from mimo.observability.remote_trackers import are_left
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
-from mimo.platform.megatron_import import import_megatron, quieten_wheel
+from mimo.platform.megatron_import import import_megatron, quieten_megatron
 from mimo.registry import model_provider
 from mimo.watchdog.process_exit import STDERR_FD, exit_now, fail_fast
 
@@ -63,7 +63,7 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
         os.environ.setdefault("MASTER_PORT", "0")
     STARTUP.open()
     _show_log(rank)
-    quieten_wheel()
+    quieten_megatron()
     # A request for a Gantt, which comes too early, or in a program that makes none, must not end the process.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     platform = get_platform(config.train.device)

@@ -10,7 +10,7 @@ from mimo.checkpoint import paths
 from mimo.checkpoint.differences import flat_config
 from mimo.checkpoint.load import find_source
 from mimo.checkpoint.reader import read_common
-from mimo.comm.host import from_first_rank, raise_together
+from mimo.comm.host import broadcast_object, raise_on_any_rank
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.grid.groups import Grids
 from mimo.observability.run_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest
@@ -32,8 +32,8 @@ def with_run_folder[C: RunConfig](config: C, grids: Grids) -> C:
             error = str(problem)
         except OSError as problem:
             error = f"--run-dir is left out, and its folder cannot be made: {problem}; name another with --run-dir"
-    raise_together(grids, error)
-    return replace(config, observe=replace(config.observe, run_dir=from_first_rank(grids, folder)))
+    raise_on_any_rank(grids, error)
+    return replace(config, observe=replace(config.observe, run_dir=broadcast_object(grids, folder)))
 
 
 def without_chosen_folder[C: RunConfig](config: C) -> C:

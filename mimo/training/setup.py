@@ -17,7 +17,7 @@ from mimo.bridge.pipeline import PipelineCommunicator
 from mimo.checkpoint.differences import data_fields
 from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
 from mimo.checkpoint.state import Progress, RunState, Source
-from mimo.comm.host import raise_together
+from mimo.comm.host import raise_on_any_rank
 from mimo.config.trainer import RunConfig
 from mimo.data.loader import StepLoader
 from mimo.grid.groups import Grids
@@ -50,7 +50,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         watchdog: told about every wait.
     """
     STARTUP.enter(Phase.MODEL)
-    watchdog.at_stall.append(partial(flight_recorder.dump, Path(config.observe.run_dir) / "flight-recorder", grids.rank,
+    watchdog.on_stall.append(partial(flight_recorder.dump, Path(config.observe.run_dir) / "flight-recorder", grids.rank,
                                      platform.backend))
     spans = _spans(config, grids, platform)
     schedule_spans = ScheduleSpans(spans)
@@ -233,7 +233,7 @@ def _read_data_fields(state: RunState) -> None:
             state.data = data_fields(state.config)
         except (ValueError, OSError) as problem:
             error = f"--dataset-provider {state.config.data.dataset_provider}: {problem}"
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
 
 
 def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, source: Source) -> None:
@@ -245,4 +245,4 @@ def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, so
             loader.load_state_dict(loaded.streams)
         except ValueError as problem:
             error = f"{source.flag} {source.folder}: {problem}"
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)

@@ -24,7 +24,7 @@ STDERR_FD = 2
 # Seconds that an exit waits for its output to be taken: a full pipe that nobody reads must not keep the process alive.
 WRITE_LIMIT_S = 5.0
 # Seconds that the other ranks wait for rank 0 to report a refusal before the start; ranks may start far apart.
-SILENCE_S = 30.0
+EXIT_DELAY_S = 30.0
 # Seconds that a rank waits before it exits because of another one's error. Once torchrun notices the first process that
 # has ended, it ends the others, and its summary shows only what had ended by then.
 ECHO_DELAY_S = 5.0
@@ -122,7 +122,7 @@ def refuse(error: ValueError) -> int:
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif _is_launched():
-        time.sleep(SILENCE_S)
+        time.sleep(EXIT_DELAY_S)
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     return 2
 
@@ -140,7 +140,7 @@ def command_line() -> Iterator[None]:
             write_error_file(said.getvalue() or "the command line cannot be read; rank 0 reports why",
                              is_cause=rank == 0)
             if rank != 0 and _is_launched():
-                time.sleep(SILENCE_S)
+                time.sleep(EXIT_DELAY_S)
         raise
     finally:
         sys.stderr.write(said.getvalue())

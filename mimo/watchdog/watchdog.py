@@ -159,7 +159,7 @@ class Watchdog:
         timeout_s: seconds without progress that are a stall; infinite where nothing is.
         files_timeout_s: seconds for which `on_files` contexts may go without; infinite for any time.
         iteration, microbatch: the last ones told; None before the first.
-        at_stall: called after the summary of a stall, each for a few seconds at most.
+        on_stall: called after the summary of a stall, each for a few seconds at most.
         schedule: gives the state of forward and backward passes, where a trainer has one.
         loader: gives that of the data loader.
         groups: gives those of the process groups, where torch records them.
@@ -187,7 +187,7 @@ class Watchdog:
         self.files_timeout_s = files_timeout_s if files_timeout_s > 0 else math.inf
         self.iteration: int | None = None
         self.microbatch: int | None = None
-        self.at_stall: list[Callable[[], None]] = []
+        self.on_stall: list[Callable[[], None]] = []
         self.schedule: Callable[[], stall_status.Schedule | None] | None = None
         self.loader: Callable[[], stall_status.LoaderStatus] | None = None
         self.groups: Callable[[], tuple[stall_status.GroupStatus, ...]] | None = None
@@ -396,7 +396,7 @@ class Watchdog:
         # Where this rank has written the summary, that stays.
         write_error_file(f"stall: {self.describe()} ends; the summary of the stall says which rank it waits for",
                          is_cause=conclusion is None)
-        for action in self.at_stall:
+        for action in self.on_stall:
             within_limit(action)
         exit_now(STALL_EXIT_CODE)
 

@@ -29,7 +29,7 @@ from mimo.checkpoint.load import check_finite
 from mimo.checkpoint.optimizer_state import differing
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_index
 from mimo.checkpoint.state import RunState, by_index
-from mimo.comm.host import from_first_rank, gather, raise_together
+from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.protocols import LANGUAGE, MegatronSource
 from mimo.watchdog.watchdog import Watchdog
 from mimo.weights.rules import StoredTensor, global_name, num_stacked_axes
@@ -238,8 +238,8 @@ def load_single_model(state: RunState, source: MegatronSource, vocab_size: int, 
     lines = load_single_weights(state, source, vocab_size, watchdog)
     state.optimizer.reload_model_params()
     wrong = differing(state.held(state.saved()))
-    raise_together(state.grids, f"{source.flag} {source.path}: the optimizer's fp32 copies are not the loaded weights: "
-                                f"{', '.join(wrong)}" if wrong else None)
+    raise_on_any_rank(state.grids, f"{source.flag} {source.path}: the optimizer's fp32 copies are not the loaded "
+                                   f"weights: {', '.join(wrong)}" if wrong else None)
     return lines
 
 
@@ -285,8 +285,8 @@ def _find(state: RunState, source: MegatronSource) -> Path:
             folder = _folder(Path(source.path), source.flag)
         except (ValueError, OSError) as problem:
             error = str(problem)
-    raise_together(state.grids, error)
-    found: Path = from_first_rank(state.grids, folder)
+    raise_on_any_rank(state.grids, error)
+    found: Path = broadcast_object(state.grids, folder)
     return found
 
 
@@ -319,10 +319,10 @@ def _read(state: RunState, source: MegatronSource, folder: Path) -> Contents:
         digest = zlib.crc32("\n".join(contents.places).encode())
     except (ValueError, OSError) as problem:
         error = f"{source.flag} {folder}: {problem}"
-    raise_together(state.grids, error)
-    if digest != from_first_rank(state.grids, digest):
+    raise_on_any_rank(state.grids, error)
+    if digest != broadcast_object(state.grids, digest):
         error = f"{source.flag} {folder}: rank {state.grids.rank} finds another index there than rank 0"
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
     assert contents is not None, "raised above"
     return contents
 
@@ -355,7 +355,7 @@ def _check(state: RunState, source: MegatronSource, folder: Path, contents: Cont
     error = None
     if state.grids.rank == 0:
         error = listing(f"{source.flag} {folder} does not fit the model; nothing was loaded", contents, reports, left)
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)
     notes = [f"{name}: {theirs[0]} rows in the checkpoint, {ours[0]} in this run; those beyond {vocab_size} are padding"
              for name, theirs, ours in sorted(set().union(*(report.padded for report in reports)))]
     return [entry for piece, place in entries for entry in _entry(piece, place)], notes
@@ -405,4 +405,4 @@ def _fill(state: RunState, source: MegatronSource, folder: Path, entries: list[S
             DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify).load(by_index(entries), folder)
     except (ValueError, OSError, CheckpointingException) as problem:
         error = f"{source.flag}: {problem}"
-    raise_together(state.grids, error)
+    raise_on_any_rank(state.grids, error)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.comm.host import from_first_rank, gather, raise_together
+from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE, ModelProvider
@@ -148,7 +148,7 @@ def _compare_configurations(grids: Grids, provider: ModelProvider, family_config
             problems += [f"{paths.flag(folder)}: {line}" for line in found.problems]
             notes += found.notes
     agree(grids, "the weights belong to a model that computes something else", problems)
-    return list(from_first_rank(grids, notes))
+    return list(broadcast_object(grids, notes))
 
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:
@@ -159,8 +159,8 @@ def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Cat
             catalogs = {folder: HfSource(folder).catalog for folder in folders}
         except ValueError as problem:
             error = f"{' and '.join(paths.flag(folder) for folder in folders)}: {problem}"
-    raise_together(grids, error)
-    return dict(from_first_rank(grids, catalogs))
+    raise_on_any_rank(grids, error)
+    return dict(broadcast_object(grids, catalogs))
 
 
 def _plan(sources: Mapping[str, HfSource], maps: Mapping[str, WeightMap], folder_of: Mapping[str, str],

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mimo.grid.spec import GridSpec, Layout, lane_shares, lane_sources
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
-from mimo.platform.megatron_import import quieten_wheel
+from mimo.platform.megatron_import import quieten_megatron
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.process_exit import fail_fast
 
@@ -418,7 +418,7 @@ class Bench:
 def main(settings: dict[str, Any]) -> int:
     """Run one case and return the exit code."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    quieten_wheel()
+    quieten_megatron()
     platform = get_platform(settings["device"])
     with fail_fast(f"rank {rank} of case {settings['case']['name']}"):
         # Imported here because megatron must come after the platform is installed.

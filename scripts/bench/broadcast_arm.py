@@ -34,13 +34,13 @@ def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, han
     """Return vLLM's own packed broadcast from the trainer's first rank, in the form of vLLM 0.32 or 0.26."""
     import torch
 
-    from mimo.comm.host import from_first_rank
+    from mimo.comm.host import broadcast_object
     from mimo.refit.gather_full import MegatronSource, WholeTensors
-    from mimo.refit.trainer_shards import holdings
+    from mimo.refit.trainer_shards import build_trainer_shards
 
-    held = holdings(built, grids, provider, family_config, dtype)
+    held = build_trainer_shards(built, grids, provider, family_config, dtype)
     source = MegatronSource(WholeTensors(built, held, torch.device("cuda", torch.cuda.current_device())))
-    port = from_first_rank(grids, free_port())
+    port = broadcast_object(grids, free_port())
     from vllm.distributed.weight_transfer import nccl_engine
 
     if "NCCLTrainerInitInfo" in vars(nccl_engine):

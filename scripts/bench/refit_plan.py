@@ -37,11 +37,11 @@ from mimo.refit.plan import bytes_moved, bytes_needed, check_holders, check_plan
 from mimo.refit.tensor_slices import (
     Address,
     Box,
-    Entry,
     Holder,
     Holders,
-    Slot,
-    Wants,
+    RecvSpec,
+    TensorMeta,
+    TensorSlice,
     contiguous_strides,
     holders_table,
     wants_from_table,
@@ -87,10 +87,10 @@ class Model:
     head_dim: int = 0
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorMeta]:
         """Entries of the chunk plan. Biases of the router stay float32."""
-        return [Entry(each.name, "float32" if each.name.endswith("_bias") else "bfloat16", each.shape,
-                      each.name.endswith("_bias")) for each in self.tensors]
+        return [TensorMeta(each.name, "float32" if each.name.endswith("_bias") else "bfloat16", each.shape,
+                           each.name.endswith("_bias")) for each in self.tensors]
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -216,7 +216,7 @@ class Stacked:
     """Slots of a rank. Parts of one tensor are stored one after the other."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
+        self.slots: list[TensorSlice] = []
         self._filled: dict[str, int] = {}
 
     def add(self, tensor: Tensor, target: str, ways: int = 1, place: int = 0) -> None:
@@ -231,7 +231,7 @@ class Stacked:
 
     def add_box(self, name: str, target: str, box: Box) -> None:
         first = self._filled.get(target, 0)
-        self.slots.append(Slot(name, box, Address(target, first, contiguous_strides(box.sizes))))
+        self.slots.append(TensorSlice(name, box, Address(target, first, contiguous_strides(box.sizes))))
         self._filled[target] = first + box.numel
 
 
@@ -253,7 +253,7 @@ def fused_rows(model: Model, ways: int, place: int) -> list[tuple[int, int, int]
     return found
 
 
-def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[Slot]:
+def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[TensorSlice]:
     """Slots of a Megatron rank without experts."""
     held = Stacked()
     rows: dict[str, list[tuple[int, int]]] = {"q": [], "k": [], "v": []}
@@ -268,7 +268,7 @@ def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[Slo
     return held.slots
 
 
-def expert_slots(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) -> list[Slot]:
+def expert_slots(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) -> list[TensorSlice]:
     """Slots of a Megatron rank for experts."""
     held, count = Stacked(), model.experts // trainer.ep
     for expert in range(ep * count, (ep + 1) * count):
@@ -277,7 +277,7 @@ def expert_slots(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) 
     return held.slots
 
 
-def trainer_slots(model: Model, trainer: Trainer, rank: int) -> list[Slot]:
+def trainer_slots(model: Model, trainer: Trainer, rank: int) -> list[TensorSlice]:
     """All slots of a Megatron rank. Ranks are laid out as `tp-ep-dp-pp`."""
     stage, place = divmod(rank, trainer.tp * trainer.dp)
     return [*dense_slots(model, trainer, stage, place % trainer.tp),
@@ -288,7 +288,7 @@ def trainer_holders(model: Model, trainer: Trainer) -> Holders:
     """Return every box with the ranks that hold it."""
     boxes: dict[str, dict[Box, list[int]]] = {}
     width = trainer.tp * trainer.dp
-    parts: list[tuple[list[Slot], list[int]]] = []
+    parts: list[tuple[list[TensorSlice], list[int]]] = []
     for stage in range(trainer.pp):
         ranks = range(stage * width, (stage + 1) * width)
         parts += [(dense_slots(model, trainer, stage, tp), list(ranks[tp::trainer.tp])) for tp in range(trainer.tp)]
@@ -301,7 +301,7 @@ def trainer_holders(model: Model, trainer: Trainer) -> Holders:
     return {name: [Holder(box, tuple(sorted(ranks))) for box, ranks in held.items()] for name, held in boxes.items()}
 
 
-def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) -> Wants:
+def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) -> RecvSpec:
     """Return what a worker needs. `place` is its index among the workers that share the experts."""
     taken, ways = Stacked(), engine.tp * engine.dp
     each, more = divmod(model.experts, ways)
@@ -315,12 +315,12 @@ def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) 
     for expert in own if engine.ep else range(model.experts):
         for tensor in by_stage(model, engine.pp).get((stage, expert), ()):
             taken.add(tensor, tensor.fused, 1 if engine.ep else ways, 0 if engine.ep else place)
-    return Wants(tuple(sorted(taken.slots, key=lambda slot: model.numbers[slot.name])), ())
+    return RecvSpec(tuple(sorted(taken.slots, key=lambda slot: model.numbers[slot.name])), ())
 
 
-def all_wants(model: Model, engine: Engine) -> dict[int, Wants]:
+def all_wants(model: Model, engine: Engine) -> dict[int, RecvSpec]:
     """Return what each worker needs. Workers with equal needs share an object."""
-    kinds: dict[tuple[int, int, int], Wants] = {}
+    kinds: dict[tuple[int, int, int], RecvSpec] = {}
     found = {}
     for worker in range(engine.ranks):
         rest, tp = divmod(worker, engine.tp)
@@ -363,7 +363,7 @@ def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int
             "workers": side(received, engine.ranks), "trainer_ranks": side(sent, trainer.ranks)}
 
 
-def receive_figures(entries: Sequence[Entry], holders: Holders, wants: Wants, worker: int) -> dict[str, float]:
+def receive_figures(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, worker: int) -> dict[str, float]:
     """Plan one worker's share and check that it is complete."""
     operations, seconds = timed(lambda: receive_plan(entries, holders, wants, worker))
 
@@ -377,7 +377,7 @@ def receive_figures(entries: Sequence[Entry], holders: Holders, wants: Wants, wo
     return {"seconds": seconds, "ops": len(operations), "bytes": num_bytes, "check_s": check_s}
 
 
-def send_figures(entries: Sequence[Entry], holders: Holders, slots: Sequence[Slot], tables: dict[int, str],
+def send_figures(entries: Sequence[TensorMeta], holders: Holders, slots: Sequence[TensorSlice], tables: dict[int, str],
                  takers: dict[int, int], rank: int) -> dict[str, float]:
     """Read what the workers need of one rank's tensors, and plan its share."""
     names = {slot.name for slot in slots}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from mimo.refit.rendezvous import Place
+    from mimo.refit.rendezvous import StoreAddress
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
               pytest.mark.timeout(580)]
@@ -53,22 +53,22 @@ def nothing_failed() -> None:
     """Nobody has said anything."""
 
 
-def end_of(rank: int, place: Place | None, connection: Connection) -> tuple[Any, Any]:
-    """This process's end, and its meeting."""
+def end_of(rank: int, place: StoreAddress | None, connection: Connection) -> tuple[Any, Any]:
+    """The end of this process, and its rendezvous."""
     from mimo.refit.options import RefitOptions
-    from mimo.refit.rendezvous import Meeting
+    from mimo.refit.rendezvous import Rendezvous
     from mimo.refit.transport.base import open_wire
 
     if rank == 0:
-        meeting, own = Meeting.host("127.0.0.1", NAMES[rank], 60.0)
+        rendezvous, own = Rendezvous.host("127.0.0.1", NAMES[rank], 60.0)
         connection.send(own)
     else:
         assert place is not None
-        meeting = Meeting.join(place, NAMES[rank], 60.0)
+        rendezvous = Rendezvous.join(place, NAMES[rank], 60.0)
     options = RefitOptions(backend="ipc", dtype="bfloat16", timeout_s=10.0)
     incoming = [{0: size} for size in CHUNKS] if rank else ()
     device = torch.device("cuda", torch.cuda.current_device())
-    return open_wire(meeting, "set-up", options, rank, 1, device, NAMES, incoming), meeting
+    return open_wire(rendezvous, "set-up", options, rank, 1, device, NAMES, incoming), rendezvous
 
 
 def plain_trainer(connection: Connection) -> None:
@@ -76,7 +76,7 @@ def plain_trainer(connection: Connection) -> None:
 
     Of the last: before, amid, when the worker was dead, after.
     """
-    end, _meeting = end_of(0, None, connection)
+    end, _rendezvous = end_of(0, None, connection)
     used = []
     for sync in range(SYNCS + 1):
         torch.cuda.synchronize()
@@ -97,9 +97,9 @@ def plain_trainer(connection: Connection) -> None:
     connection.send(used)
 
 
-def plain_worker(place: Place, connection: Connection) -> None:
+def plain_worker(place: StoreAddress, connection: Connection) -> None:
     """Takes three syncs in, and of the fourth a chunk."""
-    end, _meeting = end_of(1, place, connection)
+    end, _rendezvous = end_of(1, place, connection)
     right = 0
     for sync in range(SYNCS + 1):
         for number, size in enumerate(CHUNKS):

@@ -47,11 +47,11 @@ def reallocate(built: Any, factor: float) -> None:
 
 def held_and_exported(rank: int, flags: tuple[str, ...], world_size: int, folder: str, out: str) -> Held:
     """A rank's boxes; all export, too. Then the weights change and are re-allocated, and both is done again."""
-    from mimo.refit.trainer_shards import LiveTensors, holdings
+    from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
     from mimo.weights.export_live import export_model
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
-        found = holdings(built, grids, provider, config, "float32")
+        found = build_trainer_shards(built, grids, provider, config, "float32")
         live, values = LiveTensors(built), {}
         for number, when in enumerate(("before", "after")):
             if number:
@@ -67,10 +67,10 @@ def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wi
     """Whole tensors, doubled and re-allocated since an earlier iteration; routers' biases are set to `biases`."""
     from mimo.platform import current_platform
     from mimo.refit.gather_full import WholeTensors
-    from mimo.refit.trainer_shards import holdings
+    from mimo.refit.trainer_shards import build_trainer_shards
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
-        found = holdings(built, grids, provider, config, wire_dtype)
+        found = build_trainer_shards(built, grids, provider, config, wire_dtype)
         tensors = WholeTensors(built, found, current_platform().device, everywhere)
         assert [entry for entry, _ in tensors] == found.entries
         reallocate(built, 2)
@@ -86,7 +86,7 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
     from other replicas on this rank."""
     from mimo.config.validate import validate
     from mimo.refit.gather_full import WholeTensors
-    from mimo.refit.trainer_shards import LiveTensors, holdings
+    from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
     from mimo.registry import model_provider
     from mimo.training.step import train_step
     from mimo.weights.export_live import export_model
@@ -97,7 +97,7 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
     loader = equality.make_loader(config, layout, rank)
     try:
         train_step(parts, loader.next_step())
-        found = holdings(parts.built, parts.grids, provider, config.model_family, "float32")
+        found = build_trainer_shards(parts.built, parts.grids, provider, config.model_family, "float32")
         live = LiveTensors(parts.built)
         before = [live.view(slot.address, slot.box.sizes).clone() for slot in found.slots]
         tensors = {entry.name: tensor.clone()
@@ -130,7 +130,8 @@ def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "module_pieces", lambda part, groups: change(pieces_of(part, groups)))
-                return weights.error_lines(lambda: module.holdings(built, grids, Changed(), config, "float32"))
+                return weights.error_lines(
+                    lambda: module.build_trainer_shards(built, grids, Changed(), config, "float32"))
 
         def cloned(pieces: list[Any]) -> list[Any]:
             return [replace(piece, tensor=piece.tensor.clone()) if piece.name == norm.megatron else piece

@@ -131,7 +131,7 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> di
     """What a trainer says that is asked for something while things are away: case -> error."""
     from mimo.checkpoint.state import RunState
     from mimo.refit.gather_full import WholeTensors
-    from mimo.refit.trainer_shards import holdings
+    from mimo.refit.trainer_shards import build_trainer_shards
     from mimo.registry import model_provider
     from mimo.rl.offload import Offload
     from mimo.training.step import forward_step, run_schedule, train_step
@@ -150,7 +150,8 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> di
         provider = model_provider(parts.config.model.model_provider)
         state = RunState(parts.config, parts.grids, parts.platform, built, parts.optimizer, parts.scheduler)
         train_step(parts, loader.next_step())
-        whole = WholeTensors(built, holdings(built, parts.grids, provider, family, "float32"), parts.platform.device)
+        shards = build_trainer_shards(built, parts.grids, provider, family, "float32")
+        whole = WholeTensors(built, shards, parts.platform.device)
         moved, batches = Offload(built, parts.optimizer), loader.next_step()
         for kind in ("gradients", "optimizer", "weights"):
             move(moved, kind)

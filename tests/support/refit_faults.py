@@ -20,7 +20,7 @@ import torch
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import Trainer, WeightSender
-from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, contiguous_strides
+from mimo.refit.tensor_slices import Address, Box, Holder, Holders, TensorMeta, TensorSlice, contiguous_strides
 from mimo.rollout.engine import EngineOptions
 
 VOCAB, HIDDEN, BLOCKS = 12, 6, 8
@@ -123,11 +123,11 @@ class PlainWeights:
 
     def __init__(self, rank: int, world_size: int, seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES,
                  transposed: bool = False) -> None:
-        self.entries = [Entry(name, "float32", shape) for name, shape in shapes.items()]
+        self.entries = [TensorMeta(name, "float32", shape) for name, shape in shapes.items()]
         self.spellings = [spelling(tuple(shapes))]
         self.holders = holders_of(self.entries, world_size)
         self.transposed = transposed
-        self.slots = [Slot(name, held.box, Address(name, 0, self._strides(held.box.sizes)))
+        self.slots = [TensorSlice(name, held.box, Address(name, 0, self._strides(held.box.sizes)))
                       for name, boxes in self.holders.items() for held in boxes if rank in held.ranks]
         self.before_view: Callable[[str], None] = lambda name: None
         self.set(seed)
@@ -172,7 +172,7 @@ def spelling(names: Sequence[str]) -> dict[str, Any]:
     return {"module": "language", "first": 0, "count": len(names), "styles": {"own": list(names)}}
 
 
-def holders_of(entries: Sequence[Entry], world_size: int) -> Holders:
+def holders_of(entries: Sequence[TensorMeta], world_size: int) -> Holders:
     """Rows of matrices are spread over the ranks; every rank has the rest."""
     found: Holders = {}
     for entry in entries:

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from mimo.refit.plan import Op, SendOp
-from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, Wants
+from mimo.refit.tensor_slices import Address, Box, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
 Array = np.ndarray
 Tensors = dict[str, Array]
@@ -68,9 +68,9 @@ class SmallModel:
         return shapes
 
     @cached_property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorMeta]:
         """The chunk plan; routing stays float32, all else is bfloat16."""
-        return [Entry(name, "float32" if ".mlp.gate." in name else "bfloat16", shape, ".mlp.gate." in name)
+        return [TensorMeta(name, "float32" if ".mlp.gate." in name else "bfloat16", shape, ".mlp.gate." in name)
                 for name, shape in self.shapes.items()]
 
     @cached_property
@@ -231,9 +231,9 @@ def share(count: int, ways: int, place: int) -> range:
     return range(first, first + each + (place < more))
 
 
-def slots_of(model: SmallModel, tensors: Tensors) -> list[Slot]:
+def slots_of(model: SmallModel, tensors: Tensors) -> list[TensorSlice]:
     """Which boxes of which Hugging Face tensors lie where, read off the numbers of their elements."""
-    return [Slot(source, box, Address(name, offset, strides)) for name, tensor in tensors.items()
+    return [TensorSlice(source, box, Address(name, offset, strides)) for name, tensor in tensors.items()
             for source, box, offset, strides in _found_in(model, tensor.shape, tensor.tobytes())]
 
 
@@ -263,7 +263,7 @@ def _found_in(model: SmallModel, shape: tuple[int, ...], numbers: bytes) -> list
     return found
 
 
-def holders_of(slots: Sequence[Iterable[Slot]]) -> Holders:
+def holders_of(slots: Sequence[Iterable[TensorSlice]]) -> Holders:
     """Every box with the ranks that hold it, from each rank's slots."""
     found: dict[str, dict[Box, list[int]]] = {}
     for rank, own in enumerate(slots):
@@ -272,12 +272,13 @@ def holders_of(slots: Sequence[Iterable[Slot]]) -> Holders:
     return {name: [Holder(box, tuple(ranks)) for box, ranks in boxes.items()] for name, boxes in found.items()}
 
 
-def wants_of(model: SmallModel, slots: Sequence[Slot], through_loader: Callable[[str], bool]) -> Wants:
+def wants_of(model: SmallModel, slots: Sequence[TensorSlice], through_loader: Callable[[str], bool]) -> RecvSpec:
     """What a worker wants, where names that say so go whole through its loader."""
     order = {name: number for number, name in enumerate(model.shapes)}
     direct = [slot for slot in slots if not through_loader(slot.name)]
     loader = {slot.name for slot in slots if through_loader(slot.name)}
-    return Wants(tuple(sorted(direct, key=lambda slot: order[slot.name])), tuple(sorted(loader, key=order.__getitem__)))
+    return RecvSpec(tuple(sorted(direct, key=lambda slot: order[slot.name])),
+                    tuple(sorted(loader, key=order.__getitem__)))
 
 
 def taken(tensors: Tensors, address: Address, box: Box) -> Array:

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from mimo.refit.loader_trace import Recording, record
-from mimo.refit.tensor_slices import Entry
+from mimo.refit.tensor_slices import TensorMeta
 
 TEXT: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -97,9 +97,9 @@ def checkpoint(name: str, directory: Path) -> dict[str, torch.Tensor]:
     return {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", key): tensor for key, tensor in saved.items()}
 
 
-def entries_of(tensors: dict[str, torch.Tensor]) -> list[Entry]:
+def entries_of(tensors: dict[str, torch.Tensor]) -> list[TensorMeta]:
     """The chunk plan of a checkpoint."""
-    return [Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return [TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in tensors.items()]
 
 
@@ -147,7 +147,7 @@ def build(config: VllmConfig) -> torch.nn.Module:
     return model
 
 
-def live_recording(directory: str, entries: list[Entry]) -> tuple[object, object, Recording]:
+def live_recording(directory: str, entries: list[TensorMeta]) -> tuple[object, object, Recording]:
     """What a new engine generates and holds before and after it is recorded, and the recording; in an own process."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     engine = LLM(directory, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True,

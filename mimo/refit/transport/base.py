@@ -9,7 +9,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from mimo.refit.options import RefitOptions
-from mimo.refit.rendezvous import Meeting, RefitError
+from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.transport.ipc import Incoming, TrainerEnd, WorkerEnd
 from mimo.refit.transport.p2p import Wire
 from mimo.refit.transport.shared_memory import device_identity
@@ -36,12 +36,12 @@ class Transport(Protocol):
         ...
 
 
-def open_wire(meeting: Meeting, scope: str, options: RefitOptions, rank: int, num_trainers: int, device: torch.device,
-              names: Sequence[str], incoming: Sequence[Mapping[int, int]] = ()) -> Transport:
+def open_wire(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: int, num_trainers: int,
+              device: torch.device, names: Sequence[str], incoming: Sequence[Mapping[int, int]] = ()) -> Transport:
     """Connect one participant with all others.
 
     Args:
-        meeting: this participant's.
+        rendezvous: this participant's.
         scope: whose failures end the wait.
         options: with the backend.
         rank: of this participant; the trainer's ranks come first.
@@ -55,11 +55,11 @@ def open_wire(meeting: Meeting, scope: str, options: RefitOptions, rank: int, nu
         RefitError: a worker has no trainer rank on its GPU, or the others did not come.
     """
     if options.backend != "ipc":
-        return Wire(meeting.store, "weights", rank, len(names), options.backend, options.timeout_s, names)
-    flags = PrefixStore("ipc", meeting.store)
+        return Wire(rendezvous.store, "weights", rank, len(names), options.backend, options.timeout_s, names)
+    flags = PrefixStore("ipc", rendezvous.store)
     table = Incoming([dict(each) for each in incoming])
-    meeting.publish(f"ipc/{rank}", {"device": device_identity(device), "incoming": table.as_json()})
-    told = [meeting.read(f"ipc/{each}", scope, f"the device of {name}") for each, name in enumerate(names)]
+    rendezvous.publish(f"ipc/{rank}", {"device": device_identity(device), "incoming": table.as_json()})
+    told = [rendezvous.read(f"ipc/{each}", scope, f"the device of {name}") for each, name in enumerate(names)]
     devices = [each["device"] for each in told]
     found = proxies(devices[:num_trainers], devices[num_trainers:])
     if rank >= num_trainers:
@@ -67,7 +67,7 @@ def open_wire(meeting: Meeting, scope: str, options: RefitOptions, rank: int, nu
     among = None
     if num_trainers > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        among = Wire(meeting.store, "trainers", rank, num_trainers, backend, options.timeout_s, names)
+        among = Wire(rendezvous.store, "trainers", rank, num_trainers, backend, options.timeout_s, names)
     tables = {num_trainers + worker: Incoming.from_json(told[num_trainers + worker]["incoming"])
               for worker, proxy in enumerate(found) if proxy == rank}
     by_worker = dict(enumerate(found, num_trainers))

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from mimo.checkpoint.paths import write_file
-from mimo.comm.host import from_first_rank, raise_together
+from mimo.comm.host import broadcast_object, raise_on_any_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.protocols import ModelProvider
 from mimo.refit.gather_full import WholeTensors, entry_dtype
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import module_spellings
-from mimo.refit.tensor_slices import Entry, entry_as_json, entry_from_json
-from mimo.refit.trainer_shards import holdings
+from mimo.refit.tensor_slices import TensorMeta, entry_as_json, entry_from_json
+from mimo.refit.trainer_shards import build_trainer_shards
 from mimo.weights.safetensors_io import MAX_SHARD_BYTES, ShardWriter, TensorInfo, plan_shards, write_index
 
 # A folder of weights for engines elsewhere: one subfolder for each policy version, complete once it has a manifest.
@@ -49,7 +49,7 @@ class Manifest:
     """
 
     version: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorMeta, ...]
     spellings: Sequence[Mapping[str, Any]]
     file_bytes: Mapping[str, int]
 
@@ -200,7 +200,7 @@ class DiskWriter:
                  folder: str | Path, dtype: str, keep: int = KEEP, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if keep < 1:
             raise ValueError(f"of the versions written to {folder}, {keep} are to be kept: it must be at least 1")
-        held = holdings(built, grids, provider, family_config, dtype)
+        held = build_trainer_shards(built, grids, provider, family_config, dtype)
         maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
         self._grids, self._root, self._keep = grids, Path(folder), keep
         self._entries = tuple(held.entries)
@@ -229,14 +229,14 @@ class DiskWriter:
                 writer = ShardWriter(target, self._shards)
             except OSError as problem:
                 error = f"refit weights of version {version!r} cannot be written to {self._root}: {problem}"
-        raise_together(self._grids, error)
+        raise_on_any_rank(self._grids, error)
         try:
             error = self._write(writer, version)
         finally:
             if writer is not None:
                 writer.discard()
-        raise_together(self._grids, error)
-        return Path(from_first_rank(self._grids, str(target)))
+        raise_on_any_rank(self._grids, error)
+        return Path(broadcast_object(self._grids, str(target)))
 
     def _write(self, writer: ShardWriter | None, version: str) -> str | None:
         """What went wrong on this rank. The rest of the tensors is still taken in: other ranks are sending it."""

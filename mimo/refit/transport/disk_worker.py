@@ -18,7 +18,7 @@ from vllm.v1.worker import gpu_worker
 from mimo.refit.plan import chunks
 from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransferEngine
 from mimo.refit.rendezvous import RefitError
-from mimo.refit.tensor_slices import Entry
+from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.transport.disk import Manifest, read_manifest
 from mimo.refit.worker_plan import Taken, probe_spellings, wants_as
 from mimo.weights.safetensors_io import HfSource
@@ -101,7 +101,7 @@ def check_all_taken(folder: Path, taken: Iterable[Sequence[str]]) -> None:
                          f"model: {', '.join(left[:NAMED])}{' ...' if len(left) > NAMED else ''}")
 
 
-def _load(engine: MimoWeightTransferEngine, taken: Taken, entries: Sequence[Entry], source: HfSource) -> None:
+def _load(engine: MimoWeightTransferEngine, taken: Taken, entries: Sequence[TensorMeta], source: HfSource) -> None:
     session = LoaderSession(engine.model, engine.model_config, taken.loader_layers)
     try:
         for chunk in chunks(entries, CHUNK_BYTES):

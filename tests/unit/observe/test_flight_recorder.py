@@ -20,8 +20,8 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", ran
 dist.all_reduce(torch.ones(3))
 from mimo.watchdog.watchdog import Watchdog
 watchdog = Watchdog(0.5, "rank 0")
-watchdog.at_stall.append(lambda: time.sleep(600))
-watchdog.at_stall.append(partial(flight_recorder.dump, Path(sys.argv[1]) / "flight-recorder", 0, "gloo"))
+watchdog.on_stall.append(lambda: time.sleep(600))
+watchdog.on_stall.append(partial(flight_recorder.dump, Path(sys.argv[1]) / "flight-recorder", 0, "gloo"))
 time.sleep(600)
 """
 

@@ -108,7 +108,7 @@ conclusion = Conclusion()
 def test_the_status_goes_to_the_summary_of_all_ranks(start):
     process = start(CONCLUDES.replace("CONCLUDED", "()") + """
 watchdog = Watchdog(0.5, "rank 3", rank=3, conclusion=conclusion)
-watchdog.at_stall.append(lambda: print("at stall", flush=True))
+watchdog.on_stall.append(lambda: print("at stall", flush=True))
 with watchdog.waiting("outer"), watchdog.waiting("bridge recv_forward", peers=lambda: [0, 2], module="vision"):
     time.sleep(600)
 """)
@@ -154,7 +154,7 @@ module.LEAVE_S = 2.0
 def keeps_the_lock():
     ctypes.PyDLL(None).sleep(600)
 
-watchdog.at_stall.append(keeps_the_lock)
+watchdog.on_stall.append(keeps_the_lock)
 time.sleep(600)
 """)
     _, error = process.communicate(timeout=60)

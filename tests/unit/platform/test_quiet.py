@@ -21,8 +21,8 @@ def attention():
     warnings.warn("something else is deprecated", DeprecationWarning)
 """
 SCRIPT = """
-from mimo.platform.megatron_import import quieten_transformer_engine, quieten_wheel
-quieten_wheel()
+from mimo.platform.megatron_import import quieten_transformer_engine, quieten_megatron
+quieten_megatron()
 import transformer_engine.pytorch
 quieten_transformer_engine()
 transformer_engine.pytorch.attention()

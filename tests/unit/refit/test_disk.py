@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mimo.refit.rendezvous import RefitError
-from mimo.refit.tensor_slices import Entry
+from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.transport import disk as manifest
 from mimo.refit.transport.disk import Manifest, write_manifest
 from mimo.rollout.engine import ENVIRONMENT, RolloutEngine, Sampling
@@ -56,7 +56,7 @@ def write(root: Path, version: str, seed: int, change: Callable[[dict[str, torch
     folder.mkdir(parents=True)
     for file, part in zip(FILES, (list(written)[:4], list(written)[4:]), strict=True):
         save_file({name: written[name].contiguous() for name in part}, folder / file)
-    entries = tuple(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    entries = tuple(TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
                     for name, tensor in written.items())
     write_manifest(folder, Manifest(version, entries, spellings,
                                     {file: (folder / file).stat().st_size for file in FILES}))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mimo.refit.tensor_slices import Address, Box, Entry, Holder
+from mimo.refit.tensor_slices import Address, Box, Holder, TensorMeta
 from mimo.refit.trainer_shards import by_layer, choose_styles, piece_slots, plan_entries, uncovered
 from mimo.weights.match import ModelPiece
 from mimo.weights.rules import Conversion, Direct, Fused, PaddedRows, Rows, Rule, Style, WeightMap, split_rules
@@ -159,7 +159,7 @@ def test_boxes_of_any_pieces_are_the_parts(case: tuple[Conversion, tuple[int, ..
                                                                                             slot.address)
             boxes.setdefault(slot.name, []).append(slot.box)
     assert all(map(torch.equal, found, expected))
-    entries = [Entry(name, "float32", tuple(part.shape)) for name, part in zip(names, expected, strict=True)]
+    entries = [TensorMeta(name, "float32", tuple(part.shape)) for name, part in zip(names, expected, strict=True)]
     assert uncovered(entries, {name: [Holder(box, (0,)) for box in held] for name, held in boxes.items()}) == []
 
 
@@ -178,7 +178,7 @@ def test_a_scalar_is_a_box() -> None:
     (piece,) = pieces_of(torch.tensor(3), ())
     (slot,) = piece_slots(Rule("a", ("a",)), OWN, piece, Address("x", 2, ()))
     assert slot.box == Box((), ()) and slot.address == Address("x", 2, ())
-    assert uncovered([Entry("a", "float32", ())], {"a": [Holder(slot.box, (0,))]}) == []
+    assert uncovered([TensorMeta("a", "float32", ())], {"a": [Holder(slot.box, (0,))]}) == []
 
 
 @pytest.mark.parametrize(("convert", "shape", "parts"), [
@@ -202,7 +202,7 @@ class OnlyMeta(TorchDispatchMode):
         return result
 
 
-def plan(maps: dict[str, WeightMap], wire_dtype: str = "bfloat16") -> tuple[list[Entry], list[str]]:
+def plan(maps: dict[str, WeightMap], wire_dtype: str = "bfloat16") -> tuple[list[TensorMeta], list[str]]:
     """Without process groups: a collective would raise."""
     shapes = {module: {rule.megatron: (whole_shape(rule), torch.float32) for rule in weight_map.rules}
               for module, weight_map in maps.items()}
@@ -240,7 +240,7 @@ def test_entries_are_every_tensor_once_and_layer_by_layer(maps: dict[str, Weight
 
 def test_layers_are_put_together_and_the_rest_stays() -> None:
     names = ["embed", "mtp.1.a", "h.0.x.7.y", "mtp.0.b", "norm", "h.0.x.8.y", "mtp.1.c", "head"]
-    found = [entry.name for entry in by_layer([Entry(name, "float32", (1,)) for name in names])]
+    found = [entry.name for entry in by_layer([TensorMeta(name, "float32", (1,)) for name in names])]
     assert found == ["embed", "mtp.0.b", "mtp.1.a", "mtp.1.c", "h.0.x.7.y", "h.0.x.8.y", "norm", "head"]
 
 
@@ -267,7 +267,7 @@ def test_spellings_are_chosen_by_name() -> None:
     maps = {"m": WeightMap((Rule("a", ("a",)),), (Style("plain"), Style("other", ((r"^", "x."),))))}
     assert choose_styles(maps, {})["m"].name == "plain"
     (entry,), _ = plan_entries(maps, choose_styles(maps, {"m": "other"}), {"m": {"a": FLOATS["a"]}}, "float16")
-    assert entry == Entry("x.a", "float16", (2,))
+    assert entry == TensorMeta("x.a", "float16", (2,))
     with pytest.raises(ValueError, match="m has no spelling 'odd': known are 'plain', 'other'"):
         choose_styles(maps, {"m": "odd"})
     with pytest.raises(ValueError, match="module 'n'; the model has m"):
@@ -280,7 +280,7 @@ def test_spellings_are_chosen_by_name() -> None:
 ], ids=["gap", "contained", "gap-and-overlap", "crossing", "outside", "none"])
 def test_boxes_that_are_not_the_tensor_once_are_named(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     whole = [Holder(Box((0, 0), (4, 2)), (0, 1)), Holder(Box((0, 2), (4, 3)), (2,))]
-    entries = [Entry("a", "float32", (4, 3)), Entry("b", "float32", (4, 3))]
+    entries = [TensorMeta("a", "float32", (4, 3)), TensorMeta("b", "float32", (4, 3))]
     assert uncovered(entries, {"a": whole, "b": whole}) == []
     (line,) = uncovered(entries, {"a": whole, "b": [Holder(Box(*box), (0,)) for box in boxes]})
     assert line.startswith("not whole: boxes of b [4, 3]")
@@ -290,11 +290,11 @@ READS_SOURCE = """
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
-from mimo.refit.tensor_slices import Entry
+from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.gather_full import MegatronSource
 
 class Tensors:
-    entries = [Entry("a", "bfloat16", (2, 3)), Entry("b", "float32", (4,), True)]
+    entries = [TensorMeta("a", "bfloat16", (2, 3)), TensorMeta("b", "float32", (4,), True)]
     dtypes = [torch.bfloat16, torch.float32]
     def __iter__(self):
         return iter([(entry, torch.ones(entry.shape, dtype=dtype)) for entry, dtype in zip(self.entries, self.dtypes)])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from mimo.refit.options import RefitOptions
-from mimo.refit.rendezvous import Meeting, RefitError
+from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.transport import ipc
 from mimo.refit.transport.base import Transport, open_wire, proxies
 from mimo.refit.transport.ipc import SLOTS, Incoming, TrainerEnd, WorkerEnd
@@ -60,8 +60,8 @@ def ends(timeout_s: float = 20.0) -> list[Transport]:
 
     def connect(rank: int) -> Transport:
         incoming = TABLES[rank - TRAINERS] if rank >= TRAINERS else ()
-        meeting = Meeting(store, NAMES[rank], timeout_s)
-        return open_wire(meeting, "set-up", options, rank, TRAINERS, CPU, NAMES, incoming)
+        rendezvous = Rendezvous(store, NAMES[rank], timeout_s)
+        return open_wire(rendezvous, "set-up", options, rank, TRAINERS, CPU, NAMES, incoming)
 
     with ThreadPoolExecutor(len(NAMES)) as threads:
         return list(threads.map(connect, range(len(NAMES))))

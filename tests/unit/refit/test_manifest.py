@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mimo.refit.rendezvous import RefitError
-from mimo.refit.tensor_slices import Entry
+from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.transport import disk as manifest
 from mimo.refit.transport.disk import Manifest, read_manifest, wait_for_weights, write_manifest
 
-ENTRIES = (Entry("a.weight", "bfloat16", (4, 2)), Entry("a.bias", "float32", (4,), keep_fp32=True))
+ENTRIES = (TensorMeta("a.weight", "bfloat16", (4, 2)), TensorMeta("a.bias", "float32", (4,), keep_fp32=True))
 SPELLINGS = [{"module": "language", "first": 0, "count": 2, "styles": {"own": ["a.weight", "a.bias"]}}]
 
 
@@ -34,15 +34,15 @@ def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_sequence_is_that_of_names_dtypes_and_shapes_in_order() -> None:
-    def sequence(entries: tuple[Entry, ...], version: str = "1") -> str:
+    def sequence(entries: tuple[TensorMeta, ...], version: str = "1") -> str:
         return Manifest(version, entries, SPELLINGS, {}).sequence()
 
     weight, bias = ENTRIES
     own = sequence(ENTRIES)
     assert own == sequence(ENTRIES, "2")
-    others = [(bias, weight), (weight,), (Entry("b.weight", *("bfloat16", (4, 2))), bias),
-              (Entry("a.weight", "float32", (4, 2)), bias), (Entry("a.weight", "bfloat16", (2, 4)), bias),
-              (weight, Entry("a.bias", "float32", (4,)))]
+    others = [(bias, weight), (weight,), (TensorMeta("b.weight", *("bfloat16", (4, 2))), bias),
+              (TensorMeta("a.weight", "float32", (4, 2)), bias), (TensorMeta("a.weight", "bfloat16", (2, 4)), bias),
+              (weight, TensorMeta("a.bias", "float32", (4,)))]
     assert own not in {sequence(entries) for entries in others}
 
 

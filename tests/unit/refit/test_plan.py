@@ -32,7 +32,7 @@ from mimo.refit.plan import (
     send_plan,
     within,
 )
-from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, Wants
+from mimo.refit.tensor_slices import Address, Box, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 from tests.support.refit_layouts import (
     PADDING,
     EngineLayout,
@@ -54,10 +54,10 @@ AT = "model.layers.1"
 class Ends:
     """What both ends of a refit know, and their tensors."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[TensorMeta]
     holders: Holders
-    slots: list[list[Slot]]
-    wants: dict[int, Wants]
+    slots: list[list[TensorSlice]]
+    wants: dict[int, RecvSpec]
     ranks: list[Tensors]
     workers: list[Tensors]
 
@@ -73,7 +73,7 @@ def ends_of(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
     ranks = [trainer.shards(model, rank) for rank in range(trainer.ranks)]
     workers = [engine.shards(model, worker) for worker in range(engine.workers)]
     slots = [slots_of(model, tensors) for tensors in ranks]
-    alike: dict[Wants, Wants] = {}
+    alike: dict[RecvSpec, RecvSpec] = {}
     wants = [wants_of(model, slots_of(model, tensors), through_loader) for tensors in workers]
     return Ends(model.entries, holders_of(slots), slots,
                 {worker: alike.setdefault(each, each) for worker, each in enumerate(wants)}, ranks, workers)
@@ -83,7 +83,7 @@ def fields(operations: Sequence[Op]) -> list[tuple]:
     return [(each.entry, each.name, each.box, each.sender, each.receiver, each.target) for each in operations]
 
 
-def expected_of(model: SmallModel, shards: Tensors, wants: Wants) -> Tensors:
+def expected_of(model: SmallModel, shards: Tensors, wants: RecvSpec) -> Tensors:
     """A worker's tensors after a transfer: its own slicing, but for what only its loader would write."""
     loader = [model.whole[name] for name in wants.loader]
     numbers = np.concatenate([each.reshape(-1) for each in loader]) if loader else np.array([], int)
@@ -198,7 +198,7 @@ def test_the_reference_lays_ranks_out_as_megatron_does() -> None:
         assert "embedding" in shards[group[0]] and "output_layer" in shards[group[1]]
 
 
-def in_words(entries: Sequence[Entry]) -> list[str]:
+def in_words(entries: Sequence[TensorMeta]) -> list[str]:
     return [f"{entry.name} {entry.dtype} {list(entry.shape)} {entry.keep_fp32}" for entry in entries]
 
 
@@ -243,13 +243,13 @@ def without(ends: Ends, name: str) -> Ends:
                    slots=[[slot for slot in own if slot.name != name] for own in ends.slots])
 
 
-def wanting(ends: Ends, change: Callable[[Slot], Slot | None]) -> Ends:
+def wanting(ends: Ends, change: Callable[[TensorSlice], TensorSlice | None]) -> Ends:
     """A worker that wants changed slots."""
-    return replace(ends, wants={worker: Wants(tuple(filter(None, map(change, wants.direct))), wants.loader)
+    return replace(ends, wants={worker: RecvSpec(tuple(filter(None, map(change, wants.direct))), wants.loader)
                                 for worker, wants in ends.wants.items()})
 
 
-def moved(slot: Slot, name: str, offset: int) -> Slot:
+def moved(slot: TensorSlice, name: str, offset: int) -> TensorSlice:
     return slot if slot.name != name else replace(slot, address=replace(slot.address, offset=offset))
 
 
@@ -326,7 +326,7 @@ def test_whatever_the_ends_see_differently_is_named(case: str) -> None:
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "bfloat16"])), max_size=12),
        st.integers(1, 120), st.integers(0, 200))
 def test_chunks_are_the_plan_in_order(sizes: list[tuple[int, str]], max_bytes: int, seed: int) -> None:
-    entries = [Entry(f"layers.{number}", dtype, (size,)) for number, (size, dtype) in enumerate(sizes)]
+    entries = [TensorMeta(f"layers.{number}", dtype, (size,)) for number, (size, dtype) in enumerate(sizes)]
     found = chunks(entries, max_bytes)
     assert list(itertools.chain.from_iterable(found)) == list(range(len(entries)))
     for chunk in found:
@@ -346,17 +346,18 @@ def test_chunks_are_the_plan_in_order(sizes: list[tuple[int, str]], max_bytes: i
 
 
 def test_a_chunk_may_be_full() -> None:
-    entries = [Entry(f"layers.{number}", "float32", (size,)) for number, size in enumerate((1, 1, 2, 9, 1))]
+    entries = [TensorMeta(f"layers.{number}", "float32", (size,)) for number, size in enumerate((1, 1, 2, 9, 1))]
     assert chunks(entries, 8) == [range(2), range(2, 3), range(3, 4), range(4, 5)]
     assert chunks([], 8) == []
 
 
 def test_equal_boxes_of_tensors_of_other_widths_lie_elsewhere() -> None:
-    entries = [Entry(f"layers.{width}", "float32", (4, width)) for width in (6, 2)]
+    entries = [TensorMeta(f"layers.{width}", "float32", (4, width)) for width in (6, 2)]
     holders = {entry.name: [Holder(Box.whole(entry.shape), (0,))] for entry in entries}
-    slots = [Slot(entry.name, Box.whole(entry.shape), Address(entry.name, 0, (entry.shape[1], 1))) for entry in entries]
-    wants = Wants(tuple(Slot(entry.name, Box((2, 0), entry.shape), Address(entry.name, 0, (9, 1)))
-                        for entry in entries), ())
+    slots = [TensorSlice(entry.name, Box.whole(entry.shape), Address(entry.name, 0, (entry.shape[1], 1)))
+             for entry in entries]
+    wants = RecvSpec(tuple(TensorSlice(entry.name, Box((2, 0), entry.shape), Address(entry.name, 0, (9, 1)))
+                           for entry in entries), ())
     check_plan(entries, holders, wants, receive_plan(entries, holders, wants, 0))
     assert [each.source.offset for each in send_plan(entries, holders, slots, {0: wants}, 0)] == [12, 4]
 
@@ -364,9 +365,10 @@ def test_equal_boxes_of_tensors_of_other_widths_lie_elsewhere() -> None:
 @pytest.mark.parametrize(("tp", "replicas"), [(8, 2), (8, 16), (4, 64), (1, 3), (8, 8)])
 def test_replicas_send_the_same_number_of_workers_an_entry(tp: int, replicas: int) -> None:
     """Workers that want the same are tp apart, which divides by the number of replicas or is a divisor of it."""
-    entries = [Entry(f"layers.{number}", "bfloat16", (4,)) for number in range(4)]
+    entries = [TensorMeta(f"layers.{number}", "bfloat16", (4,)) for number in range(4)]
     holders = {entry.name: [Holder(Box.whole((4,)), tuple(range(replicas)))] for entry in entries}
-    wants = Wants(tuple(Slot(entry.name, Box.whole((4,)), Address(entry.name, 0, (1,))) for entry in entries), ())
+    wants = RecvSpec(tuple(TensorSlice(entry.name, Box.whole((4,)), Address(entry.name, 0, (1,)))
+                           for entry in entries), ())
     group = range(tp * 64)[3 % tp::tp]
     counts = Counter((each.entry, each.sender) for worker in group
                      for each in receive_plan(entries, holders, wants, worker))
@@ -375,7 +377,7 @@ def test_replicas_send_the_same_number_of_workers_an_entry(tp: int, replicas: in
 
 
 def test_the_first_difference_names_both_sides() -> None:
-    entries = [Entry("a", "float32", (2,)), Entry("b", "bfloat16", (4, 3))]
+    entries = [TensorMeta("a", "float32", (2,)), TensorMeta("b", "bfloat16", (4, 3))]
     operations = [Op(number, entry.name, Box.whole(entry.shape), 5, 1, Address("x", 0, (1,) * len(entry.shape)))
                   for number, entry in enumerate(entries)]
     mine = described(entries, operations)

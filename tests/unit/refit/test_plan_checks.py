@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from mimo.refit.plan import Op, check_holders, check_plan, check_wants, receive_plan, send_plan
-from mimo.refit.tensor_slices import Address, Box, Entry, Holder, Holders, Slot, Wants
+from mimo.refit.tensor_slices import Address, Box, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
-PAIR = [Entry("a", "float32", (4, 6)), Entry("b", "float32", (4,))]
+PAIR = [TensorMeta("a", "float32", (4, 6)), TensorMeta("b", "float32", (4,))]
 WHOLE_B = Holder(Box((0,), (4,)), (0,))
 
 
@@ -18,7 +18,7 @@ def halves(split: int, other: int) -> list[Holder]:
     return [Holder(Box((0, 0), (4, split)), (0,)), Holder(Box((0, other), (4, 6)), (1,))]
 
 
-BAD_HOLDERS: dict[str, tuple[Sequence[Entry], Holders, str]] = {
+BAD_HOLDERS: dict[str, tuple[Sequence[TensorMeta], Holders, str]] = {
     "gap": (PAIR, {"a": halves(2, 3), "b": [WHOLE_B]}, r"a \[4, 6\]: 4 of 24 elements are missing"),
     "overlap": (PAIR, {"a": halves(4, 3), "b": [WHOLE_B]}, r"a .*: \[0:4, 0:4\] and \[0:4, 3:6\] overlap"),
     "outside": (PAIR, {"a": halves(3, 3), "b": [Holder(Box((0,), (5,)), (0,))]}, r"b \[4\]: \[0:5\] lies outside"),
@@ -28,7 +28,7 @@ BAD_HOLDERS: dict[str, tuple[Sequence[Entry], Holders, str]] = {
     "no ranks": (PAIR, {"a": halves(3, 3), "b": [Holder(WHOLE_B.box, ())]}, r"b \[0:4\]: ranks \[\]"),
     "ranks": (PAIR, {"a": halves(3, 3), "b": [Holder(WHOLE_B.box, (1, 0))]}, r"ranks \[1, 0\] are not ascending"),
     "twice": ([*PAIR, PAIR[1]], {"a": halves(3, 3), "b": [WHOLE_B]}, "twice: b is in the chunk plan 2 times"),
-    "dtype": ([PAIR[0], Entry("b", "int4", (4,))], {"a": halves(3, 3), "b": [WHOLE_B]}, "dtype: b is int4"),
+    "dtype": ([PAIR[0], TensorMeta("b", "int4", (4,))], {"a": halves(3, 3), "b": [WHOLE_B]}, "dtype: b is int4"),
 }
 
 
@@ -40,32 +40,32 @@ def test_holders_that_are_not_the_model_are_refused(case: str) -> None:
         check_holders(entries, holders)
 
 
-def slot(name: str, box: Box, tensor: str = "live", offset: int = 0, strides: tuple[int, ...] = (6, 1)) -> Slot:
-    return Slot(name, box, Address(tensor, offset, strides))
+def slot(name: str, box: Box, tensor: str = "live", offset: int = 0, strides: tuple[int, ...] = (6, 1)) -> TensorSlice:
+    return TensorSlice(name, box, Address(tensor, offset, strides))
 
 
 ROWS, VECTOR = Box((1, 0), (3, 6)), Box((0,), (4,))
-GOOD = Wants((slot("a", ROWS), slot("b", VECTOR, offset=12, strides=(1,))), ())
-BAD_WANTS: dict[str, tuple[Wants, str]] = {
-    "unknown": (Wants((slot("c", ROWS),), ()), r"unknown: c \(direct\)"),
-    "unknown to the loader": (Wants((), ("c",)), r"unknown: c \(loader\)"),
-    "order": (Wants(GOOD.direct[::-1], ()), r"order: a \(direct\) comes after b"),
-    "order of the loader": (Wants((), ("b", "a")), r"order: a \(loader\) comes after b"),
-    "twice": (Wants((), ("a", "a")), "routes: a goes through the loader 2 times"),
-    "both": (Wants((slot("a", ROWS),), ("a",)), "routes: a is both direct and for the loader"),
-    "box": (Wants((slot("a", Box((1, 0), (5, 6))),), ()), r"shape: a \[1:5, 0:6\] is not a part of \[4, 6\]"),
-    "axes": (Wants((slot("b", ROWS),), ()), r"shape: b \[1:3, 0:6\] is not a part of \[4\]"),
-    "empty": (Wants((slot("a", Box((1, 0), (1, 6))),), ()), "shape: a"),
-    "strides": (Wants((slot("a", ROWS, strides=(1,)),), ()), r"target: a .* with strides \[1\]"),
-    "dtype": (Wants((slot("a", ROWS, "half"),), ()), "dtype: a .* comes as float32, half is bfloat16"),
-    "beyond": (Wants((slot("a", ROWS, offset=9),), ()), "target: a .* ends at element 21 of live, which has 20"),
-    "no tensor": (Wants((slot("a", ROWS, "other"),), ()), "target: a .* goes to other, which is not there"),
-    "overlap": (Wants((GOOD.direct[0], slot("b", VECTOR, offset=11, strides=(1,))), ()),
+GOOD = RecvSpec((slot("a", ROWS), slot("b", VECTOR, offset=12, strides=(1,))), ())
+BAD_WANTS: dict[str, tuple[RecvSpec, str]] = {
+    "unknown": (RecvSpec((slot("c", ROWS),), ()), r"unknown: c \(direct\)"),
+    "unknown to the loader": (RecvSpec((), ("c",)), r"unknown: c \(loader\)"),
+    "order": (RecvSpec(GOOD.direct[::-1], ()), r"order: a \(direct\) comes after b"),
+    "order of the loader": (RecvSpec((), ("b", "a")), r"order: a \(loader\) comes after b"),
+    "twice": (RecvSpec((), ("a", "a")), "routes: a goes through the loader 2 times"),
+    "both": (RecvSpec((slot("a", ROWS),), ("a",)), "routes: a is both direct and for the loader"),
+    "box": (RecvSpec((slot("a", Box((1, 0), (5, 6))),), ()), r"shape: a \[1:5, 0:6\] is not a part of \[4, 6\]"),
+    "axes": (RecvSpec((slot("b", ROWS),), ()), r"shape: b \[1:3, 0:6\] is not a part of \[4\]"),
+    "empty": (RecvSpec((slot("a", Box((1, 0), (1, 6))),), ()), "shape: a"),
+    "strides": (RecvSpec((slot("a", ROWS, strides=(1,)),), ()), r"target: a .* with strides \[1\]"),
+    "dtype": (RecvSpec((slot("a", ROWS, "half"),), ()), "dtype: a .* comes as float32, half is bfloat16"),
+    "beyond": (RecvSpec((slot("a", ROWS, offset=9),), ()), "target: a .* ends at element 21 of live, which has 20"),
+    "no tensor": (RecvSpec((slot("a", ROWS, "other"),), ()), "target: a .* goes to other, which is not there"),
+    "overlap": (RecvSpec((GOOD.direct[0], slot("b", VECTOR, offset=11, strides=(1,))), ()),
                 r"target: a \[1:3, 0:6\] and b \[0:4\] are both written to live"),
-    "overlap of columns": (Wants((slot("a", Box((0, 0), (4, 3)), strides=(5, 1)), slot("b", VECTOR, offset=2,
-                                                                                       strides=(5,))), ()),
+    "overlap of columns": (RecvSpec((slot("a", Box((0, 0), (4, 3)), strides=(5, 1)), slot("b", VECTOR, offset=2,
+                                                                                          strides=(5,))), ()),
                            "a .* and b .* are both written to live"),
-    "onto itself": (Wants((slot("b", VECTOR, strides=(0,)),), ()), "b .* and b .* are both written to live"),
+    "onto itself": (RecvSpec((slot("b", VECTOR, strides=(0,)),), ()), "b .* and b .* are both written to live"),
 }
 
 
@@ -73,8 +73,8 @@ BAD_WANTS: dict[str, tuple[Wants, str]] = {
 def test_wants_that_do_not_fit_are_refused(case: str) -> None:
     tensors = {"live": ("float32", 20), "half": ("bfloat16", 20)}
     check_wants(PAIR, GOOD, tensors)
-    check_wants(PAIR, Wants((slot("a", Box((0, 0), (4, 3)), strides=(5, 1)), slot("b", VECTOR, offset=3, strides=(5,))),
-                            ()), tensors)  # columns beside each other
+    check_wants(PAIR, RecvSpec((slot("a", Box((0, 0), (4, 3)), strides=(5, 1)),
+                                slot("b", VECTOR, offset=3, strides=(5,))), ()), tensors)  # columns beside each other
     wants, message = BAD_WANTS[case]
     with pytest.raises(ValueError, match=message):
         check_wants(PAIR, wants, tensors)
@@ -107,7 +107,7 @@ def test_a_plan_that_brings_something_else_is_refused(case: str) -> None:
 def test_what_nobody_has_is_named_by_the_plans_themselves() -> None:
     holders = {"a": halves(3, 3)}
     with pytest.raises(ValueError, match="worker 7 wants tensors that the trainer does not have: b; c"):
-        receive_plan(PAIR, holders, Wants(GOOD.direct, ("c",)), 7)
+        receive_plan(PAIR, holders, RecvSpec(GOOD.direct, ("c",)), 7)
     mine = [slot("a", Box((0, 0), (4, 3)))]
     with pytest.raises(ValueError, match="trainer rank 0 holds tensors that are not in the chunk plan: a"):
         send_plan(PAIR[1:], holders, mine, {}, 0)
@@ -117,6 +117,6 @@ def test_what_nobody_has_is_named_by_the_plans_themselves() -> None:
 
 
 def test_a_long_list_of_problems_is_cut() -> None:
-    entries = [Entry(f"layers.{number}", "float32", (1,)) for number in range(150)]
+    entries = [TensorMeta(f"layers.{number}", "float32", (1,)) for number in range(150)]
     with pytest.raises(ValueError, match=r"\(150 problems\)(?s:.*)layers\.99\n  and 50 more$"):
         check_holders(entries, {})

@@ -23,7 +23,7 @@ from vllm.v1.worker import gpu_worker
 from mimo.refit import messages as checksums
 from mimo.refit import plan as planning
 from mimo.refit import receiver
-from mimo.refit.rendezvous import Meeting, RefitError
+from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
 from mimo.refit.transport.p2p import Wire
 from mimo.rollout.engine import RolloutEngine
@@ -365,7 +365,7 @@ def test_an_update_that_its_trainer_never_ended() -> None:
 def test_an_engine_that_never_answers_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, engine = connected()
     for sender in ranks.senders:
-        sender._meeting.timeout_s = 1
+        sender._rendezvous.timeout_s = 1
     release = threading.Event()
     monkeypatch.setattr(engine, "finish_weight_update", lambda version: release.wait(30))
     first, second = messages_of(ranks.send("policy"))
@@ -432,9 +432,9 @@ def test_a_tensor_that_comes_with_the_values_of_the_sync_before_is_found(monkeyp
 def test_a_sequence_that_is_not_the_announced_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 sends as it planned, but in the end says that it sent something else."""
     ranks, engine = connected()
-    meeting = ranks.senders[1]._meeting
-    publish = meeting.publish
-    monkeypatch.setattr(meeting, "publish", lambda key, value: publish(
+    rendezvous = ranks.senders[1]._rendezvous
+    publish = rendezvous.publish
+    monkeypatch.setattr(rendezvous, "publish", lambda key, value: publish(
         key, {"0": "other"} if key == "sync 1/running/1" else value))
     for told in messages_of(ranks.send("policy")):
         assert "trainer rank 1 sent worker 0 another sequence of tensors than was announced" in told
@@ -443,8 +443,8 @@ def test_a_sequence_that_is_not_the_announced_one(monkeypatch: pytest.MonkeyPatc
 
 def test_a_first_rank_without_a_store_is_told_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not keep the others waiting for the address."""
-    def fail(cls: type[Meeting], *args: Any) -> Meeting:
+    def fail(cls: type[Rendezvous], *args: Any) -> Rendezvous:
         raise RefitError("no port is free")
 
-    monkeypatch.setattr(Meeting, "host", classmethod(fail))
+    monkeypatch.setattr(Rendezvous, "host", classmethod(fail))
     assert messages_of(Ranks.of(2).connect(None, 1, IMPATIENT)) == ["set-up failed: no port is free"] * 2

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 from mimo.refit.loader_trace import Recording, check_coverage, record
-from mimo.refit.tensor_slices import Entry, Slot
+from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 from mimo.refit.worker_plan import choose_style, plain_buffers, probe_styles, routes
 from tests.support.marks import fast_only
 from tests.support.vllm_models import Rank, as_rank, build, checkpoint, entries_of, live_recording
@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
     yield Saved()
 
 
-def write(slots: Iterable[Slot], tensors: Tensors, places: Tensors) -> None:
+def write(slots: Iterable[TensorSlice], tensors: Tensors, places: Tensors) -> None:
     """The direct route, without a wire."""
     for slot in slots:
         part = tensors[slot.name][tuple(map(slice, slot.box.starts, slot.box.stops))]
@@ -113,9 +113,10 @@ def test_a_repeated_or_refused_tensor_is_an_error_and_hides_no_other(
         saved: dict[str, tuple[Path, Tensors]]) -> None:
     folder, tensors = saved["qwen3"]
     entries = entries_of(tensors)
-    wide = [Entry(entry.name, entry.dtype, (33,)) if entry.name == "model.norm.weight" else entry for entry in entries]
-    odd = Entry("model.layers.0.self_attn.odd", "float32", (4,))
-    copy = Entry("model.layers.0.mlp.gate_up_proj.weight", "float32", (96, 32))
+    wide = [TensorMeta(entry.name, entry.dtype, (33,)) if entry.name == "model.norm.weight" else entry
+            for entry in entries]
+    odd = TensorMeta("model.layers.0.self_attn.odd", "float32", (4,))
+    copy = TensorMeta("model.layers.0.mlp.gate_up_proj.weight", "float32", (96, 32))
     with as_rank(folder, Rank()) as config:
         model = build(config)
         recording = record(model, [odd, *wide[:9], copy, *wide[9:]])
@@ -212,8 +213,8 @@ class Loader(torch.nn.Module):
 WEIGHT, BIAS = (4, 3), (4,)
 
 
-def entries(**shapes: tuple[int, ...]) -> list[Entry]:
-    return [Entry(name.replace("__", "."), "float32", shape) for name, shape in shapes.items()]
+def entries(**shapes: tuple[int, ...]) -> list[TensorMeta]:
+    return [TensorMeta(name.replace("__", "."), "float32", shape) for name, shape in shapes.items()]
 
 
 def recorded(**shapes: tuple[int, ...]) -> tuple[Loader, Recording]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mimo.refit.tensor_slices import (
     Address,
     Box,
-    Entry,
-    Slot,
-    Wants,
+    RecvSpec,
+    TensorMeta,
+    TensorSlice,
     contiguous_strides,
     entry_as_json,
     entry_from_json,
@@ -76,14 +76,15 @@ def test_boxes_of_other_tensors_are_a_bug() -> None:
 
 
 def test_slots_and_entries_survive_json() -> None:
-    slot = Slot("a", Box((0, 2), (4, 6)), Address("fused", 12, (8, 1)))
-    wants = Wants((slot,), ("b", "c"))
+    slot = TensorSlice("a", Box((0, 2), (4, 6)), Address("fused", 12, (8, 1)))
+    wants = RecvSpec((slot,), ("b", "c"))
     assert slot_from_json(json.loads(json.dumps(slot_as_json(slot)))) == slot
-    moved = Wants((Slot("a", slot.box, Address("fused", 13, (8, 1))),), ("b", "c"))
-    assert moved.digest() != wants.digest() != Wants((slot,), ("c", "b")).digest()
-    entry = Entry("a", "float32", (2, 3), keep_fp32=True)
+    moved = RecvSpec((TensorSlice("a", slot.box, Address("fused", 13, (8, 1))),), ("b", "c"))
+    assert moved.digest() != wants.digest() != RecvSpec((slot,), ("c", "b")).digest()
+    entry = TensorMeta("a", "float32", (2, 3), keep_fp32=True)
     assert entry_from_json(json.loads(json.dumps(entry_as_json(entry)))) == entry
 
 
 def test_bytes_are_those_of_the_wire() -> None:
-    assert [Entry("a", dtype, (3, 5)).num_bytes for dtype in ("float32", "bfloat16", "float8_e4m3fn")] == [60, 30, 15]
+    sizes = [TensorMeta("a", dtype, (3, 5)).num_bytes for dtype in ("float32", "bfloat16", "float8_e4m3fn")]
+    assert sizes == [60, 30, 15]

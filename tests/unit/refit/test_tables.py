@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mimo.refit.tensor_slices import (
-    Wants,
+    RecvSpec,
     folded,
     holders_from_table,
     holders_table,
@@ -35,8 +35,8 @@ def test_tables_survive_and_do_not_grow_with_equal_layers() -> None:
     assert wants_from_table(table) == wants and wanted_names(table) == set(MODEL.shapes)
     assert len(table["direct"]["blocks"]) == 13 and len(table["direct"]["patterns"]) == 3  # one layer has none
     names = {"model.layers.3.mlp.gate.weight", "model.layers.11.self_attn.q_proj.weight", "lm_head.weight"}
-    assert wants_from_table(table, names) == Wants(tuple(slot for slot in wants.direct if slot.name in names),
-                                                   tuple(name for name in wants.loader if name in names))
+    assert wants_from_table(table, names) == RecvSpec(tuple(slot for slot in wants.direct if slot.name in names),
+                                                      tuple(name for name in wants.loader if name in names))
 
 
 def test_only_the_number_of_the_layer_is_left_out() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mimo.refit.dispatch_trace import Tracer, Write
-from mimo.refit.tensor_slices import Address, Box, Slot
+from mimo.refit.tensor_slices import Address, Box, TensorSlice
 
 Loader = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -26,7 +26,7 @@ def traced(load: Loader, dtype: torch.dtype = torch.float32, parameter_dtype: to
     return tracer.writes
 
 
-ROWS = Slot("w", Box((1, 0), (3, 6)), Address("p", 24, (6, 1)))
+ROWS = TensorSlice("w", Box((1, 0), (3, 6)), Address("p", 24, (6, 1)))
 
 
 @pytest.mark.parametrize("load", [
@@ -46,7 +46,7 @@ def test_a_copy_of_a_box_is_noted_as_it(load: Loader) -> None:
 
 def test_a_transposed_copy_is_the_same_box_with_other_strides() -> None:
     (write,) = traced(lambda p, w: p.data.view(-1)[:24].view(6, 4).copy_(w.t()))
-    assert write.slot == Slot("w", Box((0, 0), (4, 6)), Address("p", 0, (1, 4)))
+    assert write.slot == TensorSlice("w", Box((0, 0), (4, 6)), Address("p", 0, (1, 4)))
 
 
 @pytest.mark.parametrize("load", [
@@ -92,7 +92,7 @@ def test_a_loader_may_use_its_own_work_space() -> None:
         table[2] = 1
         parameter[:1].copy_(source[int(table[2])].unsqueeze(0))
     (write,) = traced(load)
-    assert write.slot == Slot("w", Box((1, 0), (2, 6)), Address("p", 0, (0, 1)))
+    assert write.slot == TensorSlice("w", Box((1, 0), (2, 6)), Address("p", 0, (0, 1)))
 
 
 def test_values_can_be_read_from_a_real_source_only() -> None:
@@ -124,4 +124,4 @@ def test_views_of_one_storage_are_told_apart() -> None:
     tracer.watch("w", source)
     with tracer:
         storage[5:7].copy_(source)
-    assert tracer.writes[0].slot == Slot("w", Box((0,), (2,)), Address("second", 1, (1,)))
+    assert tracer.writes[0].slot == TensorSlice("w", Box((0,), (2,)), Address("second", 1, (1,)))

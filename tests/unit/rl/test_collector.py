@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mimo.rl.collector import Collector
-from mimo.rl.place import Pending, Place
+from mimo.rl.cursor import Pending, PromptCursor
 from mimo.rl.prompts import Prompt
 from mimo.rollout.engine import Rollout
 
@@ -18,9 +18,9 @@ def prompt(index, seed=0):
     return Prompt(f"p{index}", "?", (10 + seed, index), "truth", {})
 
 
-def collector(place, mode="one-step-off", completions=2, seed=0):
+def collector(cursor, mode="one-step-off", completions=2, seed=0):
     made = Collector.__new__(Collector)
-    made.place = place
+    made.cursor = cursor
     made.config = SimpleNamespace(prompts_per_step=2, rollout=SimpleNamespace(rollout_mode=mode),
                                   rl=SimpleNamespace(completions_per_prompt=completions))
     made.source = SimpleNamespace(prompts=SimpleNamespace(prompt=lambda index: prompt(index, seed)))
@@ -28,30 +28,30 @@ def collector(place, mode="one-step-off", completions=2, seed=0):
 
 
 def restored():
-    before = Place(4, Pending([prompt(4).token_ids, prompt(5).token_ids], [GROUP, GROUP], "3", 1.5))
-    after = Place()
+    before = PromptCursor(4, Pending([prompt(4).token_ids, prompt(5).token_ids], [GROUP, GROUP], "3", 1.5))
+    after = PromptCursor()
     after.load_state_dict(before.streams(is_first_rank=True))
     assert after == before
     return after
 
 
 def test_answers_of_a_checkpoint_are_those_that_were_drawn():
-    drawn = collector(restored())._drawn_ahead()
+    drawn = collector(restored())._prefetched_answers()
     assert (drawn.first, drawn.version, drawn.seconds, drawn.answers) == (4, "3", 1.5, [GROUP, GROUP])
     assert [each.key for each in drawn.prompts] == ["p4", "p5"]
 
 
 @pytest.mark.parametrize("changed", [{"mode": "sync"}, {"completions": 4}, {"seed": 1}])
 def test_answers_to_other_questions_are_drawn_anew(changed):
-    assert collector(restored(), **changed)._drawn_ahead() is None
+    assert collector(restored(), **changed)._prefetched_answers() is None
 
 
 def test_other_ranks_know_the_place_alone():
-    after = Place()
-    after.load_state_dict(Place(4, restored().pending).streams(is_first_rank=False))
-    assert after == Place(4)
+    after = PromptCursor()
+    after.load_state_dict(PromptCursor(4, restored().pending).streams(is_first_rank=False))
+    assert after == PromptCursor(4)
 
 
 def test_streams_of_another_program_are_refused():
     with pytest.raises(ValueError, match="this checkpoint is of train_hetero.py; --finetune takes its weights"):
-        Place().load_state_dict({"consumed_samples": 3, "streams": {"language/0": {"next": 3}}})
+        PromptCursor().load_state_dict({"consumed_samples": 3, "streams": {"language/0": {"next": 3}}})

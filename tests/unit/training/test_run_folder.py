@@ -82,8 +82,8 @@ def test_checkpoints_of_earlier_versions_name_what_is_now_a_link():
 
 
 def test_the_first_rank_decides_and_run_config_toml_can_be_used_again(monkeypatch):
-    monkeypatch.setattr(run_folder, "raise_together", lambda grids, error: None)
-    monkeypatch.setattr(run_folder, "from_first_rank", lambda grids, value: value or "runs/of-rank-0")
+    monkeypatch.setattr(run_folder, "raise_on_any_rank", lambda grids, error: None)
+    monkeypatch.setattr(run_folder, "broadcast_object", lambda grids, value: value or "runs/of-rank-0")
     config = parse(list(MOCK))
     assert run_folder.with_run_folder(config, SimpleNamespace(rank=1)).observe.run_dir == "runs/of-rank-0"
     chosen = run_folder.with_run_folder(config, SimpleNamespace(rank=0))

@@ -11,23 +11,23 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from mimo.refit.rendezvous import Meeting, RefitError, own_address
+from mimo.refit.rendezvous import RefitError, Rendezvous, own_address
 
 
-def meetings(timeout_s: float = 5.0) -> tuple[Meeting, Meeting]:
+def joined(timeout_s: float = 5.0) -> tuple[Rendezvous, Rendezvous]:
     """A trainer's rank that serves the store, and a worker."""
-    host, place = Meeting.host("127.0.0.1", "trainer rank 0", timeout_s)
-    return host, Meeting.join(place, "worker 1", timeout_s)
+    host, place = Rendezvous.host("127.0.0.1", "trainer rank 0", timeout_s)
+    return host, Rendezvous.join(place, "worker 1", timeout_s)
 
 
 def test_plain_data_arrives() -> None:
-    host, worker = meetings()
+    host, worker = joined()
     host.publish("table", {"names": ["a" * 1000] * 1000, "sizes": [1, 2]})
     assert worker.read("table", "set-up", "the table") == {"names": ["a" * 1000] * 1000, "sizes": [1, 2]}
 
 
 def test_the_late_are_named_when_time_is_up() -> None:
-    host, worker = meetings(timeout_s=0.3)
+    host, worker = joined(timeout_s=0.3)
     worker.arrive("sync 1", "ready")
     with pytest.raises(RefitError, match=r"sync 1, stage 'ready': trainer rank 0 waits for worker 2, worker 3; "
                                          r"nothing came within 0\.3 s"):
@@ -37,7 +37,7 @@ def test_the_late_are_named_when_time_is_up() -> None:
 
 
 def test_a_failure_ends_every_wait_with_its_first_reason() -> None:
-    host, worker = meetings(timeout_s=60)
+    host, worker = joined(timeout_s=60)
     with ThreadPoolExecutor(2) as threads:
         waits = [threads.submit(host.wait_for, "sync 2", "ready", ["worker 1"]),
                  threads.submit(worker.until, "sync 2", lambda: False, lambda: "waits for ever")]
@@ -52,7 +52,7 @@ def test_a_failure_ends_every_wait_with_its_first_reason() -> None:
 
 
 def test_who_serves_the_store_has_ended() -> None:
-    host, worker = meetings(timeout_s=60)
+    host, worker = joined(timeout_s=60)
     del host
     with pytest.raises(RefitError, match="worker 1 has lost the refit store, which the trainer's first rank serves"):
         worker.wait_for("sync 1", "ready", ["trainer rank 0"])
@@ -61,14 +61,14 @@ def test_who_serves_the_store_has_ended() -> None:
 
 
 def test_nobody_answers() -> None:
-    host, place = Meeting.host("127.0.0.1", "trainer rank 0", 5.0)
+    host, place = Rendezvous.host("127.0.0.1", "trainer rank 0", 5.0)
     del host
     with pytest.raises(RefitError, match=f"worker 0 cannot reach the refit store at 127.0.0.1:{place.port}"):
-        Meeting.join(place, "worker 0", 0.3)
+        Rendezvous.join(place, "worker 0", 0.3)
 
 
 def test_the_store_listens_on_one_address() -> None:
-    host, place = Meeting.host("localhost", "trainer rank 0", 5.0)
+    host, place = Rendezvous.host("localhost", "trainer rank 0", 5.0)
     with socket.create_connection((place.address, place.port), 5):
         pass
     for other in ("127.0.0.2", own_address(socket.gethostname())):
@@ -79,28 +79,28 @@ def test_the_store_listens_on_one_address() -> None:
 
 
 def test_who_lacks_the_secret_meets_nobody_and_disturbs_nobody() -> None:
-    host, place = Meeting.host("127.0.0.1", "trainer rank 0", 5.0)
-    worker = Meeting.join(place, "worker 0", 5.0)
+    host, place = Rendezvous.host("127.0.0.1", "trainer rank 0", 5.0)
+    worker = Rendezvous.join(place, "worker 0", 5.0)
     assert place.secret not in repr(place)
     for secret in ("", "guessed"):
         with pytest.raises(RefitError, match=f"the refit store at 127.0.0.1:{place.port} is not that of this run"):
-            Meeting.join(dataclasses.replace(place, secret=secret), "worker 0", 5.0)
+            Rendezvous.join(dataclasses.replace(place, secret=secret), "worker 0", 5.0)
     stranger = TCPStore("127.0.0.1", place.port, None, False, timedelta(seconds=5), wait_for_workers=False)
     stranger.set("sync 1/failed", "out of malice")
     with socket.create_connection(("127.0.0.1", place.port), 5) as noise:
         noise.sendall(b"GET / HTTP/1.1\r\n" * 1000)
         worker.arrive("sync 1", "ready")
         host.wait_for("sync 1", "ready", ["worker 0"])
-    assert Meeting.host("127.0.0.1", "trainer rank 0", 5.0)[1].secret != place.secret
+    assert Rendezvous.host("127.0.0.1", "trainer rank 0", 5.0)[1].secret != place.secret
 
 
 def test_a_machine_that_is_not_this_one_is_told() -> None:
     with pytest.raises(RefitError, match="trainer rank 0 cannot serve the refit store at 192.0.2.1"):
-        Meeting.host("192.0.2.1", "trainer rank 0", 5.0)
+        Rendezvous.host("192.0.2.1", "trainer rank 0", 5.0)
 
 
 def test_a_glimpse_waits_for_a_while_whatever_has_failed() -> None:
-    host, worker = meetings()
+    host, worker = joined()
     host.fail("sync 1", "no matter")
     assert worker.glimpse("difference", 0.0) is None
     with ThreadPoolExecutor(1) as threads:

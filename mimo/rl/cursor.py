@@ -29,7 +29,7 @@ class Pending:
 
 
 @dataclass
-class Place:
+class PromptCursor:
     """On every rank the same, but for the pending answers, which the first one has.
 
     Attributes:
