@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 
 @dataclass
@@ -31,6 +32,10 @@ class Piece:
 
 
 def _sharded_tensors(model: Any) -> list[ShardedTensor]:
+    # Megatron Core takes ten seconds to import: this module is imported while tests are collected.
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
     state = model.sharded_state_dict()
     apply_factories(state)
     return [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]

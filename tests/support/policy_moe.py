@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
 
 from mimo.config.rl import RlConfig
 from mimo.rl.policy import PolicyResult, PolicyTrainer
@@ -51,6 +50,8 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
         config: the algorithm.
         alike: all completions have the same tokens.
     """
+    from megatron.core.transformer.moe.router import TopKRouter
+
     parts = make_trainer(flags, world_size, config, FLAGS)
     found = [dataclasses.replace(each, reward=1.0) for each in completions(0)]
     if alike:

@@ -9,8 +9,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.utils import get_model_config
 
 from mimo.config.cli import parse
 from mimo.config.rl import RlConfig
@@ -143,6 +141,9 @@ def update_by_halves(rank: int, config: RlConfig) -> Outcome:
 
 def watched_update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig) -> Schedule:
     """One update on this rank, with the calls of the schedule and the passes of the model noted."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
     parts, seen = make_trainer(flags, world_size, config), Schedule()
 
     def noted(**groups: Any) -> Any:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from mimo.grid.groups import Grids
@@ -46,6 +44,8 @@ def context_of(grids: Grids, module: str, seq_length: int, dtype: torch.dtype = 
 
 def build_module_of(grids: Grids, config: Config, module: str, seq_length: int) -> Any:
     """This rank's part of a module, with parameters drawn by `randomize`."""
+    from megatron.core.transformer.spec_utils import build_module
+
     current_platform().seed(7, tp_rank=0, ep_rank=0, expt_tp_rank=0)
     context = context_of(grids, module, seq_length)
     if module == LANGUAGE:
@@ -92,6 +92,8 @@ def run_vision(vision: Any, pixels: Tensor) -> dict[str, Tensor]:
 
 def run_language(language: Any, embeddings: Tensor, grids: Grids) -> dict[str, Tensor]:
     """Logits gathered over the vocabulary, and the gradient of a random linear loss at the embeddings."""
+    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
     group = grids.collections[LANGUAGE].tp
     embeddings = embeddings.clone().requires_grad_(True)
     inputs = scatter_to_sequence_parallel_region(embeddings, group=group) if group.size() > 1 else embeddings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ def write_versions(rank: int, flags: tuple[str, ...], world_size: int, folder: s
     Returns:
         The versions' folders.
     """
+    vllm_was_imported = "vllm" in sys.modules
     from mimo.refit.transport.disk import DiskWriter
     from mimo.weights.export import ExportOptions
     from mimo.weights.export_live import export_model
 
+    assert vllm_was_imported or "vllm" not in sys.modules, "a trainer may lack vLLM"
     found = []
     with holdings.loaded_model(flags, world_size, folder) as (built, grids, provider, config):
         writer = DiskWriter(built, grids, provider, config, root, dtype, keep=2, max_shard_bytes=20_000)

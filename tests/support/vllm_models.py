@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from mimo.refit.loader_trace import Recording, record
 from mimo.refit.tensor_slices import TensorMeta
+from tests.support.lazy import Rank
 
 TEXT: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -65,21 +65,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "llava", "vision_config": CLIP, "text_config": TEXT | {"model_type": "qwen3"},
         "image_token_index": 98, "vision_feature_layer": -1},
 }
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A worker's place.
-
-    Attributes:
-        tp: tensor parallel rank and size.
-        pp: pipeline rank and size.
-        experts_over_tp: whether the tensor parallel ranks hold whole experts each.
-    """
-
-    tp: tuple[int, int] = (0, 1)
-    pp: tuple[int, int] = (0, 1)
-    experts_over_tp: bool = False
 
 
 def checkpoint(name: str, directory: Path) -> dict[str, torch.Tensor]:

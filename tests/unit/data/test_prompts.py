@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
-from megatron.core.tokenizers.vision.libraries.multimodal_tokenizer import MegatronMultimodalTokenizer
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -311,6 +309,9 @@ def test_a_document_has_the_tags_that_the_template_writes_around_images(tmp_path
     ["mistral", "qwen2p0", "qwen2p5", "llama3p1", "llama3p2", "nemotron5", "nemotron5-aligned", "nemotron-nano-v2"],
 )
 def test_formats_write_what_megatrons_tokenizers_write(folder, prompt_format):
+    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+    from megatron.core.tokenizers.vision.libraries.multimodal_tokenizer import MegatronMultimodalTokenizer
+
     talk = [{"role": "system", "content": "be brief /no_think"}, *TALK[1:]]
     talk = talk[1:] if prompt_format == "mistral" else talk  # Megatron leaves it out
     tokens, _ = Tokenizer(str(folder), prompt_format, "internvl", TOKENS).encode(talk, [1, 1])

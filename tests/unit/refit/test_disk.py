@@ -14,7 +14,7 @@ from mimo.refit.rendezvous import RefitError
 from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.transport import disk as manifest
 from mimo.refit.transport.disk import Manifest, write_manifest
-from mimo.rollout.engine import ENVIRONMENT, RolloutEngine, Sampling
+from mimo.rollout.engine import RolloutEngine, Sampling
 from mimo.weights.safetensors_io import HfSource
 from tests.support.refit_faults import (
     NAMES,
@@ -24,24 +24,11 @@ from tests.support.refit_faults import (
     is_right,
     refuses,
     spelling,
-    use_plain_engine,
     whole_weights,
 )
 
+pytestmark = pytest.mark.usefixtures("plain_engine")
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
-@pytest.fixture(autouse=True)
-def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`PlainLLM` in place of vLLM's."""
-    import vllm
-    from vllm.v1.worker import gpu_worker
-
-    for owner, name in ((torch.accelerator, "synchronize"), (vllm, "LLM"), (gpu_worker, "set_current_vllm_config")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # what follows is undone
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, ENVIRONMENT[name])
-    use_plain_engine()
 
 
 def write(root: Path, version: str, seed: int, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,

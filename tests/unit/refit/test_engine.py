@@ -9,23 +9,11 @@ import torch
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rl.probe import Expected, compare_logprobs
-from mimo.rollout.engine import ENVIRONMENT, EngineOptions, RolloutEngine, Sampling
-from tests.support.refit_faults import PROMPTS, Ranks, engine_options, logprobs_of, use_plain_engine, whole_weights
+from mimo.rollout.engine import EngineOptions, RolloutEngine, Sampling
+from tests.support.refit_faults import PROMPTS, Ranks, engine_options, logprobs_of, whole_weights
 
+pytestmark = pytest.mark.usefixtures("plain_engine")
 CACHES = ["prefix", "mm", "encoder"]
-
-
-@pytest.fixture(autouse=True)
-def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`PlainLLM` in place of vLLM's."""
-    import vllm
-    from vllm.v1.worker import gpu_worker
-
-    for owner, name in ((torch.accelerator, "synchronize"), (vllm, "LLM"), (gpu_worker, "set_current_vllm_config")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # what follows is undone
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, ENVIRONMENT[name])
-    use_plain_engine()
 
 
 def synced(seed: int = 0) -> tuple[Ranks, RolloutEngine]:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from vllm.v1.worker import gpu_worker
 
 from mimo.refit import messages as checksums
 from mimo.refit import plan as planning
@@ -37,22 +36,11 @@ from tests.support.refit_faults import (
     holders_of,
     is_right,
     refuses,
-    use_plain_engine,
 )
 
 # No error of these tests may take as long as a time-out.
 IMPATIENT = dataclasses.replace(OPTIONS, timeout_s=120)
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`PlainLLM` in place of vLLM's."""
-    import vllm
-
-    for owner, name in ((torch.accelerator, "synchronize"), (vllm, "LLM"), (gpu_worker, "set_current_vllm_config")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # what follows is undone
-    use_plain_engine()
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("plain_engine")]
 
 
 def engine_of(workers: int = 1, load_format: str = "dummy") -> RolloutEngine:
@@ -377,6 +365,7 @@ def test_an_engine_that_never_answers_is_named_on_every_rank(monkeypatch: pytest
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_one_bit_that_changes_under_way_is_found(monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
+
     ranks, engine = connected(1, 1, verify=verify)
     copy_all, chunks = receiver.copy_all, itertools.count()
 
@@ -395,6 +384,7 @@ def test_one_bit_that_changes_under_way_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_box_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+
     ranks, engine = connected(2, 1, verify=True)
     copy_all = receiver.copy_all
 

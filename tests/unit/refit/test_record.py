@@ -7,20 +7,20 @@ import multiprocessing
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.model_loader.utils import process_weights_after_loading
-from vllm.platforms import current_platform
 
-from mimo.refit.loader_trace import Recording, check_coverage, record
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
-from mimo.refit.worker_plan import choose_style, plain_buffers, probe_styles, routes
+from tests.support.lazy import Lazy, Rank
 from tests.support.marks import fast_only
-from tests.support.vllm_models import Rank, as_rank, build, checkpoint, entries_of, live_recording
 
+if TYPE_CHECKING:
+    from mimo.refit.loader_trace import Recording
+
+loader_trace, worker_plan, tiny = map(Lazy, (
+    "mimo.refit.loader_trace", "mimo.refit.worker_plan", "tests.support.vllm_models"))
 Tensors = dict[str, torch.Tensor]
 # The query heads of all models are 8, their key heads 2: of eight ranks, four hold the same.
 RANKS = [Rank(), Rank(tp=(1, 2)), Rank(tp=(3, 4)), Rank(tp=(5, 8))]
@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
     class Saved(dict):  # type: ignore[type-arg]
         def __missing__(self, name: str) -> tuple[Path, Tensors]:
             folder = tmp_path_factory.mktemp(name)
-            self[name] = (folder, checkpoint(name, folder))
+            self[name] = (folder, tiny.checkpoint(name, folder))
             return self[name]
     yield Saved()
 
@@ -65,12 +65,12 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_recorded_boxes_fill_buffers_as_loading_fills_the_model(
         saved: dict[str, tuple[Path, Tensors]], name: str, rank: Rank) -> None:
     folder, tensors = saved[name]
-    with as_rank(folder, rank) as config:
-        model = build(config)
-        recording = record(model, entries_of(tensors))
+    with tiny.as_rank(folder, rank) as config:
+        model = tiny.build(config)
+        recording = loader_trace.record(model, tiny.entries_of(tensors))
         assert all(tensor.isnan().all() for tensor in model.parameters()), "recording has written to the model"
-        check_coverage(model, recording)
-        buffers, wants = plain_buffers(recording)
+        loader_trace.check_coverage(model, recording)
+        buffers, wants = worker_plan.plain_buffers(recording)
         model.load_weights(iter(tensors.items()))
     assert set(recording.computed) == {key for key in tensors if key.endswith("A_log")} - set(recording.untaken)
     write(wants.direct, tensors, buffers)
@@ -90,20 +90,20 @@ def test_every_name_is_taken_by_some_worker(
     folder, tensors = saved[name]
     untaken = []
     for rank in ranks:
-        with as_rank(folder, rank) as config:
-            untaken.append(set(record(build(config), entries_of(tensors)).untaken))
+        with tiny.as_rank(folder, rank) as config:
+            untaken.append(set(loader_trace.record(tiny.build(config), tiny.entries_of(tensors)).untaken))
     assert all(untaken) and not set.intersection(*untaken)
 
 
 def test_a_missing_tensor_is_an_error_with_its_number_of_elements(
         saved: dict[str, tuple[Path, Tensors]]) -> None:
     folder, tensors = saved["qwen3"]
-    entries = [entry for entry in entries_of(tensors) if "layers.1.self_attn.k_proj" not in entry.name
+    entries = [entry for entry in tiny.entries_of(tensors) if "layers.1.self_attn.k_proj" not in entry.name
                and "layers.0.input_layernorm" not in entry.name]
-    with as_rank(folder, Rank(tp=(1, 2))) as config:
-        model = build(config)
+    with tiny.as_rank(folder, Rank(tp=(1, 2))) as config:
+        model = tiny.build(config)
         with pytest.raises(ValueError) as error:
-            check_coverage(model, record(model, entries))
+            loader_trace.check_coverage(model, loader_trace.record(model, entries))
     assert "model.layers.1.self_attn.qkv_proj.weight: 1024 of 6144 elements are never written" in str(error.value)
     assert "model.layers.0.input_layernorm.weight: 32 of 32 elements are never written" in str(error.value)
     assert str(error.value).count("elements") == 2
@@ -112,17 +112,17 @@ def test_a_missing_tensor_is_an_error_with_its_number_of_elements(
 def test_a_repeated_or_refused_tensor_is_an_error_and_hides_no_other(
         saved: dict[str, tuple[Path, Tensors]]) -> None:
     folder, tensors = saved["qwen3"]
-    entries = entries_of(tensors)
+    entries = tiny.entries_of(tensors)
     wide = [TensorMeta(entry.name, entry.dtype, (33,)) if entry.name == "model.norm.weight" else entry
             for entry in entries]
     odd = TensorMeta("model.layers.0.self_attn.odd", "float32", (4,))
     copy = TensorMeta("model.layers.0.mlp.gate_up_proj.weight", "float32", (96, 32))
-    with as_rank(folder, Rank()) as config:
-        model = build(config)
-        recording = record(model, [odd, *wide[:9], copy, *wide[9:]])
-        whole = record(model, entries)
+    with tiny.as_rank(folder, Rank()) as config:
+        model = tiny.build(config)
+        recording = loader_trace.record(model, [odd, *wide[:9], copy, *wide[9:]])
+        whole = loader_trace.record(model, entries)
         with pytest.raises(ValueError) as error:
-            check_coverage(model, recording)
+            loader_trace.check_coverage(model, recording)
     assert recording.refused.keys() == {odd.name, "model.norm.weight"}
     assert {name: slots for name, slots in recording.slots.items() if name != copy.name} == {
         name: slots for name, slots in whole.slots.items() if name != "model.norm.weight"}
@@ -136,16 +136,16 @@ def test_keeping_float32_is_checked_and_routing_biases_are_recorded(saved: dict[
     folder, tensors = saved["deepseek-v3"]
     bias, router = "model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.1.mlp.gate.weight"
     entries = [entry if entry.name == bias else dataclasses.replace(entry, dtype="bfloat16")
-               for entry in entries_of(tensors)]
-    with as_rank(folder, Rank(), "bfloat16") as config:
-        model = build(config)
-        recording = record(model, entries)
-        check_coverage(model, recording)
+               for entry in tiny.entries_of(tensors)]
+    with tiny.as_rank(folder, Rank(), "bfloat16") as config:
+        model = tiny.build(config)
+        recording = loader_trace.record(model, entries)
+        loader_trace.check_coverage(model, recording)
         kept = [dataclasses.replace(entry, keep_fp32=entry.name == bias) for entry in entries]
         rounded = [dataclasses.replace(entry, keep_fp32=entry.name == router) for entry in entries]
-        assert routes(model, recording, kept)
+        assert worker_plan.routes(model, recording, kept)
         with pytest.raises(ValueError, match=f"{router} must keep float32, but the engine holds it as bfloat16"):
-            routes(model, recording, rounded)
+            worker_plan.routes(model, recording, rounded)
     (slot,) = recording.slots[bias]
     assert recording.layouts[slot.address.tensor].dtype == "float32"
 
@@ -166,18 +166,20 @@ def state(model: torch.nn.Module) -> dict[str, tuple[int, object]]:
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("nemotron-h", marks=pytest.mark.slow)])
 def test_a_processed_model_is_recorded_as_it_was_and_stays_as_it_is(
         saved: dict[str, tuple[Path, Tensors]], name: str) -> None:
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
     folder, tensors = saved[name]
-    with as_rank(folder, Rank()) as config:
-        model = build(config)
+    with tiny.as_rank(folder, Rank()) as config:
+        model = tiny.build(config)
         before = state(model)
-        expected = record(model, entries_of(tensors))
+        expected = loader_trace.record(model, tiny.entries_of(tensors))
         assert str(state(model)) == str(before)  # NaN is not itself
         model.load_weights(iter(tensors.items()))
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         before = state(model)
-        recording = record(model, entries_of(tensors))
+        recording = loader_trace.record(model, tiny.entries_of(tensors))
         assert state(model) == before
-        check_coverage(model, recording)
+        loader_trace.check_coverage(model, recording)
     assert any(tensor.numel() == 0 for tensor in model.parameters()), "nothing was repacked"
     assert dataclasses.replace(recording, layouts={}) == dataclasses.replace(expected, layouts={})
     parameters = {path: layout for path, layout in recording.layouts.items() if layout.parameter}
@@ -219,7 +221,7 @@ def entries(**shapes: tuple[int, ...]) -> list[TensorMeta]:
 
 def recorded(**shapes: tuple[int, ...]) -> tuple[Loader, Recording]:
     model = Loader()
-    return model, record(model, entries(**shapes))
+    return model, loader_trace.record(model, entries(**shapes))
 
 
 def test_a_loader_that_reads_values_or_raises_loses_no_other_name() -> None:
@@ -232,61 +234,66 @@ def test_a_loader_that_reads_values_or_raises_loses_no_other_name() -> None:
     assert recording.untaken == ("other.weight",)
     assert recording.refused.keys() == {"b.odd", "later.c.odd", "c.bias"}
     with pytest.raises(ValueError, match="c.bias: 4 of 4 elements are never written"):
-        check_coverage(model, recording)
+        loader_trace.check_coverage(model, recording)
 
 
 def test_a_buffer_that_a_checkpoint_may_hold_has_to_be_filled() -> None:
     shapes = {f"{part}__{kind}": shape for part in "abc" for kind, shape in (("weight", WEIGHT), ("bias", BIAS))}
     model, recording = recorded(**shapes)
     with pytest.raises(ValueError, match="e_score_correction_bias: 4 of 4 elements are never written"):
-        check_coverage(model, recording)
-    check_coverage(*recorded(**shapes, e_score_correction_bias=BIAS))
+        loader_trace.check_coverage(model, recording)
+    loader_trace.check_coverage(*recorded(**shapes, e_score_correction_bias=BIAS))
     model.register_buffer("e_score_correction_bias", torch.zeros(4), persistent=False)
-    check_coverage(model, recording)
+    loader_trace.check_coverage(model, recording)
 
 
 def test_padding_is_filled_with_a_constant_or_declared() -> None:
     shapes = {f"{part}__{kind}": shape for part in "abc" for kind, shape in (("weight", WEIGHT), ("bias", BIAS))}
     model, recording = recorded(**shapes | {"a__weight": (3, 3), "e_score_correction_bias": BIAS})
-    check_coverage(model, recording)
+    loader_trace.check_coverage(model, recording)
     assert [(write.path, write.value) for write in recording.constants] == [("a.weight", 0.0)]
     model.a.weight.weight_loader_numel = 9  # type: ignore[assignment]
-    assert record(model, entries(a__weight=(3, 3))).layouts["a.weight"].loaded == 9
+    assert loader_trace.record(model, entries(a__weight=(3, 3))).layouts["a.weight"].loaded == 9
     unfilled = dataclasses.replace(recording, constants=())
     with pytest.raises(ValueError, match="a.weight: 3 of 12 elements are never written"):
-        check_coverage(model, unfilled)
+        loader_trace.check_coverage(model, unfilled)
     declared = dataclasses.replace(recording.layouts["a.weight"], loaded=9)
-    check_coverage(model, dataclasses.replace(unfilled, layouts=recording.layouts | {"a.weight": declared}))
+    loader_trace.check_coverage(model, dataclasses.replace(unfilled, layouts=recording.layouts | {"a.weight": declared}))
 
 
 def test_a_module_with_one_tensor_of_the_loaders_is_the_loaders() -> None:
     shapes = {"scaled__a__weight": WEIGHT, "a__bias": BIAS, "b__weight": WEIGHT, "b__bias": BIAS, "c__weight": WEIGHT}
     model, recording = recorded(**shapes)
-    wants = routes(model, recording, entries(**shapes))
+    wants = worker_plan.routes(model, recording, entries(**shapes))
     assert wants.loader == ("scaled.a.weight", "a.bias")
     assert [slot.name for slot in wants.direct] == ["b.weight", "b.bias", "c.weight"]
     half = [dataclasses.replace(entry, dtype="bfloat16") if entry.name == "b.bias" else entry
             for entry in entries(**shapes)]
-    assert routes(model, recording, half).loader == ("scaled.a.weight", "a.bias", "b.weight", "b.bias")
+    assert worker_plan.routes(model, recording, half).loader == ("scaled.a.weight", "a.bias", "b.weight", "b.bias")
     model.c.weight.data = model.c.weight.data.t().contiguous().t()
-    assert routes(model, recording, entries(**shapes)).loader == ("scaled.a.weight", "a.bias", "c.weight")
+    assert worker_plan.routes(model, recording, entries(**shapes)).loader == ("scaled.a.weight", "a.bias", "c.weight")
 
 
 def test_on_accelerators_all_but_what_is_processed_or_computed_is_direct(
         saved: dict[str, tuple[Path, Tensors]], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
     loader = {}
     for name in ("deepseek-v3", "nemotron-h-latent"):
         folder, tensors = saved[name]
-        with as_rank(folder, Rank(tp=(1, 2))) as config:
-            model = build(config)
-            recording = record(model, entries_of(tensors))
+        with tiny.as_rank(folder, Rank(tp=(1, 2))) as config:
+            model = tiny.build(config)
+            recording = loader_trace.record(model, tiny.entries_of(tensors))
         experts = [module.quant_method for module in model.modules() if isinstance(module, RoutedExperts)]
         backends = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.FLASHINFER_CUTLASS)
         for kind, backend in zip(("kept", "swapped"), backends, strict=True):
             monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
             for method in experts:
                 method.unquantized_backend = backend
-            loader[name, kind] = {key.split(".", 3)[-1] for key in routes(model, recording, entries_of(tensors)).loader}
+            wants = worker_plan.routes(model, recording, tiny.entries_of(tensors))
+            loader[name, kind] = {key.split(".", 3)[-1] for key in wants.loader}
             monkeypatch.undo()
     assert loader["deepseek-v3", "kept"] == {"self_attn.kv_b_proj.weight"}
     assert loader["deepseek-v3", "swapped"] - loader["deepseek-v3", "kept"] == {
@@ -295,14 +302,16 @@ def test_on_accelerators_all_but_what_is_processed_or_computed_is_direct(
 
 
 def test_tied_embeddings_go_one_way(saved: dict[str, tuple[Path, Tensors]], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
     folder, tensors = saved["qwen3-tied"]
-    with as_rank(folder, Rank(tp=(1, 2))) as config:
-        model = build(config)
-        recording = record(model, entries_of(tensors))
+    with tiny.as_rank(folder, Rank(tp=(1, 2))) as config:
+        model = tiny.build(config)
+        recording = loader_trace.record(model, tiny.entries_of(tensors))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert routes(model, recording, entries_of(tensors)).loader == ()
+    assert worker_plan.routes(model, recording, tiny.entries_of(tensors)).loader == ()
     model.lm_head.quant_method = torch.nn.Module()
-    assert routes(model, recording, entries_of(tensors)).loader == ("model.embed_tokens.weight",)
+    assert worker_plan.routes(model, recording, tiny.entries_of(tensors)).loader == ("model.embed_tokens.weight",)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -311,32 +320,34 @@ def test_the_spelling_is_the_one_of_which_every_name_is_taken_somewhere(workers:
         "language": {"plain": entries(a__weight=WEIGHT, a__bias=BIAS)},
         "images": {"ignored": entries(other__weight=WEIGHT, c__bias=BIAS), "refused": entries(c__odd=WEIGHT),
                    "taken": entries(c__weight=WEIGHT, c__bias=BIAS)}}
-    probes = [probe_styles(Loader(), candidates) for _ in range(workers)]
-    assert choose_style(probes) == {"language": "plain", "images": "taken"}
+    probes = [worker_plan.probe_styles(Loader(), candidates) for _ in range(workers)]
+    assert worker_plan.choose_style(probes) == {"language": "plain", "images": "taken"}
     for worker in probes:
         del worker["images"]["taken"]
     with pytest.raises(ValueError, match="images in no spelling: as ignored, other.weight are ignored without a word; "
                                          "as refused, c.odd is refused .KeyError"):
-        choose_style(probes)
+        worker_plan.choose_style(probes)
 
 
 @pytest.mark.slow
 def test_llavas_loader_chooses_between_two_spellings_of_its_tower(saved: dict[str, tuple[Path, Tensors]]) -> None:
     folder, tensors = saved["llava"]
-    tower = [entry for entry in entries_of(tensors) if "tower" in entry.name and "post_layernorm" not in entry.name]
-    styles = {"short": [dataclasses.replace(entry, name=entry.name.replace("vision_model.", "")) for entry in tower],
-              "long": tower}
-    with as_rank(folder, Rank(tp=(0, 2))) as config:
-        assert choose_style([probe_styles(build(config), {"images": styles})]) == {"images": "long"}
+    tower = [entry for entry in tiny.entries_of(tensors)
+             if "tower" in entry.name and "post_layernorm" not in entry.name]
+    names = {"short": [dataclasses.replace(entry, name=entry.name.replace("vision_model.", "")) for entry in tower],
+             "long": tower}
+    with tiny.as_rank(folder, Rank(tp=(0, 2))) as config:
+        assert worker_plan.choose_style([worker_plan.probe_styles(tiny.build(config), {"images": names})]) == {"images": "long"}
 
 
 @pytest.mark.slow
 def test_a_live_engine_generates_the_same_after_it_was_recorded(saved: dict[str, tuple[Path, Tensors]]) -> None:
     folder, tensors = saved["qwen3-moe"]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        before, after, recording = pool.submit(live_recording, str(folder), entries_of(tensors)).result(timeout=280)
+        before, after, recording = pool.submit(
+            tiny.live_recording, str(folder), tiny.entries_of(tensors)).result(timeout=280)
     assert before == after and len(set(before[0])) > 1
-    with as_rank(folder, Rank()) as config:
-        expected = record(build(config), entries_of(tensors))
+    with tiny.as_rank(folder, Rank()) as config:
+        expected = loader_trace.record(tiny.build(config), tiny.entries_of(tensors))
     assert recording.slots == expected.slots and recording.constants == expected.constants
     assert not recording.untaken and not recording.refused and not recording.computed

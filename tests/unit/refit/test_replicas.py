@@ -13,14 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.worker import gpu_worker
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout import replicas as replicas_module
 from mimo.rollout.engine import Rollout, RolloutEngine, Sampling
 from mimo.rollout.process import EngineHandle
 from mimo.rollout.replicas import Replicas, one_client, share_out
-from tests.support.refit_faults import OPTIONS, Ranks, engine_options, is_right, refuses, use_plain_engine
+from tests.support.refit_faults import OPTIONS, Ranks, engine_options, is_right, refuses
 
 pytestmark = pytest.mark.timeout(60)
 IMPATIENT = dataclasses.replace(OPTIONS, timeout_s=120)
@@ -211,16 +210,6 @@ def test_one_replica_needs_no_client_around_its_own() -> None:
 
 def handle_fields(handle: EngineHandle) -> tuple[tuple[str, int], bytes, int]:
     return handle.address, handle.key, handle.num_workers
-
-
-@pytest.fixture
-def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`PlainLLM` in place of vLLM's."""
-    import vllm
-
-    for owner, name in ((torch.accelerator, "synchronize"), (vllm, "LLM"), (gpu_worker, "set_current_vllm_config")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # what follows is undone
-    use_plain_engine()
 
 
 @pytest.mark.usefixtures("plain_engine")

@@ -1,0 +1,41 @@
+"""The trainer's weights as vLLM's own weight-transfer trainers take them. Imports vLLM, which a trainer may lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from mimo.refit.gather_full import WholeTensors, entry_dtype
+
+
+class MegatronSource(WeightSource):
+    """Whole tensors of a running trainer; every rank of the world iterates, and the first is vLLM's sender.
+
+    The other ranks get tensors of the right dtype and shape on the meta device, which vLLM's NCCL trainer passes over.
+    Its IPC trainer reads those of every rank: there `WholeTensors` has `everywhere=True`.
+
+    Args:
+        tensors: of this rank's model.
+    """
+
+    def __init__(self, tensors: WholeTensors) -> None:
+        self._tensors = tensors
+        self._metadata = [ParamMeta(entry.name, entry_dtype(entry), entry.shape) for entry in tensors.entries]
+
+    def metadata(self) -> list[ParamMeta]:
+        """Name, dtype on the wire and shape of every tensor, in order; known without communication or memory."""
+        return list(self._metadata)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor as it is now, one at a time. Collective over the world.
+
+        Raises:
+            RuntimeError: a tensor is not what `metadata` says.
+        """
+        for (entry, tensor), announced in zip(self._tensors, self._metadata, strict=True):
+            if ParamMeta(entry.name, tensor.dtype, tuple(tensor.shape)) != announced:
+                raise RuntimeError(f"{entry.name} {tensor.dtype} {list(tensor.shape)} comes where {announced} was "
+                                   "announced")
+            yield entry.name, tensor
