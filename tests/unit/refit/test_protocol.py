@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from mimo.refit import messages as checksums
 from mimo.refit import plan as planning
-from mimo.refit import receiver
 from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
 from mimo.refit.transport.p2p import Wire

@@ -258,7 +258,8 @@ def test_padding_is_filled_with_a_constant_or_declared() -> None:
     with pytest.raises(ValueError, match="a.weight: 3 of 12 elements are never written"):
         loader_trace.check_coverage(model, unfilled)
     declared = dataclasses.replace(recording.layouts["a.weight"], loaded=9)
-    loader_trace.check_coverage(model, dataclasses.replace(unfilled, layouts=recording.layouts | {"a.weight": declared}))
+    layouts = recording.layouts | {"a.weight": declared}
+    loader_trace.check_coverage(model, dataclasses.replace(unfilled, layouts=layouts))
 
 
 def test_a_module_with_one_tensor_of_the_loaders_is_the_loaders() -> None:
@@ -337,7 +338,8 @@ def test_llavas_loader_chooses_between_two_spellings_of_its_tower(saved: dict[st
     names = {"short": [dataclasses.replace(entry, name=entry.name.replace("vision_model.", "")) for entry in tower],
              "long": tower}
     with tiny.as_rank(folder, Rank(tp=(0, 2))) as config:
-        assert worker_plan.choose_style([worker_plan.probe_styles(tiny.build(config), {"images": names})]) == {"images": "long"}
+        probes = [worker_plan.probe_styles(tiny.build(config), {"images": names})]
+        assert worker_plan.choose_style(probes) == {"images": "long"}
 
 
 @pytest.mark.slow
