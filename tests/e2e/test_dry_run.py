@@ -1,17 +1,54 @@
 """`train_hetero.py` as a user types it: the plan, the exit codes, the messages; no torch, from any folder."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import train_hetero
 
 ROOT = Path(__file__).parents[2]
 MOCK = ["--model-provider", "mock", "--dataset-provider", "mock"]
 
 
-def train_hetero(*flags: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+@dataclass
+class Done:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run the command in this process. Everything up to a plan or a refusal imports no torch."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*flags: str, cwd: Path = ROOT, **environment: str) -> Done:
+        with monkeypatch.context() as inside:
+            for name in ("RANK", "WORLD_SIZE"):
+                inside.delenv(name, raising=False)
+            for name, value in environment.items():
+                inside.setenv(name, value)
+            inside.chdir(cwd)
+            try:
+                code = train_hetero.main(list(flags))
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+        printed = capsys.readouterr()
+        return Done(code, printed.out, printed.err)
+
+    return run
+
+
+def started(*flags: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run([sys.executable, str(ROOT / "train_hetero.py"), *flags], cwd=cwd, text=True,
                           env={**kept, **environment}, capture_output=True, timeout=120, check=False)
@@ -25,17 +62,17 @@ def train_hetero(*flags: str, cwd: Path = ROOT, **environment: str) -> subproces
     [*MOCK, "--llm-only", "--llm-pp", "2", "--mock-text-only-fraction", "1"],
     ["--seq-length", "1024", "--encoder-dp", "2", "--llm-tp", "8", "--llm-dp", "4", "--llm-pp", "2"],
 ])
-def test_the_plan_of_a_layout(flags):
-    done = train_hetero(*flags, "--dry-run")
+def test_the_plan_of_a_layout(typed, flags):
+    done = typed(*flags, "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("layout ")
     assert "parameters " in done.stdout and "batch: " in done.stdout
     assert ("bridge: " in done.stdout) == ("--llm-only" not in flags)
 
 
-def test_264_ranks_of_llava_on_a_laptop():
-    done = train_hetero("--dry-run", "--world-size", "264", "--encoder-dp", "8", "--llm-tp", "8", "--llm-dp", "32",
-                        "--global-batch-size", "64", "--seq-length", "2048")
+def test_264_ranks_of_llava_on_a_laptop(typed):
+    done = typed("--dry-run", "--world-size", "264", "--encoder-dp", "8", "--llm-tp", "8", "--llm-dp", "32",
+                 "--global-batch-size", "64", "--seq-length", "2048")
     assert done.returncode == 0, done.stderr
     assert "layout disjoint, 264 ranks, 32 lanes" in done.stdout
     assert "ranks 256-263" in done.stdout
@@ -44,8 +81,8 @@ def test_264_ranks_of_llava_on_a_laptop():
     assert len(done.stdout.splitlines()) < 60
 
 
-def test_the_example_image_may_be_larger_than_the_position_grid():
-    done = train_hetero("--model-provider", "nemotron-moe-vlm-tiny", "--vision-max-image-size", "256", "--dry-run")
+def test_the_example_image_may_be_larger_than_the_position_grid(typed):
+    done = typed("--model-provider", "nemotron-moe-vlm-tiny", "--vision-max-image-size", "256", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "(one 512x512 image per sample = 1024 tokens" in done.stdout
 
@@ -59,18 +96,18 @@ def test_a_dry_run_imports_no_torch():
 
 def test_it_works_from_any_folder_and_finds_a_provider_in_it(tmp_path):
     (tmp_path / "my_family.py").write_text("from providers.mock import MockProvider\n\n\nprovider = MockProvider()\n")
-    done = train_hetero(*MOCK, "--model-provider", "my_family:provider", "--dry-run", cwd=tmp_path)
+    done = started(*MOCK, "--model-provider", "my_family:provider", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_printed_config_gives_the_same_plan(tmp_path):
+def test_a_printed_config_gives_the_same_plan(typed, tmp_path):
     flags = [*MOCK, "--encoder-dp", "2", "--llm-dp", "4", "--no-bf16", "--num-layers", "6", "--dry-run"]
-    printed = train_hetero(*flags, "--print-config")
+    printed = typed(*flags, "--print-config")
     assert printed.returncode == 0
     (tmp_path / "run.toml").write_text(printed.stdout)
-    again = train_hetero("--config", "run.toml", cwd=tmp_path)
+    again = typed("--config", "run.toml", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert again.stdout == train_hetero(*flags).stdout
+    assert again.stdout == typed(*flags).stdout
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
@@ -81,8 +118,8 @@ def test_a_printed_config_gives_the_same_plan(tmp_path):
     ([*MOCK, "--config", "nowhere.toml"], "--config nowhere.toml"),
     ([*MOCK, "--dry-run", "--llm-tp", "16"], "--llm-tp 16"),
 ])
-def test_a_mistake_is_one_message_and_exit_code_2(flags, expected):
-    done = train_hetero(*flags, WORLD_SIZE="2") if "--dry-run" not in flags else train_hetero(*flags)
+def test_a_mistake_is_one_message_and_exit_code_2(typed, flags, expected):
+    done = typed(*flags, WORLD_SIZE="2") if "--dry-run" not in flags else typed(*flags)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ") and expected in done.stderr
@@ -90,21 +127,21 @@ def test_a_mistake_is_one_message_and_exit_code_2(flags, expected):
 
 
 def test_a_device_that_is_not_there_is_a_mistake_too():
-    done = train_hetero(*MOCK, "--llm-only", "--mock-images-max", "0", "--train-iters", "1", "--device", "cuda",
-                        CUDA_VISIBLE_DEVICES="")
+    done = started(*MOCK, "--llm-only", "--mock-images-max", "0", "--train-iters", "1", "--device", "cuda",
+                   CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "error: --device cuda" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_one_rank_speaks_and_every_rank_exits_with_2():
-    done = train_hetero(*MOCK, RANK="1", WORLD_SIZE="2")
+def test_one_rank_speaks_and_every_rank_exits_with_2(typed):
+    done = typed(*MOCK, RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
-    plan = train_hetero(*MOCK, "--dry-run", RANK="1", WORLD_SIZE="2")
+    plan = typed(*MOCK, "--dry-run", RANK="1", WORLD_SIZE="2")
     assert (plan.returncode, plan.stdout, plan.stderr) == (0, "", "")
 
 
-def test_help_names_the_flags_of_the_chosen_providers():
-    done = train_hetero(*MOCK, "--help", "all")
+def test_help_names_the_flags_of_the_chosen_providers(typed):
+    done = typed(*MOCK, "--help", "all")
     assert done.returncode == 0
     for flag in ("--micro-batch-size", "--llm-expt-tp", "--config", "--vision-patch-size"):
         assert flag in done.stdout

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch import put_commands
+
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or "/bin/bash"
 # Sourced or empty: nobody starts them.
@@ -102,25 +104,28 @@ def test_help_of_a_program_of_ranks_prints_and_does_nothing_else(tmp_path: Path)
         check_help(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", SHELL_SCRIPTS)
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_of_a_script_prints_and_does_nothing_else(name: str, flag: str, tmp_path: Path) -> None:
-    """In a checkout without .venv, where whatever a script may start notes its name instead."""
-    checkout, home, commands = tmp_path / "checkout", tmp_path / "home", tmp_path / "bin"
-    shutil.copytree(ROOT / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / ".ci", checkout / ".ci")
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout without .venv, beside commands that stand for whatever a script may start and note their names."""
+    folder = tmp_path_factory.mktemp("scripts")
+    shutil.copytree(ROOT / "scripts", folder / "checkout" / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / ".ci", folder / "checkout" / ".ci")
     for file in ("pyproject.toml", ".python-version"):
-        shutil.copy(ROOT / file, checkout)
-    home.mkdir()
-    commands.mkdir()
-    for command in ("python", "python3", "python3.12", "pip", "uv", "srun", "sbatch", "scontrol", "scancel", "setsid",
-                    "curl", "git"):
-        (commands / command).write_text(f"#!{BASH}\necho {command} >>'{tmp_path}/started'\nexit 1\n")
-        (commands / command).chmod(0o755)
-    before = files_below(checkout)
-    done = subprocess.run([BASH, str(checkout / name), flag], cwd=home, text=True, capture_output=True, timeout=60,
-                          env={"PATH": f"{commands}:{os.environ['PATH']}", "HOME": str(home)}, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and len(done.stdout.split()) > 5 and "set -" not in done.stdout
-    assert not (tmp_path / "started").exists(), (tmp_path / "started").read_text()
-    assert files_below(checkout) == before and not any(home.iterdir())
+        shutil.copy(ROOT / file, folder / "checkout")
+    put_commands(folder, BASH, {command: f'echo {command} >>"$STATE/started"; exit 1' for command in (
+        "python", "python3", "python3.12", "pip", "uv", "srun", "sbatch", "scontrol", "scancel", "setsid", "curl",
+        "git")})
+    (folder / "home").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", SHELL_SCRIPTS)
+def test_help_of_a_script_prints_and_does_nothing_else(name: str, checkout: Path) -> None:
+    home, before = checkout / "home", files_below(checkout)
+    for flag in ("--help", "-h"):
+        done = subprocess.run([BASH, str(checkout / "checkout" / name), flag], cwd=home, text=True, capture_output=True,
+                              timeout=60, env={"PATH": f"{checkout}/bin:{os.environ['PATH']}", "HOME": str(home)},
+                              check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "" and len(done.stdout.split()) > 5 and "set -" not in done.stdout
+    assert files_below(checkout) == before, "something was started or written"

@@ -365,6 +365,8 @@ def test_an_engine_that_never_answers_is_named_on_every_rank(monkeypatch: pytest
 @pytest.mark.parametrize("verify", [True, False])
 def test_one_bit_that_changes_under_way_is_found(monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
 
+    from mimo.refit import receiver
+
     ranks, engine = connected(1, 1, verify=verify)
     copy_all, chunks = receiver.copy_all, itertools.count()
 
@@ -383,6 +385,8 @@ def test_one_bit_that_changes_under_way_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_box_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    from mimo.refit import receiver
 
     ranks, engine = connected(2, 1, verify=True)
     copy_all = receiver.copy_all
