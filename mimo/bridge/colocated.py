@@ -15,9 +15,8 @@ from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirectio
 from mimo.bridge.handshake import Rows
 from mimo.grid.groups import Grids
 from mimo.observability.clock import DeviceTimer
-from mimo.observability.spans import Kind, Spans
+from mimo.observability.spans import Kind, Trace
 from mimo.protocols import LANGUAGE
-from mimo.watchdog.watchdog import Watchdog
 
 
 class ColocatedBridge(ColocatedBridgeCommunicator):
@@ -29,11 +28,10 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     Args:
         grids: process groups.
         module: the encoder.
-        watchdog: told about every wait.
-        spans: likewise.
+        trace: told about every wait.
     """
 
-    def __init__(self, grids: Grids, module: str, watchdog: Watchdog, spans: Spans) -> None:
+    def __init__(self, grids: Grids, module: str, trace: Trace) -> None:
         super().__init__(
             grids.grids[module],
             grids.grids[LANGUAGE],
@@ -41,7 +39,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             dest_module_name=LANGUAGE,
             dim_mapping={"b": 0, "h": 1},
         )
-        self.module, self.watchdog, self.spans = module, watchdog, spans
+        self.module, self.trace = module, trace
         self._source_rows: Rows = []
         self._destination_rows: Rows = []
         self._index = 0
@@ -83,9 +81,9 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         padded = tensor.new_zeros((height, tensor.shape[1]))
         padded[: tensor.shape[0]] = tensor
         gathered = tensor.new_empty((len(rows) * height, tensor.shape[1]))
-        with (self.timer.measure(), self.watchdog.waiting(f"colocated bridge {what}", module=self.module,
-                                                            group=lambda: dist.get_process_group_ranks(self.gather_pg)),
-              self.spans.span(Kind.BRIDGE_WAIT, what, module=self.module)):
+        with (self.timer.measure(),
+              self.trace.wait(f"colocated bridge {what}", Kind.BRIDGE_WAIT, module=self.module,
+                              group=lambda: dist.get_process_group_ranks(self.gather_pg))):
             dist.all_gather_into_tensor(gathered, padded, group=self.gather_pg)
         return torch.cat([gathered[i * height : i * height + count] for i, count in enumerate(rows)])
 

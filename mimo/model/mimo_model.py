@@ -23,7 +23,7 @@ from mimo.model.language import HybridLanguageModel
 from mimo.model.mtp import MtpBlock, MtpInputs
 from mimo.model.packed_attention import packed_seq_params
 from mimo.model.submodule import FeatureQueue
-from mimo.observability.spans import Kind, Spans
+from mimo.observability.spans import Kind, Spans, Trace
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
 
@@ -81,7 +81,7 @@ class HeteroModel(MimoModel):
 
     def _build_colocated_communicators(self) -> None:
         for name in self.mimo_config.modality_submodules_spec:
-            self.colocated_comms[name, LANGUAGE] = ColocatedBridge(self.grids, name, self.watchdog, self.spans)
+            self.colocated_comms[name, LANGUAGE] = ColocatedBridge(self.grids, name, Trace(self.watchdog, self.spans))
 
     def forward(self, batch: Microbatch, with_labels: bool = True) -> torch.Tensor | dict[str, torch.Tensor]:
         """Run one microbatch through the modules of this rank.

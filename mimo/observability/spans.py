@@ -7,8 +7,8 @@ forward pass counts as a wait and not as a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -18,6 +18,7 @@ from mimo.watchdog.status import Schedule
 
 if TYPE_CHECKING:
     from mimo.observability.clock import Clock
+    from mimo.watchdog.watchdog import Watchdog
 
 
 class Kind(StrEnum):
@@ -206,6 +207,35 @@ class _Span:
 
     def __exit__(self, *exc_info: object) -> None:
         self._spans.end()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Tells the watchdog and the timeline together what this rank waits for.
+
+    Attributes:
+        watchdog: reports open waits when the run hangs.
+        spans: records them as stretches of the step.
+    """
+
+    watchdog: Watchdog
+    spans: Spans
+
+    @contextmanager
+    def wait(self, what: str, kind: Kind = Kind.IDLE, *, module: str | None = None, microbatch: int | None = None,
+             **report: Any) -> Iterator[None]:
+        """Context of a wait: `with trace.wait("data", Kind.DATA_WAIT, on_loader=True):`.
+
+        Args:
+            what: what for, in words, without what differs from rank to rank.
+            kind: what the timeline counts it as.
+            module: whose wait it is; the timeline takes that of the stretch around it where this is left out.
+            microbatch: index in the step, likewise.
+            report: more for the watchdog's report, see `Watchdog.waiting`.
+        """
+        with (self.watchdog.waiting(what, module=module, microbatch=microbatch, **report),
+              self.spans.span(kind, what, module=module, microbatch=microbatch)):
+            yield
 
 
 # Passes and transfers of Megatron Core's schedules, seen from the seams that these have.

@@ -8,15 +8,11 @@ from dataclasses import replace
 from megatron.core.utils import get_model_config
 
 from mimo import registry
-from mimo.checkpoint.save import Saver
-from mimo.checkpoint.state import Progress, RunState
+from mimo.checkpoint.state import RunState
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
-from mimo.config.cli import to_toml
 from mimo.config.rl_run import RlRunConfig
-from mimo.config.validate import train_iterations
 from mimo.grid.groups import Grids
 from mimo.observability.metrics import RunLogger
-from mimo.observability.remote_trackers import CLOSE_LIMIT_S
 from mimo.observability.startup import STARTUP, Phase
 from mimo.observability.trackers import Generation
 from mimo.platform.base import Platform
@@ -37,11 +33,9 @@ from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metri
 from mimo.rollout.engine import Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.training.optimizer import current_learning_rates
-from mimo.training.run_folder import without_chosen_folder
-from mimo.training.setup import kept_objects, setup_trainer, start
+from mimo.training.session import Session
+from mimo.training.setup import kept_objects, setup_trainer
 from mimo.training.step_metrics import layout_note
-from mimo.watchdog.signals import StopSignal
-from mimo.watchdog.watchdog import open_watchdog
 
 
 class RlLoop:
@@ -59,57 +53,32 @@ class RlLoop:
                  prompts: PromptProvider) -> None:
         self.config, self.grids, self.platform, self.provider = config, grids, platform, provider
         self.prompt_provider = prompts
-        self.total_iterations = train_iterations(config)
-        self.is_logging_rank = grids.rank == grids.layout.language.rank_at(pp=-1)
-        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir,
-                                      config.checkpoint.checkpoint_timeout_s)
-        self.progress = Progress()
+        self.session = Session(config, grids)
+        self.watchdog = self.session.watchdog
         self.cursor = PromptCursor()
-        self.saver: Saver | None = None
-        # Time that checkpoints took since the last record.
-        self.checkpoint_s = 0.0
+        # The summary at the end of the run has the last ones.
+        self._last_figures: dict[str, float | str] = {}
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
-        logger, engine, began, failed = None, None, time.monotonic(), True
-        stop = StopSignal(self.watchdog)
-        try:
+        with self.session as session:
             lines = self._set_up()
             # Closed below where all goes well; after an error it ends with this process.
             engine = self._start_engine()
             self._connect(engine)
-            logger = self._open_records()
+            logger = session.open_records(format_policy_steps)
             for line in lines:
                 logger.message(line)
             with kept_objects():
-                stopped = self._train(logger, stop, began)
+                stopped = self._train(logger)
             self._save()
-            if self.saver is not None:
-                self.saver.finish()
+            session.finish_saving()
             if stopped is None:
                 self._evaluate(logger, self.config.train.num_generations)
             logger.summary(self._last_figures, stopped=stopped)
             self.collector.sender.close()
             if engine is not None:
                 engine.close()
-            failed = False
-        finally:
-            if logger is not None:
-                with self.watchdog.limit(2 * CLOSE_LIMIT_S):
-                    logger.close(failed=failed)
-            if self.saver is not None:
-                self.saver.close()
-            stop.close()
-            self.watchdog.close(failed=failed)
-
-    def _open_records(self) -> RunLogger:
-        with self.watchdog.waiting("start of the run's records", is_work=True):
-            logger = RunLogger(self.config.observe, active=self.is_logging_rank,
-                               total_iterations=self.total_iterations,
-                               config_toml=to_toml(without_chosen_folder(self.config)),
-                               resume_iteration=self.progress.iteration, format_records=format_policy_steps)
-        self.watchdog.on_stall.append(logger.mark_failed)
-        return logger
 
     def _set_up(self) -> list[str]:
         """Prompts, model and optimizer, at the weights that the run starts from; lines that say which these are."""
@@ -126,14 +95,9 @@ class RlLoop:
         STARTUP.enter(Phase.LOAD)
         self.state = RunState(self.config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler,
                               self.cursor.streams(is_first_rank=self.grids.rank == 0))
-        if self.config.checkpoint.save is not None:
-            self.saver = Saver(self.state, self.watchdog)
-        self.progress, lines = start(self.state, self.provider, self.cursor, self.watchdog)
-        if self.saver is not None and self.state.source is not None and self.state.source.is_own:
-            # It is there: a finished run that is started again has nothing to write.
-            self.saver.last_iteration = self.progress.iteration or None
+        lines = self.session.resume(self.state, self.provider, self.cursor)
         self._reference, more = reference_policy(self.state, self.provider, self.config.rl, self.watchdog,
-                                                 resumed=self.progress.iteration > 0)
+                                                 resumed=self.session.progress.iteration > 0)
         lines += more
         note = layout_note(get_model_config(parts.built.model), in_rl=True)
         return lines if note is None else [*lines, note]
@@ -202,7 +166,7 @@ class RlLoop:
     def _prompts(self, split: str) -> PromptSet:
         """The prompts of a split, the same in the same order on every rank that opens them."""
         prompts = self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
-        num_asked = (self.total_iterations * self.config.prompts_per_step if split == "train"
+        num_asked = (self.session.total_iterations * self.config.prompts_per_step if split == "train"
                      else self.config.rl.eval_prompts)
         fit_prompts(prompts, split, self.config, self._images, num_asked)
         return prompts
@@ -228,40 +192,35 @@ class RlLoop:
                              self.watchdog.progress, config.train.seed if flags.rollout_seeds else None,
                              self._images)
 
-    def _train(self, logger: RunLogger, stop: StopSignal, began: float) -> str | None:
+    def _train(self, logger: RunLogger) -> str | None:
         """Run iterations; returns why it stopped early, or None."""
-        self._last_figures: dict[str, float | str] = {}
-        train, flags, progress = self.config.train, self.config.checkpoint, self.progress
-        limit_s = (flags.exit_duration_in_mins or float("inf")) * 60
-        if not progress.iteration and not self._is_done:
+        session = self.session
+        if not session.progress.iteration and not session.is_done:
             self._evaluate(logger)
         STARTUP.say("first weights to vLLM, first completions and first update")
-        self.watchdog.forget_longest()  # the start says nothing of an iteration
-        while not self._is_done:
+        session.watchdog.forget_longest()  # the start does not show how long an iteration takes
+        while not session.is_done:
             self._iterate(logger)
-            over_time = time.monotonic() - began > limit_s
-            with self.watchdog.waiting("agreement on whether to stop"):
-                own = stop.name or ("--exit-duration-in-mins" if over_time else None)
-                agreed = gather(self.grids, (own, self.saver is not None and self.saver.is_writing))
-            if self.saver is not None and self.saver.is_pending:
-                polled = time.perf_counter()
-                self.saver.poll(any(writing for _, writing in agreed))
-                self.checkpoint_s += time.perf_counter() - polled
-            asked = next((name for name, _ in agreed if name is not None), None)
-            if asked is not None:
-                return asked
-            if flags.save_interval and progress.iteration % flags.save_interval == 0:
+            # One exchange for both: every rank has to take part in what follows from it, or none.
+            with session.watchdog.waiting("agreement on whether to stop"):
+                agreed = gather(self.grids, (session.stop_reason(), session.is_writing))
+            session.continue_saving(any(writing for _, writing in agreed))
+            reason = next((reason for reason, _ in agreed if reason is not None), None)
+            if reason is not None:
+                return reason
+            if session.is_due(self.config.checkpoint.save_interval):
                 self._save()
-            if train.eval_interval and progress.iteration % train.eval_interval == 0 and not self._is_done:
+            if session.is_due(self.config.train.eval_interval) and not session.is_done:
                 self._evaluate(logger)
         return None
 
     def _iterate(self, logger: RunLogger) -> None:
         """Completions, and one update on them."""
+        progress = self.session.progress
         self.devices.take_seconds()  # of the start and of evaluations: no part of this iteration
-        began, version = time.perf_counter(), self.progress.iteration
+        began, version = time.perf_counter(), progress.iteration
         self.watchdog.progress(iteration=version + 1)
-        goes_ahead = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.total_iterations
+        goes_ahead = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.session.total_iterations
         rollouts = self.collector.collect(version)
         if goes_ahead:
             self.collector.prefetch()
@@ -270,10 +229,10 @@ class RlLoop:
         update_s = time.perf_counter() - before
         if goes_ahead:
             self.collector.drain(version + 1)
-        self.progress.iteration += 1
-        self.progress.consumed_samples += result.num_trained
+        progress.iteration += 1
+        progress.consumed_samples += result.num_trained
         if not result.success:
-            self.progress.skipped_iterations += 1
+            progress.skipped_iterations += 1
         self.watchdog.progress()
         report = self.collector.report
         assert report is not None, "collecting refits, or has refitted"
@@ -286,42 +245,35 @@ class RlLoop:
             seconds["reference"] = result.reference_s
         if self.collector.verify_s:
             seconds["refit-verify"], self.collector.verify_s = self.collector.verify_s, 0.0
-        if self.checkpoint_s:
-            seconds["checkpoint"], self.checkpoint_s = self.checkpoint_s, 0.0
+        checkpoint_s = self.session.take_checkpoint_s()
+        if checkpoint_s:
+            seconds["checkpoint"] = checkpoint_s
         logger.log_step(self._record(report, rollouts, result, seconds))
 
-    @property
-    def _is_done(self) -> bool:
-        return self.progress.iteration >= self.total_iterations
-
     def _save(self) -> None:
-        """Save the run as it stands, unless this iteration is saved already."""
-        if self.saver is None or self.saver.last_iteration == self.progress.iteration:
-            return
-        began = time.perf_counter()
-        self.state.streams = self.cursor.streams(is_first_rank=self.grids.rank == 0)
-        self.saver.save(self.progress)
-        self.checkpoint_s += time.perf_counter() - began
+        self.session.save(lambda: self.cursor.streams(is_first_rank=self.grids.rank == 0))
 
     def _evaluate(self, logger: RunLogger, num_shown: int = 0) -> None:
         """Score held-out prompts, where there are to be any; the last figure is the run's result."""
         if not self.config.rl.eval_prompts:
             return
-        result = self.collector.evaluate(self.progress.iteration, num_shown)
-        logger.log_eval(self.progress.iteration, result.metrics, consumed_samples=self.progress.consumed_samples)
-        logger.log_generations(self.progress.iteration, [Generation(key, text, f"reward {reward:g}")
-                                                         for key, text, reward in result.shown])
+        progress = self.session.progress
+        result = self.collector.evaluate(progress.iteration, num_shown)
+        logger.log_eval(progress.iteration, result.metrics, consumed_samples=progress.consumed_samples)
+        logger.log_generations(progress.iteration, [Generation(key, text, f"reward {reward:g}")
+                                                    for key, text, reward in result.shown])
         self._last_figures = self._last_figures | {"reward": result.metrics["reward"]}
 
     def _record(self, report: RefitReport, rollouts: Rollouts, result: PolicyResult,
                 seconds: dict[str, float]) -> PolicyRecord:
+        progress = self.session.progress
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        tuple(encoder.name for encoder in self.grids.layout.encoders))
         figures = rollout_metrics(rollouts) | result.metrics
         self._last_figures = {"gen-kl": f"{figures['gen_kl']:.1e}", "reward": figures["reward"]}
         return PolicyRecord(
-            iteration=self.progress.iteration, consumed_samples=self.progress.consumed_samples,
-            skipped_iterations=self.progress.skipped_iterations, policy_version=int(rollouts.version),
+            iteration=progress.iteration, consumed_samples=progress.consumed_samples,
+            skipped_iterations=progress.skipped_iterations, policy_version=int(rollouts.version),
             success=result.success, grad_norm=result.grad_norm, num_zeros=result.num_zeros,
             learning_rate=next(iter(rates.values())), batch_size=self.config.train.global_batch_size,
             num_tokens=result.num_tokens, num_microbatches=result.num_microbatches,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from mimo.rl.packing import PackedRows, pack_rows
 from mimo.rl.prompts import PromptSet
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
-from mimo.training.step import TrainerParts, run_schedule
+from mimo.training.step import TrainerParts, UpdateResult, clear_gradients, run_schedule, update_weights
 from mimo.training.step_metrics import MoeLosses, peak_memory_bytes
 from mimo.watchdog.process_exit import ReportedElsewhereError
 
@@ -101,16 +101,6 @@ class FixedLogProbs:
         """Select the results of microbatches from `first` to before `last`."""
         reference = None if self.reference is None else self.reference[first:last]
         return replace(self, old=self.old[first:last], reference=reference)
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """One optimizer step: figures of its part of the global batch, and what the optimizer says of it."""
-
-    totals: Totals
-    success: bool
-    grad_norm: float | None
-    num_zeros: int | None
 
 
 Consume = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
@@ -193,12 +183,13 @@ class PolicyTrainer:
         fixed = self._fixed_log_probs(microbatches)
         mismatch = self._mismatch(microbatches, fixed.old)
         scores, penalty = self._advantages(completions, microbatches, fixed)
-        results, first = [], 0
+        steps, first = [], 0
         for start, own in zip(starts, by_update, strict=True):
             last = first + len(own)
-            results.append(self._step(completions[start:start + size], own, fixed.part(first, last), scores))
+            steps.append(self._step(completions[start:start + size], own, fixed.part(first, last), scores))
             first = last
-        totals = add_totals([each.totals for each in results]) | mismatch
+        results = [update for _, update in steps]
+        totals = add_totals([figures for figures, _ in steps]) | mismatch
         metrics = loss_metrics(totals) | mismatch_metrics(totals) | penalty
         if self.reference is None:
             del metrics["reference_kl"]
@@ -212,28 +203,31 @@ class PolicyTrainer:
             sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks)
 
     def _step(self, completions: Sequence[Completion], microbatches: list[PolicyMicrobatch], fixed: FixedLogProbs,
-              scores: torch.Tensor) -> UpdateResult:
-        """One optimizer step on a part of the global batch; `scores` are the advantages of all of it. Collective."""
-        parts = self.parts
-        for wrapped in parts.built.wrapped.values():
-            wrapped.zero_grad_buffer()
-        parts.optimizer.zero_grad()
+              scores: torch.Tensor) -> tuple[Totals, UpdateResult]:
+        """Take one optimizer step on a part of the global batch. Collective.
+
+        Args:
+            completions: this part.
+            microbatches: this rank's share of it.
+            fixed: log-probs of these.
+            scores: advantages of all completions of the global batch.
+
+        Returns:
+            Figures of this part, and the result of the step.
+        """
+        clear_gradients(self.parts)
         totals: list[Totals] = []
         count = self._scale_aux_losses(completions)
         self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), forward_only=False)
         everywhere = self._over_world(totals)
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
-        parts.grad_sync.scale(everywhere.sums["loss_count"])
-        loss = everywhere.mean("loss", "loss_count")
-        if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
-            _refuse_loss(microbatches, totals if parts.counts_losses else [], loss)
-        with parts.watchdog.waiting("optimizer step", group=parts.world):
-            success, grad_norm, num_zeros = parts.optimizer.step()
-        if success:
-            parts.scheduler.step(len(completions))
-        else:
-            parts.grad_sync.undo_expert_biases()
-        return UpdateResult(everywhere, success, grad_norm, num_zeros)
+        update = update_weights(
+            self.parts, loss_sum=everywhere.sums["loss"], num_targets=everywhere.sums["loss_count"],
+            num_samples=len(completions),
+            refuse_loss=partial(_refuse_loss, microbatches, totals if self.parts.counts_losses else []))
+        # The records of this program have the whole update in seconds, not the optimizer's part.
+        self.parts.optimizer_timer.drain_s()
+        return everywhere, update
 
     def microbatches(self, completions: Sequence[Completion], start: int = 0) -> list[PolicyMicrobatch]:
         """This rank's share of a global batch, or of a part of it.
@@ -429,7 +423,7 @@ def _wrong_engine(mismatch: Totals, divergence: float, limit: float) -> str:
             "limit; 0 removes it")
 
 
-def _refuse_loss(microbatches: Sequence[PolicyMicrobatch], totals: Sequence[Totals], loss: float) -> None:
+def _refuse_loss(microbatches: Sequence[PolicyMicrobatch], totals: Sequence[Totals], loss: float) -> NoReturn:
     message = f"the policy loss is {loss}; nothing was updated (--no-check-for-nan-in-loss goes on)"
     for own, figures in zip(microbatches, totals, strict=False):  # one rank of each lane has figures
         if not math.isfinite(figures.sums["loss"].item()):

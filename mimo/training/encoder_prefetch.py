@@ -22,8 +22,7 @@ import torch
 
 from mimo.data.batch import EncoderBatch, Microbatch
 from mimo.observability.clock import DeviceTimer
-from mimo.observability.spans import Kind, Spans
-from mimo.watchdog.watchdog import Watchdog
+from mimo.observability.spans import Kind, Trace
 
 if TYPE_CHECKING:
     from mimo.model.submodule import VisionSubmodule
@@ -73,18 +72,17 @@ class EncoderPrefetch:
         device: of the encoder.
         own_stream: run it on a stream of its own; else where it is called. Not where kernels share memory whatever
             their stream, as matrix products of Transformer Engine do (one workspace a device).
-        watchdog: told where the rank is.
-        spans: likewise.
+        trace: told where the rank is.
 
     Attributes:
         active: a training step is under way.
     """
 
     def __init__(self, module: str, submodule: VisionSubmodule, *, depth: int, device: torch.device, own_stream: bool,
-                 watchdog: Watchdog, spans: Spans) -> None:
+                 trace: Trace) -> None:
         assert depth >= 1 and submodule.is_first_stage and submodule.is_last_stage, (module, depth)
         self._module, self._submodule, self._depth, self._device = module, submodule, depth, device
-        self._watchdog, self._spans = watchdog, spans
+        self._trace = trace
         self._stream = torch.cuda.Stream(device) if own_stream else None
         self._queue: deque[QueuedMicrobatch] = deque()
         self._upcoming: deque[Upcoming] = deque()
@@ -156,7 +154,7 @@ class EncoderPrefetch:
             `[images, tokens, features]`, packed `[1, tokens, features]`; None without images.
         """
         # On a GPU this is how long the compute stream waits for the encoder's.
-        with self._spans.span(Kind.FORWARD, "encoder"):
+        with self._trace.spans.span(Kind.FORWARD, "encoder"):
             if not self._queue:
                 self._run_next(prefetched=False)
             entry = self._queue.popleft()
@@ -172,9 +170,8 @@ class EncoderPrefetch:
         what = "encoder prefetch" if prefetched else "encoder"
         if upcoming.ahead:
             what += " of a coming iteration"
-        with (self._watchdog.waiting(what, module=self._module, microbatch=upcoming.index, is_work=True),
-              self._spans.span(Kind.FORWARD, what, microbatch=upcoming.index), self._on_own_stream(),
-              self._timer.measure() if prefetched else nullcontext()):
+        with (self._trace.wait(what, Kind.FORWARD, module=self._module, microbatch=upcoming.index, is_work=True),
+              self._on_own_stream(), self._timer.measure() if prefetched else nullcontext()):
             # Copied where it is used: its memory then goes back in the order in which the stream uses it.
             features = self._submodule.run_encoder(upcoming.side.to(self._device).inputs)
             ready = None if self._stream is None else self._stream.record_event()

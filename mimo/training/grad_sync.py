@@ -13,8 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
-from mimo.observability.spans import Kind, Spans
-from mimo.watchdog.watchdog import Watchdog
+from mimo.observability.spans import Kind, Trace
 
 
 class GradSync:
@@ -26,12 +25,11 @@ class GradSync:
     Args:
         built: this rank's modules.
         grids: process groups.
-        watchdog: told which module's reduction is waited for.
-        spans: likewise.
+        trace: told which module's reduction is waited for.
     """
 
-    def __init__(self, built: BuiltModel, grids: Grids, watchdog: Watchdog, spans: Spans) -> None:
-        self.built, self.grids, self.watchdog, self.spans = built, grids, watchdog, spans
+    def __init__(self, built: BuiltModel, grids: Grids, trace: Trace) -> None:
+        self.built, self.grids, self.trace = built, grids, trace
         self._kept_biases: list[tuple[torch.Tensor, torch.Tensor]] = []
         for encoder in grids.layout.encoders:
             if encoder.name in built.wrapped:
@@ -53,8 +51,8 @@ class GradSync:
         self._kept_biases = [(bias, bias.clone()) for bias in expert_biases(self.built.model)]
         for name, wrapped in self.built.wrapped.items():
             complete_registration(wrapped)
-            with (self.watchdog.waiting("gradient reduction", module=name, group=self.grids.layout.grids[name].ranks),
-                  self.spans.span(Kind.GRADIENT_SYNC, "gradient reduction", module=name)):
+            with self.trace.wait("gradient reduction", Kind.GRADIENT_SYNC, module=name,
+                                 group=self.grids.layout.grids[name].ranks):
                 finalize_model_grads(
                     [wrapped], None, pg_collection=self.grids.collections[name], force_all_reduce=force_all_reduce
                 )

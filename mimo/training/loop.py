@@ -11,12 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from mimo.checkpoint.save import Saver
-from mimo.checkpoint.state import Progress
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
-from mimo.config.cli import to_toml
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import num_microbatches, steps_ahead, train_iterations
+from mimo.config.validate import num_microbatches, steps_ahead
 from mimo.data.batch import Microbatch
 from mimo.data.loader import StepLoader, open_loader
 from mimo.data.sources import check_bad_samples
@@ -26,7 +23,6 @@ from mimo.model.build import layer_impl
 from mimo.model.mtp import mtp_losses
 from mimo.observability.metrics import RunLogger, StepRecord
 from mimo.observability.profiler import StepProfiler
-from mimo.observability.remote_trackers import CLOSE_LIMIT_S
 from mimo.observability.spans import Interval, Kind
 from mimo.observability.startup import STARTUP, Phase, report_of
 from mimo.observability.timeline import Gantt, Timeline, TimelineSignal
@@ -35,12 +31,10 @@ from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
 from mimo.training.evaluate import Evaluation, evaluate, gather_images, greedy_decode
 from mimo.training.optimizer import current_learning_rates
-from mimo.training.run_folder import without_chosen_folder
-from mimo.training.setup import kept_objects, run_state, setup_trainer, start
+from mimo.training.session import Session
+from mimo.training.setup import kept_objects, run_state, setup_trainer
 from mimo.training.step import StepResult, TrainerParts, train_step
 from mimo.training.step_metrics import FlopsMeter, MoeLosses, image_tokens, imbalance, layout_note
-from mimo.watchdog.signals import StopSignal
-from mimo.watchdog.watchdog import open_watchdog
 
 # What watches the steps of a run: timeline, its Gantt, profiler.
 
@@ -152,16 +146,8 @@ class TrainingLoop:
         self, config: RunConfig, grids: Grids, platform: Platform, provider: ModelProvider, dataset: DataProvider
     ) -> None:
         self.config, self.grids, self.platform, self.provider, self.dataset = config, grids, platform, provider, dataset
-        self.total_iterations = train_iterations(config)
-        language = grids.layout.language
-        # The rank whose loss is complete first, as in Megatron: last stage, first lane.
-        self.is_logging_rank = grids.rank == language.rank_at(pp=-1)
-        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir,
-                                      config.checkpoint.checkpoint_timeout_s)
-        self.progress = Progress()
-        self.saver: Saver | None = None
-        # Time that checkpoints took since the last record.
-        self.checkpoint_s = 0.0
+        self.session = Session(config, grids)
+        self.watchdog = self.session.watchdog
         self.last_evaluation: Evaluation | None = None
         self.observer: StepObserver | None = None
         # Size of the validation split, once it was asked for.
@@ -171,53 +157,41 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
-        began = time.monotonic()
-        logger = loader = None
-        stop = StopSignal(self.watchdog)
-        failed = True
-        try:
-            # Before the model is built, so that a data set that cannot be opened is reported at once.
-            STARTUP.enter(Phase.DATA)
-            loader = self._open_training_data()
-            self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
-            self.moe_losses = MoeLosses(
-                self.parts.built.model, self.grids.collections.get(LANGUAGE), self.platform.device,
-                per_layer=self.config.observe.moe_per_layer_logging)
-            self.meter = FlopsMeter.of(self.config, self.provider, self.grids.layout,
-                                       impl=layer_impl(self.config, self.platform),
-                                       device_name=self.platform.device_name)
-            logger = self._start(loader)
-            with kept_objects():
-                stopped = self._train(loader, logger, stop, began)
-            self._save(loader)
-            if self.saver is not None:
-                self.saver.finish()
-            if not stopped:
-                self._finish(logger)
-            figures = {}
-            if self.last_evaluation is not None and not stopped:
-                figures = {"held-out loss": self.last_evaluation.loss, "exact match": self.last_evaluation.exact_match}
-            logger.summary(figures, stopped=stopped)
-            self._release()
-            failed = False
-        finally:
-            if self.observer is not None:
-                self.observer.close(failed=failed)
-            if loader is not None:
-                self._close(loader, failed=failed)
-            if logger is not None:
-                with self.watchdog.limit(2 * CLOSE_LIMIT_S):
-                    logger.close(failed=failed)
-            if self.saver is not None:
-                self.saver.close()
-            stop.close()
-            self.watchdog.close(failed=failed)
-
-    def _release(self) -> None:
-        """Destroy the groups of the bridges, in one order on every rank."""
-        self.parts.built.model.destroy()
-        if self.parts.communicator is not None:
-            self.parts.communicator.destroy()
+        with self.session as session:
+            loader, failed = None, True
+            try:
+                # Before the model is built, so that a data set that cannot be opened is reported at once.
+                STARTUP.enter(Phase.DATA)
+                loader = self._open_training_data()
+                self.parts = setup_trainer(self.config, self.provider, self.grids, self.platform, self.watchdog)
+                self.moe_losses = MoeLosses(
+                    self.parts.built.model, self.grids.collections.get(LANGUAGE), self.platform.device,
+                    per_layer=self.config.observe.moe_per_layer_logging)
+                self.meter = FlopsMeter.of(self.config, self.provider, self.grids.layout,
+                                           impl=layer_impl(self.config, self.platform),
+                                           device_name=self.platform.device_name)
+                logger = self._start(loader)
+                with kept_objects():
+                    stopped = self._train(loader, logger)
+                session.save(loader.state_dict)
+                session.finish_saving()
+                figures = {}
+                if not stopped:
+                    self._finish(logger)
+                    if self.last_evaluation is not None:
+                        figures = {"held-out loss": self.last_evaluation.loss,
+                                   "exact match": self.last_evaluation.exact_match}
+                logger.summary(figures, stopped=stopped)
+                # The groups of the bridges, in one order on every rank.
+                self.parts.built.model.destroy()
+                if self.parts.communicator is not None:
+                    self.parts.communicator.destroy()
+                failed = False
+            finally:
+                if self.observer is not None:
+                    self.observer.close(failed=failed)
+                if loader is not None:
+                    self._close(loader, failed=failed)
 
     def _open_training_data(self) -> StepLoader:
         """Open the training split, or stop all ranks with one message.
@@ -261,23 +235,9 @@ class TrainingLoop:
     def _start(self, loader: StepLoader) -> RunLogger:
         """Load what the run starts from and open its records."""
         STARTUP.enter(Phase.LOAD)
-        self.state = run_state(self.parts, loader)
-        if self.config.checkpoint.save is not None:
-            self.saver = Saver(self.state, self.watchdog)
-        self.progress, lines = start(self.state, self.provider, loader, self.watchdog)
-        if self.saver is not None and self.state.source is not None and self.state.source.is_own:
-            # It is there: a finished run that is started again has nothing to write.
-            self.saver.last_iteration = self.progress.iteration or None
+        lines = self.session.resume(run_state(self.parts, loader), self.provider, loader)
         STARTUP.enter(Phase.RECORDS)
-        with self.watchdog.waiting("start of the run's records", is_work=True):
-            logger = RunLogger(
-                self.config.observe,
-                active=self.is_logging_rank,
-                total_iterations=self.total_iterations,
-                config_toml=to_toml(without_chosen_folder(self.config)),
-                resume_iteration=self.progress.iteration,
-            )
-        self.watchdog.on_stall.append(logger.mark_failed)
+        logger = self.session.open_records()
         images = describe_images(self.config, self.provider)
         for line in [*lines, *([] if images is None else [images])]:
             logger.message(line)
@@ -286,32 +246,31 @@ class TrainingLoop:
         note = layout_note(get_model_config(self.parts.built.model))
         if note is not None:
             logger.message(note)
-        logger.message(f"training {self.total_iterations} iterations on {self.grids.layout.kind} grids")
+        logger.message(f"training {self.session.total_iterations} iterations on {self.grids.layout.kind} grids")
         return logger
 
-    def _train(self, loader: StepLoader, logger: RunLogger, stop: StopSignal, began: float) -> str | None:
+    def _train(self, loader: StepLoader, logger: RunLogger) -> str | None:
         """Run iterations; returns why it stopped early, or None."""
-        train, checkpoint, progress = self.config.train, self.config.checkpoint, self.progress
-        limit_s = (checkpoint.exit_duration_in_mins or float("inf")) * 60
-        self.observer = observer = self.observer_type(self.parts, self.grids.layout.language.rank_at(pp=-1),
-                                                      progress.iteration + 1, self.total_iterations)
+        session, train, progress = self.session, self.config.train, self.session.progress
         first = progress.iteration + 1
+        self.observer = observer = self.observer_type(self.parts, self.grids.layout.language.rank_at(pp=-1), first,
+                                                      session.total_iterations)
         STARTUP.enter(Phase.DATA)
-        self.watchdog.forget_longest()  # the start says nothing of an iteration
-        while progress.iteration < self.total_iterations:
+        self.watchdog.forget_longest()  # the start does not show how long an iteration takes
+        while not session.is_done:
             observer.begin_step()
             begin = time.perf_counter()
             self.watchdog.progress(iteration=progress.iteration + 1)
             self.watchdog.loader = loader.status  # an evaluation has had its own
-            with (self.watchdog.waiting("data", state=loader.describe, on_loader=True),
-                  self.parts.spans.span(Kind.DATA_WAIT, "data")):
+            with self.parts.trace.wait("data", Kind.DATA_WAIT, state=loader.describe, on_loader=True):
                 microbatches = loader.next_step()
-                left = self.total_iterations - progress.iteration - 1
+                # Prefetch must not ask for iterations beyond the end: a data set may have no more.
+                left = session.total_iterations - progress.iteration - 1
                 coming = loader.peek(min(left, steps_ahead(train.encoder_prefetch_depth, len(microbatches))))
-            over_time = time.monotonic() - began > limit_s
             STARTUP.enter(Phase.PASSES)
-            result = train_step(self.parts, microbatches, coming=coming,
-                                stop_requested=bool(stop.requested) or over_time)
+            reason = session.stop_reason()
+            # The wish to stop travels with the sum of the losses, so that agreeing on it costs no collective.
+            result = train_step(self.parts, microbatches, coming=coming, stop_requested=reason is not None)
             progress.iteration += 1
             if result.success:
                 progress.consumed_samples += train.global_batch_size
@@ -328,13 +287,12 @@ class TrainingLoop:
                 logger.message(observer.lines.pop(0))
             check_bad_samples(self.parts, self.dataset, progress.bad_samples, microbatches)
             if result.stop_requested:
-                own = stop.name or ("--exit-duration-in-mins" if over_time else None)
                 with self.watchdog.waiting("reasons to stop of all ranks"):
-                    reasons = gather(self.grids, own)
+                    reasons = gather(self.grids, reason)
                 return next(reason for reason in reasons if reason is not None)
-            if checkpoint.save_interval and progress.iteration % checkpoint.save_interval == 0:
-                self._save(loader)
-            if train.eval_interval and not progress.iteration % train.eval_interval and not self._is_done:
+            if session.is_due(self.config.checkpoint.save_interval):
+                session.save(loader.state_dict)
+            if session.is_due(train.eval_interval) and not session.is_done:
                 self._evaluate(logger)
         return None
 
@@ -346,34 +304,9 @@ class TrainingLoop:
         with self.watchdog.waiting("times of the start of all ranks"):
             phases = gather(self.grids, STARTUP.close(names))
         report = report_of(phases, ended_unix_s)
-        if report is not None and self.is_logging_rank:
+        if report is not None and self.session.is_logging_rank:
             logger.message(report.line())
             report.write(Path(self.config.observe.run_dir) / "startup.json")
-
-    @property
-    def _is_done(self) -> bool:
-        return self.progress.iteration >= self.total_iterations
-
-    def _save(self, loader: StepLoader) -> None:
-        """Save the run as it stands, unless this iteration is saved already."""
-        if self.saver is None or self.saver.last_iteration == self.progress.iteration:
-            return
-        began = time.perf_counter()
-        self.state.streams = loader.state_dict()
-        self.saver.save(self.progress)
-        self.checkpoint_s += time.perf_counter() - began
-
-    def _go_on_saving(self, any_writing: bool) -> None:
-        """Let a checkpoint that is written in the background go on."""
-        if self.saver is not None and self.saver.is_pending:
-            began = time.perf_counter()
-            self.saver.poll(any_writing)
-            self.checkpoint_s += time.perf_counter() - began
-
-    def _taken_checkpoint_s(self) -> float:
-        """Seconds for which training stood still for checkpoints since the last call."""
-        taken, self.checkpoint_s = self.checkpoint_s, 0.0
-        return taken
 
     def _record(self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float,
                 observer: StepObserver) -> StepRecord:
@@ -387,7 +320,7 @@ class TrainingLoop:
         prefetch = self.parts.prefetch
         maxima = [data_wait_s, sum(timer.drain_s() for timer in timers), prefetch.drain_s() if prefetch else 0.0]
         maxima += [value if name in self.grids.modules else 0.0 for value in own for name in names]
-        maxima.append(float(self.saver is not None and self.saver.is_writing))
+        maxima.append(float(self.session.is_writing))
         images, unbalanced = image_tokens(microbatches)
         row, summed_row = observer.row(microbatches)
         with self.watchdog.waiting("figures of the step over the world"):
@@ -399,12 +332,13 @@ class TrainingLoop:
         data_wait_s, bridge_wait_s, prefetch_s, *by_module, writing = largest[: len(maxima)]
         peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
         most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
-        self._go_on_saving(bool(writing))
+        self.session.continue_saving(bool(writing))
+        progress = self.session.progress
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        self.provider.encoders(self.config.model_family))
         return StepRecord(
-            iteration=self.progress.iteration,
-            consumed_samples=self.progress.consumed_samples,
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
             lm_loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=next(iter(rates.values())),
@@ -412,20 +346,20 @@ class TrainingLoop:
             batch_size=self.config.train.global_batch_size,
             iteration_time_s=seconds,
             success=result.success,
-            skipped_iterations=self.progress.skipped_iterations,
+            skipped_iterations=progress.skipped_iterations,
             num_zeros=result.num_zeros,
             tokens_per_s_per_gpu=(result.text_tokens + result.image_tokens) / seconds / self.grids.layout.world_size,
             image_tokens=result.image_tokens,
             text_tokens=result.text_tokens,
             packing_utilisation=(result.text_tokens + result.image_tokens)
             / (self.config.train.global_batch_size * self.config.train.seq_length),
-            bad_samples=self.progress.bad_samples,
+            bad_samples=progress.bad_samples,
             encoder_imbalance=imbalance(most_images, result.image_tokens, lanes),
             encoder_imbalance_unbalanced=imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes),
             data_wait_s=data_wait_s,
             bridge_wait_s=bridge_wait_s,
             encoder_prefetch_s=prefetch_s if self.config.train.encoder_prefetch_depth else None,
-            checkpoint_s=self._taken_checkpoint_s(),
+            checkpoint_s=self.session.take_checkpoint_s(),
             forward_backward_s=schedules,
             optimizer_s=updates,
             timeline=observer.figures(largest_row, summed.tolist()),
@@ -460,7 +394,7 @@ class TrainingLoop:
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
         self._close(loader)
         figures = {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
-        logger.log_eval(self.progress.iteration, figures)
+        logger.log_eval(self.session.progress.iteration, figures)
 
     def _finish(self, logger: RunLogger) -> None:
         """The last evaluation and, on the logging rank, a few decoded samples."""
@@ -474,7 +408,7 @@ class TrainingLoop:
         self._close(loader)
         # A split of fewer samples comes round again.
         decoded = {sample[0]: sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)}
-        shown = list(decoded.values())[:wanted] if self.is_logging_rank else []
+        shown = list(decoded.values())[:wanted] if self.session.is_logging_rank else []
         images = {}
         if self.config.observe.tensorboard_dir is not None:
             with self.watchdog.waiting("images of the decoded samples"):
@@ -483,4 +417,4 @@ class TrainingLoop:
         for key, expected, answer in shown:
             text, truth = (self.dataset.decode(self.config.dataset, tokens) for tokens in (answer, expected))
             generations.append(Generation(key, text, f"is {truth!r}", images.get(key, ())))
-        logger.log_generations(self.progress.iteration, generations)
+        logger.log_generations(self.session.progress.iteration, generations)

@@ -25,7 +25,7 @@ from mimo.model.build import BuiltModel, build_model, layer_impl, params_dtype
 from mimo.model.submodule import VisionSubmodule
 from mimo.observability.clock import DeviceClock, HostClock
 from mimo.observability.profiler import nvtx_range
-from mimo.observability.spans import ScheduleSpans, Spans
+from mimo.observability.spans import ScheduleSpans, Spans, Trace
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
@@ -60,7 +60,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     watchdog.schedule, watchdog.on_device = schedule_spans.status, platform.name == "cuda"
     communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
     STARTUP.enter(Phase.OPTIMIZERS)
-    grad_sync = GradSync(built, grids, watchdog, spans)
+    grad_sync = GradSync(built, grids, Trace(watchdog, spans))
     optimizer = build_optimizer(config.optim, built, grids)
     optimizer.spans = spans
     _wire_schedule(config, built, grad_sync, schedule_spans)
@@ -114,7 +114,7 @@ def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Wat
     prefetch = EncoderPrefetch(
         name, submodule, depth=config.train.encoder_prefetch_depth, device=platform.device,
         own_stream=platform.name == "cuda" and layer_impl(config, platform) != "transformer_engine",
-        watchdog=watchdog, spans=spans)
+        trace=Trace(watchdog, spans))
     built.model.prefetch = prefetch
     for bridge in communicator.bridges:
         if bridge.module == name:

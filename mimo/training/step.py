@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from mimo.grid.groups import Grids
 from mimo.model.build import GRADIENTS, KINDS, WEIGHTS, BuiltModel
 from mimo.model.mtp import begin_mtp_step
 from mimo.observability.clock import DeviceTimer
-from mimo.observability.spans import Kind, ScheduleSpans, Spans
+from mimo.observability.spans import Kind, ScheduleSpans, Spans, Trace
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
@@ -61,8 +61,13 @@ class TrainerParts:
 
     @property
     def spans(self) -> Spans:
-        """Told what this rank does."""
+        """Told which part of the step this rank is in."""
         return self.schedule_spans.spans
+
+    @property
+    def trace(self) -> Trace:
+        """Told what this rank waits for."""
+        return Trace(self.watchdog, self.spans)
 
     @property
     def world(self) -> range:
@@ -136,8 +141,7 @@ def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
 
 def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> None:
     """Compare both sides of every lane and give the bridges the row counts. Before each run of the schedule."""
-    with (parts.watchdog.waiting("comparison of both sides of each lane", peers=lambda: parts.handshake.waits_for),
-          parts.spans.span(Kind.IDLE, "comparison of both sides of each lane")):
+    with parts.trace.wait("comparison of both sides of each lane", peers=lambda: parts.handshake.waits_for):
         parts.handshake.check(microbatches)
     if parts.communicator is not None:
         parts.communicator.begin_step(microbatches)
@@ -200,34 +204,91 @@ def train_step(
         ReportedElsewhereError: as above, on ranks that do not hold those samples' losses.
     """
     parts.built.residency.require("a training step", *KINDS)
-    for wrapped in parts.built.wrapped.values():
-        wrapped.zero_grad_buffer()
-    parts.optimizer.zero_grad()
-    with (parts.watchdog.waiting("count of the targets of multi-token prediction"),
-          parts.spans.span(Kind.IDLE, "count of the targets of multi-token prediction")):
+    clear_gradients(parts)
+    with parts.trace.wait("count of the targets of multi-token prediction"):
         begin_mtp_step(
             parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
     scheduled = microbatches if parts.prefetch is None else parts.prefetch.begin_step(microbatches, coming)
     with parts.schedule_timer.measure():
         reports = run_schedule(parts, scheduled, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
     summed = _sum_over_world(parts, microbatches, reports, stop_requested)
-    with parts.spans.span(Kind.GRADIENT_SYNC, "division by the number of targets"):
-        parts.grad_sync.scale(summed[1], _participants(parts, summed))
+    participants = None
+    encoders = [encoder.name for encoder in parts.grids.layout.encoders]
+    if parts.config.optim.correct_encoder_grad_for_partial_participation:
+        participants = {name: summed[FIXED_TOTALS + index] for index, name in enumerate(encoders)}
+    update = update_weights(
+        parts, loss_sum=summed[0], num_targets=summed[1], participants=participants,
+        num_samples=parts.config.train.global_batch_size,
+        refuse_loss=partial(_refuse_loss, parts, microbatches, reports))
     totals = summed.tolist()
-    loss_sum, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced = totals[:FIXED_TOTALS]
-    loss = loss_sum / max(num_tokens, 1.0)
+    _, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced = totals[:FIXED_TOTALS]
+    work = Workload.from_values(totals[-num_values(encoders) :], encoders)
+    return StepResult(update.loss, int(num_tokens), int(text_tokens), int(image_tokens), update.success,
+                      update.grad_norm, update.num_zeros, stop > 0, work, int(bad_samples), int(unbalanced))
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of one optimizer step, equal on all ranks.
+
+    Attributes:
+        loss: mean over the targets of the global batch.
+        success: whether parameters were updated.
+        grad_norm: global norm before clipping; None when skipped.
+        num_zeros: zero gradients, where logged.
+    """
+
+    loss: float
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+def clear_gradients(parts: TrainerParts) -> None:
+    """Zero the gradients, before the first backward pass of an update."""
+    for wrapped in parts.built.wrapped.values():
+        wrapped.zero_grad_buffer()
+    parts.optimizer.zero_grad()
+
+
+def update_weights(
+    parts: TrainerParts,
+    *,
+    loss_sum: torch.Tensor,
+    num_targets: torch.Tensor,
+    num_samples: int,
+    refuse_loss: Callable[[float], NoReturn],
+    participants: dict[str, torch.Tensor] | None = None,
+) -> UpdateResult:
+    """Turn the summed gradients of a global batch into one optimizer step. Collective over the world.
+
+    Gradients become means over the targets, are clipped and applied. Where one is not finite, on any rank, all ranks
+    skip the step: weights, schedule and expert biases stay as they were.
+
+    Args:
+        parts: this rank's trainer; the schedule has reduced its gradients inside each module.
+        loss_sum: sum of the losses of the global batch, float64 scalar on the device.
+        num_targets: number of its targets, likewise; no targets count as one.
+        num_samples: how far the learning-rate schedule advances.
+        refuse_loss: raises for a loss that is not finite (with --check-for-nan-in-loss), before anything is updated.
+        participants: see `GradSync.scale`.
+    """
+    with parts.spans.span(Kind.GRADIENT_SYNC, "division by the number of targets"):
+        parts.grad_sync.scale(num_targets, participants)
+    # The host reads the loss only now: until here it runs ahead of the device.
+    total, count = torch.stack([loss_sum, num_targets]).tolist()
+    loss = total / max(count, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
-        _refuse_loss(parts, microbatches, reports, loss)
+        refuse_loss(loss)
     STARTUP.enter(Phase.UPDATE)
-    with (parts.watchdog.waiting("optimizer step", group=parts.world), parts.optimizer_timer.measure(),
-          parts.spans.span(Kind.OPTIMIZER, "optimizer")):
+    with parts.trace.wait("optimizer step", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
         success, grad_norm, num_zeros = parts.optimizer.step()
     if success:
-        parts.scheduler.step(parts.config.train.global_batch_size)
+        parts.scheduler.step(num_samples)
     else:
+        # The schedule moved them by the load of the microbatches, before it was known that the step is skipped.
         parts.grad_sync.undo_expert_biases()
-    return StepResult(loss, int(num_tokens), int(text_tokens), int(image_tokens), success, grad_norm, num_zeros,
-                      stop > 0, _work_of(parts, totals), int(bad_samples), int(unbalanced))
+    return UpdateResult(loss, success, grad_norm, num_zeros)
 
 
 def _sum_over_world(
@@ -260,26 +321,15 @@ def _sum_over_world(
     totals = totals.to(parts.platform.device)
     if parts.counts_losses:
         totals[:2] += torch.stack(reports).sum(dim=0)
-    with (parts.watchdog.waiting("sum of losses and tokens over the world", group=parts.world),
-          parts.spans.span(Kind.IDLE, "sum of losses and tokens over the world")):
+    with parts.trace.wait("sum of losses and tokens over the world", group=parts.world):
         work = dist.all_reduce(totals, async_op=True)
+        # While the other ranks arrive, the encoder computes features of coming iterations.
         if parts.prefetch is not None:
             parts.prefetch.fill()
             parts.prefetch.end_step()
         assert work is not None, "every rank is a member of the world"
         work.wait()
     return totals
-
-
-def _work_of(parts: TrainerParts, totals: list[float]) -> Workload:
-    names = [encoder.name for encoder in parts.grids.layout.encoders]
-    return Workload.from_values(totals[-num_values(names) :], names)
-
-
-def _participants(parts: TrainerParts, totals: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    if not parts.config.optim.correct_encoder_grad_for_partial_participation:
-        return None
-    return {encoder.name: totals[FIXED_TOTALS + index] for index, encoder in enumerate(parts.grids.layout.encoders)}
 
 
 def _refuse_loss(

@@ -92,8 +92,7 @@ def measure(result: dict[str, Any], config: RlRunConfig, grids: Grids, platform:
             self.engine = engine
             super()._connect(engine)
 
-        def _train(self, logger: Any, stop: Any, began: float) -> str | None:
-            self._last_figures = {}
+        def _train(self, logger: Any) -> str | None:
             if train_well(self, logger, result):
                 result["faults"] = {name: caught(self, fault) for name, fault in faults(self).items()}
                 result["missed"] = [name for name, found in result["faults"].items() if not found["caught"]]
@@ -110,10 +109,10 @@ def train_well(loop: Any, logger: Any, result: dict[str, Any]) -> bool:
     shares: list[dict[str, list[float]]] = []
     alarms: list[str] = []
     verify_s, iteration_s = [], []
-    while loop.progress.iteration < loop.total_iterations and not alarms:
+    while not loop.session.is_done and not alarms:
         started = time.perf_counter()
         try:
-            loop.collector.refit(loop.progress.iteration)
+            loop.collector.refit(loop.session.progress.iteration)
         except RefitError as error:
             alarms.append(str(error))
             recover(loop)
@@ -148,7 +147,7 @@ def caught(loop: Any, fault: Fault) -> dict[str, Any]:
     loop.collector._version, loop.collector._num_refits = None, 0
     weights.prepare = lambda: fault(dict(prepare()))
     try:
-        loop.collector.refit(loop.progress.iteration)
+        loop.collector.refit(loop.session.progress.iteration)
     except RefitError as error:
         figures = ERROR.search(str(error))
         if figures is None:

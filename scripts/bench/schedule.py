@@ -117,7 +117,7 @@ def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
         loop.settings = {"blocks": chosen.blocks, "warmup_blocks": chosen.warmup_blocks, "steps": chosen.steps,
                          "synthetic": chosen.synthetic}
         loop.run()
-        if loop.is_logging_rank and len(loop.blocks) == chosen.blocks:
+        if loop.session.is_logging_rank and len(loop.blocks) == chosen.blocks:
             codes.append(report(chosen, config, grids.layout, loop.blocks, platform.device_name or platform.name))
 
     launch(config, validate(config, num_ranks(config)), body)

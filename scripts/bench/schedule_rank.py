@@ -141,7 +141,7 @@ class ScheduleLoop(TrainingLoop):
     # Difference between the first rank's clock and this rank's.
     _offset_s: float
 
-    def _train(self, loader: Any, logger: Any, stop: Any, began: float) -> str | None:
+    def _train(self, loader: Any, logger: Any) -> str | None:
         """Run the blocks in place of iterations. Returns why the run stopped early, or None."""
         grids = self.grids
         self.blocks = []
@@ -152,11 +152,12 @@ class ScheduleLoop(TrainingLoop):
         for number in range(-self.settings["warmup_blocks"], self.settings["blocks"]):
             self._offset_s = clock_offsets(hosts, grids.rank, grids.host)[grids.rank]
             block = self._block(loader)
-            asked = torch.tensor(float(stop.requested))
+            reason = self.session.stop_reason()
+            asked = torch.tensor(float(reason is not None))
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=grids.host)
             if asked.item():
-                return stop.name or "another rank"
-            gathered: list[Any] | None = [None] * grids.layout.world_size if self.is_logging_rank else None
+                return reason or "another rank"
+            gathered: list[Any] | None = [None] * grids.layout.world_size if self.session.is_logging_rank else None
             dist.gather_object(block, gathered, dst=grids.layout.language.rank_at(pp=-1), group=grids.host)
             if gathered is not None and number >= 0:
                 self.blocks.append(merge(gathered))
@@ -199,13 +200,13 @@ class ScheduleLoop(TrainingLoop):
         for number in range(1 + count + more):
             begins.append(time.perf_counter())
             parts.spans.begin_step()
-            with self.watchdog.waiting("data", on_loader=True), parts.spans.span(Kind.DATA_WAIT, "data"):
+            with parts.trace.wait("data", Kind.DATA_WAIT, on_loader=True):
                 microbatches, coming = next_step()
             train_step(parts, microbatches, coming=coming)
             parts.spans.end_step()
             self._keep(arm, counts=1 <= number <= count)
-            self.progress.iteration += 1
-            self.watchdog.progress(iteration=self.progress.iteration)
+            self.session.progress.iteration += 1
+            self.watchdog.progress(iteration=self.session.progress.iteration)
         begins.append(time.perf_counter())
         arm.seconds = [two - one for one, two in pairwise(begins)][1 : 1 + count]
         return arm

@@ -114,7 +114,7 @@ def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
         loop = InterleavedLoop(config, grids, platform, model_provider(config.model.model_provider),
                                config.find_dataset(config.data.dataset_provider))
         loop.run()
-        if loop.is_logging_rank:
+        if loop.session.is_logging_rank:
             report(chosen, begins[chosen.warmup_steps :], grids.layout.world_size)
 
     return launch(config, validate(config, num_ranks(config)), body)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mimo.data.batch import EncoderBatch, Microbatch
-from mimo.observability.spans import Spans
+from mimo.observability.spans import Spans, Trace
 from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.watchdog.watchdog import Watchdog
 
@@ -57,7 +57,7 @@ def microbatch(number, *, image=True):
 def queue_of(depth):
     encoder, watchdog = Encoder(), Watchdog(0, "rank 0")
     return encoder, EncoderPrefetch("vision", encoder, depth=depth, device=torch.device("cpu"), own_stream=False,
-                                    watchdog=watchdog, spans=Spans())
+                                    trace=Trace(watchdog, Spans()))
 
 
 def taken(prefetch, batches):
@@ -187,7 +187,7 @@ def test_a_stream_of_its_own_waits_for_the_copy_of_what_it_reuses(monkeypatch):
 
     alive = []
     prefetch = EncoderPrefetch("vision", OnStream(), depth=1, device=torch.device("cpu"), own_stream=True,
-                               watchdog=Watchdog(0, "rank 0"), spans=Spans())
+                               trace=Trace(Watchdog(0, "rank 0"), Spans()))
     step = [microbatch(n) for n in range(3)]
     prefetch.begin_step(step)
     for batch in step:

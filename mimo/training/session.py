@@ -1,0 +1,172 @@
+"""Watchdog, stop conditions, checkpoints and records: what both training loops have around their iterations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from mimo.checkpoint.save import Saver
+from mimo.checkpoint.state import Progress, RunState
+from mimo.config.cli import to_toml
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import train_iterations
+from mimo.grid.groups import Grids
+from mimo.observability.metrics import RunLogger, format_steps
+from mimo.observability.remote_trackers import CLOSE_LIMIT_S
+from mimo.protocols import ModelProvider
+from mimo.training.run_folder import without_chosen_folder
+from mimo.training.setup import Resumable, start
+from mimo.watchdog.signals import StopSignal
+from mimo.watchdog.watchdog import open_watchdog
+
+
+class Session:
+    """One run on this rank, from its first wait to its last record.
+
+    A training loop runs inside the session's context, which handles stop signals and closes everything at the end. If
+    an error ends the run, the session marks the records as failed and waits for no other rank.
+
+    Args:
+        config: validated flags.
+        grids: process groups.
+
+    Attributes:
+        watchdog: ends the run if it hangs; opened here.
+        total_iterations: number of iterations of the whole run, those before a resume included.
+        is_logging_rank: whether this rank writes the records.
+        progress: iterations, samples and skipped iterations so far.
+        saver: writes checkpoints; None without --save, and before `resume`.
+        checkpoint_s: seconds that checkpoints took since `take_checkpoint_s`.
+    """
+
+    def __init__(self, config: RunConfig, grids: Grids) -> None:
+        self._config = config
+        self.total_iterations = train_iterations(config)
+        # The rank whose loss is complete first, as in Megatron: last stage, first lane.
+        self.is_logging_rank = grids.rank == grids.layout.language.rank_at(pp=-1)
+        self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir,
+                                      config.checkpoint.checkpoint_timeout_s)
+        self.progress = Progress()
+        self.saver: Saver | None = None
+        self.checkpoint_s = 0.0
+        self._state: RunState | None = None
+        self._logger: RunLogger | None = None
+        self._stop: StopSignal | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> Session:
+        self._began = time.monotonic()
+        self._stop = StopSignal(self.watchdog)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        failed = error is not None
+        if self._logger is not None:
+            # Remote trackers may be slow to take the last figures.
+            with self.watchdog.limit(2 * CLOSE_LIMIT_S):
+                self._logger.close(failed=failed)
+        if self.saver is not None:
+            self.saver.close()
+        assert self._stop is not None, "set on entry"
+        self._stop.close()
+        # Last, because everything above may hang.
+        self.watchdog.close(failed=failed)
+
+    def resume(self, state: RunState, provider: ModelProvider, data: Resumable) -> list[str]:
+        """Load what the run starts from: its own checkpoint, another one, pretrained weights or nothing. Collective.
+
+        Args:
+            state: what the run's checkpoints hold.
+            provider: the model family.
+            data: the run's position in its data.
+
+        Returns:
+            Lines for the log that say what was loaded.
+
+        Raises:
+            ValueError: what is asked for cannot be loaded; see `mimo.training.setup.start`.
+        """
+        self._state = state
+        if self._config.checkpoint.save is not None:
+            self.saver = Saver(state, self.watchdog)
+        self.progress, lines = start(state, provider, data, self.watchdog)
+        if self.saver is not None and state.source is not None and state.source.is_own:
+            # The checkpoint exists already: a finished run that is started again has nothing to write.
+            self.saver.last_iteration = self.progress.iteration or None
+        return lines
+
+    def open_records(self, format_records: Callable[[Sequence[Any], int], str] = format_steps) -> RunLogger:
+        """Open the log, the metrics and the trackers. After `resume`, which says at which iteration they go on.
+
+        Args:
+            format_records: the console line of the iterations since the last one; see `RunLogger`.
+        """
+        with self.watchdog.waiting("start of the run's records", is_work=True):
+            logger = RunLogger(self._config.observe, active=self.is_logging_rank,
+                               total_iterations=self.total_iterations,
+                               config_toml=to_toml(without_chosen_folder(self._config)),
+                               resume_iteration=self.progress.iteration, format_records=format_records)
+        self.watchdog.on_stall.append(logger.mark_failed)
+        self._logger = logger
+        return logger
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all iterations were made."""
+        return self.progress.iteration >= self.total_iterations
+
+    def is_due(self, interval: int | None) -> bool:
+        """Return whether something that happens every `interval` iterations is due now; None and 0 mean never."""
+        return interval is not None and interval > 0 and self.progress.iteration % interval == 0
+
+    def stop_reason(self) -> str | None:
+        """Return why this rank wants to stop early, or None. Other ranks may have reasons of their own."""
+        assert self._stop is not None, "inside the context"
+        if self._stop.name is not None:
+            return self._stop.name
+        limit_mins = self._config.checkpoint.exit_duration_in_mins
+        over_time = limit_mins is not None and time.monotonic() - self._began > 60 * limit_mins
+        return "--exit-duration-in-mins" if over_time else None
+
+    def save(self, streams: Callable[[], dict[str, Any]]) -> None:
+        """Save the run as it stands, unless this iteration is saved already or there is no --save. Collective.
+
+        Args:
+            streams: gives the position in the data, see `RunState.streams`.
+        """
+        if self.saver is None or self.saver.last_iteration == self.progress.iteration:
+            return
+        assert self._state is not None, "set with the saver"
+        began = time.perf_counter()
+        self._state.streams = streams()
+        self.saver.save(self.progress)
+        self.checkpoint_s += time.perf_counter() - began
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes an earlier checkpoint in the background."""
+        return self.saver is not None and self.saver.is_writing
+
+    def continue_saving(self, any_writing: bool) -> None:
+        """Finish a background checkpoint once no rank writes any more. Collective where one is pending.
+
+        Args:
+            any_writing: `is_writing` of any rank; the same on all.
+        """
+        if self.saver is not None and self.saver.is_pending:
+            began = time.perf_counter()
+            self.saver.poll(any_writing)
+            self.checkpoint_s += time.perf_counter() - began
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete. Collective."""
+        if self.saver is not None:
+            self.saver.finish()
+
+    def take_checkpoint_s(self) -> float:
+        """Return for how many seconds training stood still for checkpoints since the last call."""
+        taken, self.checkpoint_s = self.checkpoint_s, 0.0
+        return taken
