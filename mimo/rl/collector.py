@@ -1,4 +1,4 @@
-"""Weights to the engine and completions from it, for all ranks together: in turns with the updates, or beside them."""
+"""Send weights to the engine and collect completions from it, between the updates or in parallel with them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from mimo.refit.options import RefitReport
 from mimo.refit.sender import WeightSender
 from mimo.rl.cursor import Pending, PromptCursor
 from mimo.rl.offload import Offload
-from mimo.rl.rollouts import Answers, Completion, Rollouts, RolloutSource, rollout_metrics
+from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.replicas import RolloutClient
 from mimo.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mimo.rl.probe import Expected, RefitProbe
 
-# Seconds that ranks which only wait for the first one are more patient than it is: it can say what went wrong.
+# Seconds that other ranks wait longer than the first rank, so that the first rank can say what went wrong.
 FIRST_RANK_SPEAKS_S = 10.0
 
 
 class Devices:
-    """Memory of the devices that engine and trainer use. These are apart: there is nothing to do.
+    """Memory of the devices that engine and trainer use. Here they use different ones, so there is nothing to do.
 
-    `mimo.rl.collector.SharedDevices` is the other kind. Every method is collective.
+    `SharedDevices` is for an engine on the trainer's devices. Every method is collective.
     """
 
     def for_engine_start(self) -> None:
-        """The engine can take all its memory."""
+        """Give the engine all the memory it wants, for its start."""
 
     def for_refit(self) -> None:
-        """Trainer and engine both have their weights."""
+        """Make room for the weights of both trainer and engine."""
 
     def for_rollout(self) -> None:
-        """The engine has what it needs to generate."""
+        """Give the engine all the memory it needs to generate."""
 
     def for_training(self) -> None:
-        """The trainer has all that it needs; the engine may have lost its weights, see `keeps_weights`."""
+        """Give the trainer all its memory back. The engine may lose its weights, see `keeps_weights`."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -52,17 +52,17 @@ class Devices:
         return True
 
     def take_seconds(self) -> float:
-        """Seconds that memory took to come and go since they were last asked for."""
+        """Return the seconds spent on moving memory since the last call."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation.
+    """Result of an evaluation.
 
     Attributes:
-        metrics: figures of the completions by name, as `rollout_metrics`.
-        shown: some of them, as text: key, completion and reward.
+        metrics: figures of the completions by name, as `rollout_metrics` returns them.
+        shown: some of the completions as text: key, completion and reward.
     """
 
     metrics: Mapping[str, float]
@@ -82,11 +82,11 @@ class Collector:
         source: draws and scores, on the first rank; None on the others.
         held_out: the same for evaluations.
         cursor: where the run is among its prompts.
-        devices: whether trainer and engine are on the same ones.
+        devices: moves memory between trainer and engine if they share devices.
 
     Attributes:
-        probe: compares both sides' log-probs, see `--refit-verify-interval`; None: nothing does.
-        report: of the last refit.
+        probe: compares both sides' log-probs, see `--refit-verify-interval`; None without it.
+        report: report of the last refit.
         refit_s: seconds of refits since the last `collect` began.
         waited_s: seconds since then that ranks waited for completions.
         verify_s: seconds of verifications since this was last set to 0; no part of the others.
@@ -105,21 +105,23 @@ class Collector:
         self._prefetched: Future[Answers] | None = None
 
     def collect(self, iteration: int) -> Rollouts:
-        """The completions to train on after so many updates, on every rank.
+        """Collect the completions to train on after `iteration` updates, on every rank.
 
         Raises:
             ValueError, RefitError: as `RolloutSource`, on the first rank.
         """
         began = time.perf_counter()
         self.refit_s = 0.0
-        drawn = self._prefetched_answers()
-        is_drawn = broadcast_object(self.grids, drawn is not None)
-        # The engine of a resumed run has no weights, whatever its checkpoint brought.
-        if not is_drawn or self._version is None:
+        answers = self._prefetched_answers()
+        has_answers = broadcast_object(self.grids, answers is not None)
+        # The engine of a resumed run has no weights, even if the checkpoint brought answers.
+        if not has_answers or self._version is None:
             self.refit(iteration)
-        if not is_drawn:
-            drawn = self._ask()
-        rollouts = self._scored(drawn)
+        if not has_answers and self.source is not None:
+            with (self._engine_timeout(),
+                  self.watchdog.waiting("completions of the rollout engine", version=self._version)):
+                answers = self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
+        rollouts = self._scored(answers)
         self.cursor.first += self.config.prompts_per_step
         self.cursor.pending = None
         self._finish_rollouts()
@@ -127,15 +129,15 @@ class Collector:
         return rollouts
 
     def prefetch(self) -> None:
-        """Begin with the next iteration's completions, beside the update (`one-step-off`). On the first rank."""
+        """Start on the next iteration's completions while the update runs (`one-step-off`). On the first rank."""
         if self.source is not None:
             result: Future[Answers] = Future()
-            # A daemon: a call that an engine never answers must not keep this process from ending.
+            # A daemon thread, because a call that the engine never answers must not keep this process alive.
             Thread(target=self._fill, args=(result, self.cursor.first), name="rollouts", daemon=True).start()
             self._prefetched = result
 
     def drain(self, iteration: int) -> None:
-        """Wait for what was begun, and give the engine the weights of so many updates.
+        """Wait for the completions that `prefetch` started, then give the engine the weights after `iteration` updates.
 
         Raises:
             ValueError, RefitError: as `RolloutSource`, on the first rank.
@@ -153,17 +155,18 @@ class Collector:
         self.refit(iteration)
 
     def refit(self, iteration: int) -> None:
-        """Give the engine the weights as they are after so many updates, unless it has them.
+        """Give the engine the weights after `iteration` updates, unless it has them.
 
         Raises:
-            RefitError: with a `probe`, as its `compare`.
+            RefitError: the `probe` finds that engine and trainer compute with different weights.
         """
         if self._version == iteration:
             return
         probe, interval = self.probe, self.config.rollout.refit_verify_interval
         began, expected = time.perf_counter(), None
         if probe is not None and self._num_refits % interval == 0:
-            # Before any refit: where engine and trainer share devices, weights are away when the engine can answer.
+            # Computed before any refit, because on shared devices the trainer's weights are offloaded while the
+            # engine answers.
             expected = probe.expect()
             self._refit_scrambled(probe, iteration)
         self.sender.verify = self.sender.is_changed = expected is not None
@@ -208,11 +211,11 @@ class Collector:
         return 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
 
     def evaluate(self, iteration: int, num_shown: int) -> HeldOut:
-        """Score completions of the held-out prompts by the policy after so many updates.
+        """Score completions of the held-out prompts, drawn by the policy after `iteration` updates.
 
         Args:
-            iteration: updates.
-            num_shown: completions to give as text.
+            iteration: number of updates.
+            num_shown: number of completions to return as text.
 
         Raises:
             ValueError, RefitError: as `RolloutSource`, on the first rank.
@@ -225,15 +228,13 @@ class Collector:
                 answers = self.held_out.ask(0, self.config.rl.eval_prompts, str(iteration))
             with self.watchdog.waiting("rewards"):
                 rollouts = self.held_out.score(answers)
-            result = HeldOut(rollout_metrics(rollouts), self._shown(rollouts.completions[:num_shown]))
+            shown = tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward)
+                          for each in rollouts.completions[:num_shown])
+            result = HeldOut(rollout_metrics(rollouts), shown)
         with self._follower_timeout(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
             shared: HeldOut = broadcast_object(self.grids, result)
         self._finish_rollouts()
         return shared
-
-    def _shown(self, completions: tuple[Completion, ...]) -> tuple[tuple[str, str, float], ...]:
-        assert self.held_out is not None
-        return tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward) for each in completions)
 
     def _finish_rollouts(self) -> None:
         with self._engine_timeout(), self.watchdog.waiting("memory of the trainer"):
@@ -242,29 +243,26 @@ class Collector:
             self._version = None
 
     def _prefetched_answers(self) -> Answers | None:
-        """Return the answers drawn for this iteration if they are what the flags ask for now."""
+        """Return the answers that were prefetched for this iteration, if they are what the flags ask for now.
+
+        A resumed run may have other prompts, or another number of completions, than the one that drew them.
+        """
         pending, first, count = self.cursor.pending, self.cursor.first, self.config.prompts_per_step
         if self.source is None or pending is None or self.config.rollout.rollout_mode == "sync":
             return None
         prompts = tuple(self.source.prompts.prompt(index) for index in range(first, first + count))
-        # Names will not do: a prompt has the same one whatever the seed.
+        # Comparing names is not enough: a prompt has the same name whatever the seed.
         if pending.prompts != [prompt.token_ids for prompt in prompts] or any(
                 len(group) != self.config.rl.completions_per_prompt for group in pending.answers):
             return None
         return Answers(first=first, prompts=prompts, answers=pending.answers, version=pending.version,
                        seconds=pending.seconds)
 
-    def _ask(self) -> Answers | None:
-        if self.source is None:
-            return None
-        with self._engine_timeout(), self.watchdog.waiting("completions of the rollout engine", version=self._version):
-            return self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
-
     def _fill(self, result: Future[Answers], first: int) -> None:
         assert self.source is not None
         try:
             result.set_result(self.source.ask(first, self.config.prompts_per_step, str(self._version)))
-        except BaseException as error:  # whatever it is, it is raised where the result is asked for
+        except BaseException as error:  # of any kind: `drain` raises it again
             result.set_exception(error)
 
     def _scored(self, answers: Answers | None) -> Rollouts:
@@ -288,29 +286,29 @@ class Collector:
                                    + 2 * FIRST_RANK_SPEAKS_S)
 
 
-# Trainer and engine on the same GPUs, in turns: what one does not need gives its memory to the other.
+# Trainer and engine on the same GPUs take turns: each gives the other the memory that it does not need.
 #
-# The engine sleeps while the trainer trains, its weights and its keys and values gone (vLLM's sleep level 2: each
-# refit brings all weights anyway). For a refit the trainer's gradients and optimizer state go to the host first, then
-# the engine takes memory for weights; before the engine takes the rest, the trainer's weights go as well. On the CPU,
-# where vLLM cannot sleep, only the trainer's memory comes and goes.
+# The engine sleeps while the trainer trains. It then has neither weights nor a KV cache (vLLM's sleep level 2, because
+# each refit brings all weights anyway). For a refit the trainer first moves gradients and optimizer state to the host,
+# and the engine takes memory for its weights. Then the trainer's weights go to the host too, and the engine takes
+# memory for the KV cache. On the CPU, where vLLM cannot sleep, only the trainer's memory moves.
 
 
-# vLLM's names of what a sleeping engine can take memory for.
+# vLLM's names of what a waking engine can take memory for.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 class SharedDevices(Devices):
-    """Whose turn it is. Every method is collective over the trainer's world.
+    """Memory of devices that trainer and engine share. Every method is collective over the trainer's world.
 
     Args:
         grids: process groups.
-        offload: of this rank's memory.
-        sleeps: the engine can, which it does on GPUs.
+        offload: moves this rank's memory to the host and back.
+        sleeps: whether the engine can sleep, as it can on GPUs.
 
     Attributes:
         client: the engine, on the first rank, once it is there.
-        seconds: that memory took to come and go since they were last asked for; see `take_seconds`.
+        seconds: seconds spent on moving memory since the last `take_seconds`.
     """
 
     def __init__(self, grids: Grids, offload: Offload, *, sleeps: bool) -> None:
@@ -324,12 +322,12 @@ class SharedDevices(Devices):
         return not self._sleeps
 
     def for_engine_start(self) -> None:
-        """The engine has the devices to itself: it takes all its memory once, to see that it is there."""
+        """Leave the devices to the engine, which takes all its memory once to see that it is there."""
         self._offload.everything()
         gather(self._grids, None)
 
     def for_refit(self) -> None:
-        """Trainer and engine both have their weights."""
+        """Make room for the weights of both: gradients and optimizer state go to the host."""
         began = time.perf_counter()
         self._offload.gradients()
         self._offload.optimizer()
@@ -338,7 +336,7 @@ class SharedDevices(Devices):
         self.seconds += time.perf_counter() - began
 
     def for_rollout(self) -> None:
-        """The engine has what it needs to generate."""
+        """Make room for the engine's KV cache: the trainer's weights go to the host, too."""
         began = time.perf_counter()
         self._offload.weights()
         gather(self._grids, None)
@@ -346,7 +344,7 @@ class SharedDevices(Devices):
         self.seconds += time.perf_counter() - began
 
     def for_training(self) -> None:
-        """The trainer has all that it needs; the engine sleeps."""
+        """Put the engine to sleep and bring everything of the trainer back."""
         began = time.perf_counter()
         if self.client is not None and self._sleeps:
             self.client.sleep()
@@ -355,7 +353,7 @@ class SharedDevices(Devices):
         self.seconds += time.perf_counter() - began
 
     def take_seconds(self) -> float:
-        """`seconds`, which begin anew."""
+        """Return `seconds` and reset them."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 

@@ -1,4 +1,4 @@
-"""Where a run is among its prompts: what a checkpoint must hold so that a resumed run sees the same rollouts."""
+"""Position of a run among its prompts, saved in checkpoints so that a resumed run sees the same rollouts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Pending:
 
     Attributes:
         prompts: token ids of each prompt from the next one on.
-        answers: to each.
+        answers: the engine's answers to each prompt.
         version: policy version that drew them.
-        seconds: of the engine.
+        seconds: how long the engine took.
     """
 
     prompts: list[tuple[int, ...]]
@@ -30,23 +30,23 @@ class Pending:
 
 @dataclass
 class PromptCursor:
-    """On every rank the same, but for the pending answers, which the first one has.
+    """Position among the prompts. It is the same on every rank, but only the first rank has the pending answers.
 
     Attributes:
-        first: place of the next iteration's first prompt.
-        pending: its answers, where they were drawn ahead (`--rollout-mode one-step-off`).
+        first: index of the next iteration's first prompt.
+        pending: answers to that iteration's prompts, if they were prefetched (`--rollout-mode one-step-off`).
     """
 
     first: int = 0
     pending: Pending | None = None
 
     def streams(self, *, is_first_rank: bool) -> dict[str, Any]:
-        """For `RunState`; plain data."""
+        """Return the position as plain data, for `RunState`."""
         own = {STREAM: {"prompts": self.first, "pending": None if self.pending is None else asdict(self.pending)}}
         return {"consumed_samples": self.first, "streams": own if is_first_rank else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `streams` was called.
+        """Return to the position at which `streams` was called.
 
         Args:
             state: what it returned; the first rank needs the stream.

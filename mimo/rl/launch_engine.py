@@ -20,7 +20,7 @@ from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import start_processes
 from mimo.rollout.replicas import RolloutClient, one_client
 
-# What the rollout engine makes pixels of images with: files beside its config.json.
+# The image processor of the rollout engine: files beside its config.json.
 
 
 TOKENIZER = "tokenizer_config.json"
@@ -55,15 +55,16 @@ def has_processor(folder: Path) -> bool:
     return (folder / TOKENIZER).is_file()
 
 
-# What torchrun tells its workers. In an engine's process they would make its own process group join the trainer's.
+# Variables that torchrun sets for its workers. In an engine's process they would make its own process group join the
+# trainer's.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
                       "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIX = "TORCHELASTIC_"
-# Of an engine, where the environment does not say otherwise: nothing is looked up on a hub, hundreds of lines of its
-# start are not shown, and on the CPU nothing is compiled.
+# Defaults of an engine's environment: it looks nothing up on a hub, does not log the hundreds of lines of its start,
+# and compiles nothing on the CPU.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1"}
-# Part of a GPU that an engine fills, `--engine-memory`: alone on it, or with a trainer whose memory it takes in turns.
+# Default of --engine-memory, the fraction of a GPU that an engine fills: on a GPU of its own, and on the trainer's.
 SEPARATE_MEMORY = 0.85
 COLOCATED_MEMORY = 0.6
 # Layers that stay as they are with --engine-quantization, as in published FP8 checkpoints: routers (`mlp.gate` of
@@ -73,20 +74,20 @@ UNQUANTIZED_LAYERS = (r"re:.*\.(shared_expert_)?gate$",)
 
 
 class Engine(Protocol):
-    """The rollout engine of a run, whose processes the first rank has started; only that rank has it."""
+    """The rollout engine of a run. Only the first rank, which has started its processes, has one."""
 
     @property
     def client(self) -> RolloutClient:
-        """Calls it."""
+        """Client that calls the engine."""
         ...
 
     @property
     def address(self) -> str:
-        """Under which its workers reach the first rank."""
+        """Address under which the engine's workers reach the first rank."""
         ...
 
     def close(self) -> None:
-        """End its processes, whatever they do."""
+        """End the engine's processes, whatever they do."""
         ...
 
 
@@ -94,8 +95,8 @@ class ChildEngines:
     """Replicas in child processes of this one.
 
     Args:
-        options: of each replica.
-        flags: with the time that starts and calls may take.
+        options: options of each replica.
+        flags: the timeouts of starts and calls.
     """
 
     def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig) -> None:
@@ -107,7 +108,6 @@ class ChildEngines:
         self.address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
 
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             process.close()
 
@@ -118,24 +118,21 @@ def engine_dtype(config: RlRunConfig) -> str:
 
 
 def refit_options(config: RlRunConfig) -> RefitOptions:
-    """How weights travel to the engine."""
-    return RefitOptions(backend=_backend(config), dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s)
-
-
-def _backend(config: RlRunConfig) -> str:
+    """Select how weights travel to the engine."""
+    backend = "nccl" if config.train.device == "cuda" else "gloo"
     if config.rollout.engine_placement == "colocated":
-        return "ipc"
-    return "nccl" if config.train.device == "cuda" else "gloo"
+        backend = "ipc"
+    return RefitOptions(backend=backend, dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s)
 
 
 def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Sequence[str] = ()) -> EngineOptions:
-    """A replica of the engine that the flags ask for.
+    """Return the options of one replica of the engine that the flags ask for.
 
     Args:
         config: the run, `train.device` being `cpu` or `cuda`.
-        folder: with config.json, and an image processor with its tokenizer where the model takes images.
-        replica: its number.
-        gpus: what CUDA calls those that its process shall see; none: as they are.
+        folder: holds config.json, and an image processor with its tokenizer if the model takes images.
+        replica: number of the replica.
+        gpus: CUDA's names of the GPUs that its process shall see; empty leaves that to the environment.
     """
     flags, on_cuda = config.rollout, config.train.device == "cuda"
     environment = {name: os.environ.get(name, value)
@@ -147,7 +144,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
         # Replicas of one seed would draw the same numbers for different prompts.
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
-        # Log-probs of the distribution that is sampled from, temperature included.
+        # The update needs log-probs of the distribution that is sampled from, temperature included.
         extra={"skip_tokenizer_init": not has_processor(folder), "logprobs_mode": "processed_logprobs",
                **_arguments(flags, on_cuda)},
         environment=environment)
@@ -155,7 +152,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
 
 def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` by device and placement."""
-    # Not Ray's own executor, which would place workers by itself: they are children of the replica's process.
+    # Workers are children of the replica's process. vLLM's executor for Ray would place them by itself.
     executor = "mp" if flags.engine_tp * flags.engine_pp > 1 else "uni"
     arguments: dict[str, Any] = {"distributed_executor_backend": executor}
     if not on_cuda:
@@ -184,16 +181,12 @@ def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:
     """
     folder = describe_model(config, provider)
     flags, gpus = config.rollout, replica_gpus(config)
-    if flags.engine_placement == "ray":
-        return _start_in_ray(config, folder, gpus)
-    return ChildEngines([engine_options(config, folder, replica, gpus[replica] if gpus else ())
-                         for replica in range(flags.engine_dp)], flags)
-
-
-def _start_in_ray(config: RlRunConfig, folder: Path, gpus: Sequence[Sequence[str]]) -> Engine:
+    if flags.engine_placement != "ray":
+        return ChildEngines([engine_options(config, folder, replica, gpus[replica] if gpus else ())
+                             for replica in range(flags.engine_dp)], flags)
+    # Imported here because other placements work without Ray.
     from mimo.rollout.ray_actors import RayCluster, RayEngines
 
-    flags = config.rollout
     cluster = RayCluster(flags.ray_address, [gpu for each in gpus for gpu in each])
     return RayEngines([engine_options(config, folder, replica) for replica in range(flags.engine_dp)], cluster,
                       "GPU" if config.train.device == "cuda" else "CPU", flags.engine_start_timeout_s,
@@ -201,7 +194,11 @@ def _start_in_ray(config: RlRunConfig, folder: Path, gpus: Sequence[Sequence[str
 
 
 def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
-    """Write what vLLM must know of the model, other than its weights, to a folder of the run. Raises ValueError."""
+    """Write what vLLM must know of the model, except its weights, to a folder of the run.
+
+    Raises:
+        ValueError: the folder cannot be written, or the model has no Hugging Face counterpart.
+    """
     folder = (Path(config.observe.run_dir) / "engine").resolve()
     description = provider.hf_config(config.model_family)
     try:
@@ -215,16 +212,17 @@ def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
 
 
 def leave_group() -> None:
-    """In the process of a child engine: signals that the launcher sends to its worker's process group are not for it.
+    """Leave the trainer's process group, in the process of a child engine.
 
-    A trainer that is told to stop finishes its iteration first, with its engine; which ends when the trainer does.
+    The launcher sends its signals to the group. A trainer that is told to stop finishes its iteration first, and needs
+    its engine for that. The engine ends when the trainer does.
     """
     leave_launcher()
     os.setsid()
 
 
 def leave_launcher() -> None:
-    """In the engine's process: it is none of the launcher's workers, and ends with the rank that started it."""
+    """Forget the launcher, in the engine's process: it is no worker of it, and ends with the rank that started it."""
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIX):
             del os.environ[name]

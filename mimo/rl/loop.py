@@ -81,14 +81,18 @@ class RlLoop:
                 engine.close()
 
     def _set_up(self) -> list[str]:
-        """Prompts, model and optimizer, at the weights that the run starts from; lines that say which these are."""
+        """Open the prompts, build model and optimizer, and load the weights that the run starts from.
+
+        Returns:
+            Lines for the log that say what was loaded.
+        """
         self._tokens = self.provider.token_spec(self.config.model_family)
         self._images = None
         if self.grids.layout.encoders:
             self._images = ImageTokens.of(self.provider, self.config.model_family, self.grids.layout)
         STARTUP.enter(Phase.DATA)
         self._open_prompts()
-        # The schedule's sequence is a packed microbatch.
+        # A sequence of the schedule is a packed microbatch.
         train = replace(self.config.train, seq_length=self.config.rl.max_tokens_per_microbatch)
         self.parts = parts = setup_trainer(replace(self.config, train=train), self.provider, self.grids, self.platform,
                                            self.watchdog)
@@ -103,7 +107,7 @@ class RlLoop:
         return lines if note is None else [*lines, note]
 
     def _open_prompts(self) -> None:
-        """Both splits, on the first rank; every rank stops where prompts are too long, before any model is built."""
+        """Open both splits on the first rank. Every rank stops if prompts are too long, before any model is built."""
         self._splits: dict[str, PromptSet] = {}
         error = None
         with self.watchdog.on_files("the first rank, which measures the prompts"):
@@ -115,8 +119,11 @@ class RlLoop:
             raise_on_any_rank(self.grids, error)
 
     def _start_engine(self) -> Engine | None:
-        """The engine, on the first rank."""
-        self.devices = self._devices()
+        """Start the engine, on the first rank. The others make room for it where they share devices."""
+        self.devices: Devices = Devices()
+        if self.config.rollout.engine_placement == "colocated":
+            self.devices = SharedDevices(self.grids, Offload(self.parts.built, self.parts.optimizer),
+                                         sleeps=self.platform.name == "cuda")
         self.devices.for_engine_start()
         if self.grids.rank != 0:
             return None
@@ -128,21 +135,15 @@ class RlLoop:
             self.devices.client = engine.client
         return engine
 
-    def _devices(self) -> Devices:
-        if self.config.rollout.engine_placement != "colocated":
-            return Devices()
-        return SharedDevices(self.grids, Offload(self.parts.built, self.parts.optimizer),
-                             sleeps=self.platform.name == "cuda")
-
     def _connect(self, engine: Engine | None) -> None:
-        """Meet the engine, which every rank sends weights to and the first one talks to."""
+        """Agree with the engine on weights, which every rank sends, and make what collects completions and trains."""
         flags = self.config.rollout
         with (self.watchdog.limit(flags.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
             num_workers = broadcast_object(self.grids, engine.client.num_workers if engine is not None else None)
             self.devices.for_training()
         STARTUP.say("agreeing with vLLM on where each weight goes")
-        # An engine's first answer may take as long as its calls may.
+        # The engine's first answer may take as long as any of its calls.
         with (self.watchdog.limit(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the rollout engine's agreement on weights")):
             sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
@@ -156,37 +157,33 @@ class RlLoop:
             padding = source.prompts.pad_token_id
         self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.cursor,
                                    self.devices)
+        pixel_prompts = None
+        if needs_pixels(self.grids.layout, self.grids.rank):
+            # This rank encodes the images of completions, so it opens the prompts itself and measures them again.
+            with self.watchdog.on_files("the prompts' measures", is_work=True):
+                pixel_prompts = self._prompts("train")
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
-                                    broadcast_object(self.grids, padding), self._images, self._pixel_prompts(),
+                                    broadcast_object(self.grids, padding), self._images, pixel_prompts,
                                     self._reference, self.config.max_gen_kl)
         if flags.refit_verify_interval:
             self.collector.probe = RefitProbe(self.config, self.policy, source.prompts if source is not None else None,
                                               engine.client if engine is not None else None, self._tokens.vocab_size)
 
     def _prompts(self, split: str) -> PromptSet:
-        """The prompts of a split, the same in the same order on every rank that opens them."""
+        """Open the prompts of a split, the same in the same order on every rank that opens them."""
         prompts = self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
         num_asked = (self.session.total_iterations * self.config.prompts_per_step if split == "train"
                      else self.config.rl.eval_prompts)
         fit_prompts(prompts, split, self.config, self._images, num_asked)
         return prompts
 
-    def _pixel_prompts(self) -> PromptSet | None:
-        """Where this rank takes the pixels of completions from, if it encodes images."""
-        if not needs_pixels(self.grids.layout, self.grids.rank):
-            return None
-        # Measures them once more.
-        with self.watchdog.on_files("the prompts' measures", is_work=True):
-            return self._prompts("train")
-
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
-        """Prompts of a split, and how they are completed and scored."""
+        """Make the source of completions of a split: its prompts, and how they are completed and scored."""
         config, rl, flags = self.config, self.config.rl, self.config.rollout
         prompts = self._splits[split]
-        trains = split == "train"
         sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.top_p, rl.top_k, rl.completions_per_prompt,
                             stop_token_ids=(prompts.end_token_id,))
-        if not trains:
+        if split != "train":
             sampling = replace(sampling, temperature=rl.eval_temperature, top_p=1.0, top_k=0, n=1)
         return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,
                              self.watchdog.progress, config.train.seed if flags.rollout_seeds else None,
@@ -215,19 +212,20 @@ class RlLoop:
         return None
 
     def _iterate(self, logger: RunLogger) -> None:
-        """Completions, and one update on them."""
+        """Collect completions and update the policy with them."""
         progress = self.session.progress
         self.devices.take_seconds()  # of the start and of evaluations: no part of this iteration
         began, version = time.perf_counter(), progress.iteration
         self.watchdog.progress(iteration=version + 1)
-        goes_ahead = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.session.total_iterations
+        prefetches = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.session.total_iterations
         rollouts = self.collector.collect(version)
-        if goes_ahead:
+        if prefetches:
+            # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()
         before = time.perf_counter()
         result = self.policy.update(rollouts.completions)
         update_s = time.perf_counter() - before
-        if goes_ahead:
+        if prefetches:
             self.collector.drain(version + 1)
         progress.iteration += 1
         progress.consumed_samples += result.num_trained
@@ -254,7 +252,7 @@ class RlLoop:
         self.session.save(lambda: self.cursor.streams(is_first_rank=self.grids.rank == 0))
 
     def _evaluate(self, logger: RunLogger, num_shown: int = 0) -> None:
-        """Score held-out prompts, where there are to be any; the last figure is the run's result."""
+        """Score the completions of held-out prompts, unless there are none. The last score is the run's result."""
         if not self.config.rl.eval_prompts:
             return
         progress = self.session.progress

@@ -1,14 +1,15 @@
 """Hand a trainer's device memory to an engine on the same device, and take it back as it was.
 
 Parameters are views of Megatron's contiguous buffers, optimizers and hooks refer to them by identity, and gradients are
-accumulated through other views of other buffers. So it is storages that are emptied and filled again in place: every
-view, hook and alias stays what it is. Moving a parameter's own data elsewhere would leave the buffer behind it alive.
+accumulated through other views of other buffers. Therefore storages are emptied and filled again in place, so that
+every view, hook and alias stays valid. Moving a parameter's own data elsewhere would leave the buffer behind it alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from mimo.model.build import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, BuiltModel
 from mimo.training.optimizer import HeteroOptimizer
 
-# torch's allocator of pinned memory rounds a block up to a power of two: memory is taken in blocks that are one.
+# torch's allocator of pinned memory rounds a block up to a power of two. Blocks of this size waste nothing.
 BLOCK_BYTES = 256 << 20
 
 
@@ -32,11 +33,12 @@ class Offload:
     """Moves weights, gradient buffers and optimizer state of one rank to host memory and back, each on its own.
 
     The usual order around a rollout on the same device: `gradients` and `optimizer`, refit, `weights`, rollout,
-    `bring_back`. What was brought back is bit by bit what was moved; gradients are zero, as every step makes them.
-    While anything is away, a step raises `mimo.model.build.OffloadedError`, and so does whatever needs what is
-    away: a forward pass, a refit, a checkpoint, an export. Only between steps, on all ranks that share a module.
+    `bring_back`. Weights and optimizer state come back with the same bits. Gradients come back as zeros, as at the
+    start of every step. While anything is away, a step raises `mimo.model.build.OffloadedError`, and so does everything
+    else that needs what is away: a forward pass, a refit, a checkpoint, an export. Call the methods only between steps,
+    and on all ranks that share a module.
 
-    Host memory is pinned on CUDA and kept from one use to the next: taking it is slower than the copy.
+    Host memory is pinned on CUDA and kept from one use to the next, because allocating it is slower than the copy.
 
     Args:
         built: this rank's model.
@@ -55,48 +57,47 @@ class Offload:
         return frozenset(self._built.residency.offloaded)
 
     def weights(self) -> int:
-        """Move parameters and buffers of every module, frozen ones included.
-
-        Collective over each module's ranks: a gather of parameters that an overlapped step left open is finished first.
+        """Move parameters and buffers of every module, frozen ones included. Collective over each module's ranks.
 
         Returns:
-            Bytes of device memory given back; 0 where they were away already.
+            Bytes of device memory given back; 0 if they were away already.
         """
         if WEIGHTS in self.offloaded:
             return 0
+        # This finishes a gather of parameters that an overlapped step has left open.
         self._built.model.disable_forward_pre_hook()
         self._built.model.enable_forward_pre_hook()
         return self._move(WEIGHTS, weight_storages(self._built))
 
     def gradients(self) -> int:
-        """Give up the gradient buffers. Returns as `weights`."""
-        # Gradients that are copies, not views of the buffers.
+        """Free the gradient buffers. Return the same as `weights`."""
+        # Some gradients are copies, not views of the buffers.
         self._optimizer.zero_grad()
         return self._move(GRADIENTS, _distinct(
             tensor for wrapped in self._built.wrapped.values() for buffer in _buffers_of(wrapped)
             for tensor in (buffer.grad_data, *buffer.extra_main_grads)))
 
     def optimizer(self) -> int:
-        """Move fp32 copies of weights and the moments, of every module. Returns as `weights`."""
+        """Move the fp32 copies of weights and the moments of every module. Return the same as `weights`."""
         weights = {storage._cdata for storage in weight_storages(self._built)} if WEIGHTS not in self.offloaded else {
             emptied.storage._cdata for emptied in self._emptied[WEIGHTS]}
         state = _distinct(_state_tensors(self._optimizer))
-        # Without fp32 copies an optimizer updates the weights themselves.
+        # An optimizer without fp32 copies updates the weights themselves; these are not its state.
         return self._move(OPTIMIZER, [storage for storage in state if storage._cdata not in weights])
 
     def everything(self) -> int:
-        """All three. Returns as `weights`; collective as that."""
+        """Move all three. Return the same as `weights`; collective like it."""
         return self.gradients() + self.optimizer() + self.weights()
 
     def bring_back(self, *kinds: str) -> None:
         """Give storages their memory and contents again.
 
         Args:
-            kinds: of `mimo.model.build.KINDS`; none: all that is away.
+            kinds: names from `mimo.model.build.KINDS`; without any, everything that is away.
 
         Raises:
             ValueError: an unknown kind.
-            torch.OutOfMemoryError: the device has no room; what is not back yet stays away and can be asked for again.
+            torch.OutOfMemoryError: the device has no room. The rest stays away, and another call can bring it back.
         """
         unknown = sorted(set(kinds) - set(KINDS))
         if unknown:
@@ -109,19 +110,20 @@ class Offload:
         if kind in self.offloaded:
             return 0
         device = self._device()
-        # CPU tensors of a model on a GPU (step counters) are where they should be.
+        # CPU tensors of a model on a GPU, such as step counters, stay where they are.
         emptied = [Held(storage, storage.nbytes()) for storage in storages
                    if storage.device.type == device.type and storage.nbytes()]
         if kind != GRADIENTS:
             self._host.setdefault(kind, HostMemory(pinned=device.type == "cuda")).save(emptied)
-        synchronize(device)  # copies, and whatever other streams still do with this memory
+        # The copies must be complete, and no other stream may still use this memory.
+        synchronize(device)
         self._built.residency.offloaded.add(kind)
         self._emptied[kind] = emptied
         self._refuse_steps()
         for each in emptied:
             each.storage.resize_(0)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # else this process keeps the memory for itself
+            torch.cuda.empty_cache()  # otherwise torch's allocator keeps the memory for this process
         return sum(each.num_bytes for each in emptied)
 
     @torch.no_grad()
@@ -145,13 +147,17 @@ class Offload:
             parameter.is_cuda for parameter in self._built.model.parameters()) else "cpu")
 
     def _refuse_steps(self) -> None:
-        """Calls of a step that would write where no memory is raise: Megatron Core does not look."""
+        """Make the calls of a step raise that would write to freed memory. Megatron Core does not check for that."""
         if self._shadowed:
             return
+
+        def refuse(name: str, *args: Any, **kwargs: Any) -> None:
+            self._built.residency.require(f"{name} of a training step", *KINDS)
+
         calls = [(wrapped, "zero_grad_buffer") for wrapped in self._built.wrapped.values()]
         for owner, name in [*calls, (self._optimizer, "step")]:
             self._shadowed.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, self._refusal(name))
+            setattr(owner, name, partial(refuse, name))
 
     def _allow_steps(self) -> None:
         for owner, name, earlier in self._shadowed:
@@ -161,22 +167,19 @@ class Offload:
                 setattr(owner, name, earlier)
         self._shadowed = []
 
-    def _refusal(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._built.residency.require(f"{name} of a training step", *KINDS)
-
 
 def weight_storages(built: BuiltModel) -> list[torch.UntypedStorage]:
-    """Behind the parameters and buffers of every module of this rank and Megatron Core's buffers of them, each once."""
+    """Return the storages of this rank's parameters and buffers, Megatron Core's own buffers included, each once."""
     return _distinct((*built.model.parameters(), *built.model.buffers(), *(
         buffer.param_data for wrapped in built.wrapped.values() for buffer in _buffers_of(wrapped)
         if buffer.param_data is not None)))
 
 
 class HostMemory:
-    """Host memory for the contents of storages, which lie in it end to end.
+    """Host memory for the contents of storages, stored one after the other.
 
     Args:
-        pinned: copies are direct; the memory cannot be paged out.
+        pinned: lock the memory into RAM, so that copies need no intermediate buffer.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -184,7 +187,7 @@ class HostMemory:
         self._blocks: list[torch.Tensor] = []
 
     def save(self, emptied: list[Held]) -> None:
-        """Copy the storages' contents here; done once the device is synchronised."""
+        """Copy the storages' contents to the host. They are complete once the device is synchronised."""
         missing = sum(each.num_bytes for each in emptied) - sum(block.numel() for block in self._blocks)
         while missing > 0:
             self._blocks.append(torch.empty(min(missing, BLOCK_BYTES) if not self._blocks else BLOCK_BYTES,
@@ -194,14 +197,14 @@ class HostMemory:
             here.copy_(there, non_blocking=self._pinned)
 
     def load(self, emptied: list[Held]) -> None:
-        """Copy them back; done once the device is synchronised."""
+        """Copy the contents back. They are complete once the device is synchronised."""
         for here, there in self._pairs(emptied):
             there.copy_(here, non_blocking=self._pinned)
 
     def exchange(self, held: list[Held]) -> None:
-        """Contents of the storages that were saved here go here, and those go there; done once it is synchronised.
+        """Swap the storages' contents with what `save` stored. Complete once the device is synchronised.
 
-        Takes memory of the device for a block at a time.
+        This needs device memory for one block at a time.
         """
         for here, there in self._pairs(held):
             before = there.clone()
@@ -209,7 +212,7 @@ class HostMemory:
             here.copy_(before, non_blocking=self._pinned)
 
     def _pairs(self, emptied: list[Held]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of blocks and of storages that belong together."""
+        """Yield matching parts of host blocks and of storages."""
         number = begin = 0
         for each in emptied:
             content, done = _bytes_of(each.storage), 0
@@ -223,12 +226,12 @@ class HostMemory:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage."""
+    """Return all bytes of a storage as a tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind tensors, each once."""
+    """Return the storages behind tensors, each once."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -237,12 +240,12 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _buffers_of(wrapped: Any) -> list[Any]:
-    """Megatron Core's contiguous buffers of a module."""
+    """Return Megatron Core's contiguous buffers of a module."""
     return [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 
 def _state_tensors(optimizer: HeteroOptimizer) -> Iterator[torch.Tensor]:
-    """Everything that the torch (or Transformer Engine) optimizers of this rank update and remember."""
+    """Yield all parameters and state tensors of this rank's torch (or Transformer Engine) optimizers."""
     for info in optimizer.module_infos.values():
         if not info.is_active or info.optimizer is None:
             continue

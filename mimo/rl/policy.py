@@ -1,4 +1,4 @@
-"""Policy updates: rollouts of a global batch to microbatches, log-probs, loss, gradients, steps."""
+"""Policy updates: from the completions of a global batch to microbatches, log-probs, losses and optimizer steps."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ from mimo.training.step import TrainerParts, UpdateResult, clear_gradients, run_
 from mimo.training.step_metrics import MoeLosses, peak_memory_bytes
 from mimo.watchdog.process_exit import ReportedElsewhereError
 
-# What policy updates give back, and what they hold fixed.
-
 
 @dataclass(frozen=True)
 class PolicyResult:
@@ -58,15 +56,16 @@ class PolicyResult:
     Attributes:
         metrics: figures of the global batch by name.
         success: whether parameters were updated, every time.
-        num_trained: completions whose update was made.
+        num_trained: completions whose update was not skipped.
         grad_norm: global norm before clipping, the mean over updates; None when all were skipped.
         num_zeros: zero gradients of the last update, where logged.
-        num_microbatches: of each data-parallel rank.
-        num_tokens: of all sequences, prompts included.
+        num_microbatches: microbatches of each data-parallel rank.
+        num_tokens: tokens of all sequences, prompts included.
         log_probs_s: seconds of the forward pass before the first update.
-        reference_s: seconds of that of the reference policy, the exchange of weights included; 0 without one.
-        moe_losses: load-balancing losses, as `mimo.training.step_metrics` gives them; on language ranks alone.
-        peak_memory_bytes: by module, the highest of any of its ranks so far.
+        reference_s: seconds of the reference policy's forward pass, the exchange of weights included; 0 without one.
+        moe_losses: load-balancing losses, see `mimo.training.step_metrics.MoeLosses`; empty on other ranks than those
+            of the language model.
+        peak_memory_bytes: by module, the highest memory of any of its ranks so far.
     """
 
     metrics: dict[str, float]
@@ -87,8 +86,8 @@ class FixedLogProbs:
     """Log-probs of each microbatch, float32 `[t]`, without gradient; empty on all stages but the last.
 
     Attributes:
-        old: by the policy before the first update.
-        reference: by the reference policy; None without one.
+        old: log-probs of the policy before the first update.
+        reference: log-probs of the reference policy; None without one.
         old_s, reference_s: seconds that they took.
     """
 
@@ -108,17 +107,17 @@ Consume = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
 
 @dataclass
 class PolicyMicrobatch:
-    """Whole sequences that a rank takes at a time; tensors on the device, values at positions that predict tokens.
+    """Whole sequences that a rank processes together. Tensors are on the device.
 
-    On ranks without the language model all but `batch` is empty.
+    Values belong to the positions that predict tokens. On ranks without the language model all but `batch` is empty.
 
     Attributes:
-        keys: of the completions.
-        members: their numbers in the global batch.
-        batch: as the model takes it, on the host.
+        keys: keys of the completions.
+        members: numbers of the completions in the global batch.
+        batch: the model's input, on the host.
         labels: int64 `[1, t]`.
         sampled: positions that predict tokens of completions.
-        rollout_log_probs: float32 `[t]`, by the engine.
+        rollout_log_probs: the engine's log-probs, float32 `[t]`.
     """
 
     keys: tuple[str, ...]
@@ -135,18 +134,18 @@ class PolicyMicrobatch:
 
 
 class PolicyTrainer:
-    """Updates the policy by what it has generated.
+    """Trains the policy on completions that it has generated.
 
     Args:
-        parts: this rank's trainer. Its sequence length is --max-tokens-per-microbatch, as pipeline stages hand over
+        parts: this rank's trainer. Its sequence length is --max-tokens-per-microbatch, because pipeline stages exchange
             microbatches of one size.
         config: the algorithm.
-        vocab_size: true number of tokens.
+        vocab_size: number of tokens, without the padding of the vocabulary.
         pad_token_id: fills the end of a microbatch.
-        images: how the model takes images; None: it has no encoder.
-        prompts: what the completions go on from, where pixels come from; read on ranks that need them.
+        images: how the model takes images; None without an encoder.
+        prompts: the prompts of the completions, from which ranks that encode images take the pixels; None elsewhere.
         reference: the reference policy of --kl-coeff.
-        max_gen_kl: nats by which engine and trainer may differ; None: no limit.
+        max_gen_kl: nats by which engine and trainer may differ; None for no limit.
     """
 
     def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int,
@@ -165,10 +164,10 @@ class PolicyTrainer:
                                          params_dtype(parts.config))
 
     def update(self, completions: Sequence[Completion]) -> PolicyResult:
-        """Take --updates-per-rollout steps on the completions of a global batch. Collective over the world.
+        """Take --updates-per-rollout optimizer steps on the completions of a global batch. Collective over the world.
 
         Args:
-            completions: all of them, those of a prompt one behind the other, the same on every rank.
+            completions: all completions, grouped by prompt, the same on every rank.
 
         Raises:
             ValueError: a loss is not finite (with --check-for-nan-in-loss), before anything is updated by it, naming
@@ -180,6 +179,7 @@ class PolicyTrainer:
         starts = range(0, len(completions), size)
         by_update = [self.microbatches(completions[start:start + size], start) for start in starts]
         microbatches = list(itertools.chain.from_iterable(by_update))
+        # Everything that the updates hold fixed is computed before the first one changes the weights.
         fixed = self._fixed_log_probs(microbatches)
         mismatch = self._mismatch(microbatches, fixed.old)
         scores, penalty = self._advantages(completions, microbatches, fixed)
@@ -230,11 +230,11 @@ class PolicyTrainer:
         return everywhere, update
 
     def microbatches(self, completions: Sequence[Completion], start: int = 0) -> list[PolicyMicrobatch]:
-        """This rank's share of a global batch, or of a part of it.
+        """Return this rank's share of a global batch, or of a part of it, as microbatches.
 
         Args:
-            completions: of the batch or part.
-            start: number of the first of them in the global batch.
+            completions: the batch or part.
+            start: number of its first completion in the global batch.
 
         Raises:
             ValueError: a sequence is longer than a microbatch, or they do not divide over the data-parallel ranks.
@@ -253,9 +253,9 @@ class PolicyTrainer:
 
     def old_log_probs(self, microbatches: Sequence[PolicyMicrobatch],
                       temperature: float | None = None) -> list[torch.Tensor]:
-        """Log-probs of the policy as it is, `[t]` of each microbatch; empty but on the last stage. Collective.
+        """Return the present policy's log-probs, `[t]` for each microbatch. Collective.
 
-        `temperature` is in place of --temperature.
+        The list is empty on all pipeline stages but the last. `temperature` replaces --temperature.
         """
         found: list[torch.Tensor] = []
         shard = self._shard if temperature is None else replace(self._shard, temperature=temperature)
@@ -272,10 +272,10 @@ class PolicyTrainer:
         return found
 
     def _scale_aux_losses(self, completions: Sequence[Completion]) -> int:
-        """Have load-balancing losses weigh the same however the policy loss is averaged; returns its divisor.
+        """Make load-balancing losses weigh the same however the policy loss is averaged. Return its divisor.
 
-        Routers multiply them by the tokens of a microbatch, and gradients are divided by the divisor of the policy
-        loss: with the factor set here, what remains is their mean over the tokens of the global batch.
+        Routers multiply their losses by the tokens of a microbatch, and gradients are divided by the divisor of the
+        policy loss. The factor set here turns that into a mean over the tokens of the global batch.
         """
         count = loss_count(self.config, [len(each.token_ids) for each in completions])
         scale = torch.full((1,), count / sum(each.length for each in completions))
@@ -283,7 +283,7 @@ class PolicyTrainer:
         return count
 
     def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:
-        """Log-probs that the update does not change. Collective."""
+        """Compute the log-probs that the updates hold fixed. Collective."""
         began = time.perf_counter()
         old, reference = self.old_log_probs(microbatches), None
         self.parts.platform.synchronize()
@@ -297,9 +297,9 @@ class PolicyTrainer:
                     fixed: FixedLogProbs) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the advantages of all completions, float32 `[completions]`, and figures; the same on every rank.
 
-        With --kl-in reward the KL divergence of the policy before the update from the reference, an estimate at each
-        token, is summed over a completion and taken, times --kl-coeff, off its reward: what verl does
-        (`apply_kl_penalty`, by `use_kl_in_reward`). Collective over the world then.
+        With --kl-in reward, the KL divergence of the policy before the update from the reference is estimated at each
+        token and summed over a completion. The sum times --kl-coeff is subtracted from the completion's reward, as verl
+        does (`apply_kl_penalty`, switched on by `use_kl_in_reward`). Collective over the world in this case.
         """
         rewards, figures = [each.reward for each in completions], {}
         if fixed.reference is not None and self.config.kl_in == "reward":
@@ -309,14 +309,14 @@ class PolicyTrainer:
                     kl = kl_of_sequences(own.sampled, old.double(), reference.double(), self.config.kl_type)
                     sums[list(own.members)] = kl[:len(own.members)]
             with self.parts.watchdog.waiting("KL divergence of each completion"):
-                dist.all_reduce(sums)  # each is on one rank of one lane
+                dist.all_reduce(sums)  # one rank of one lane holds each of them, the others hold zeros
             penalties = (self.config.kl_coeff * sums).tolist()
             rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
             figures["kl_penalty"] = sum(penalties) / len(penalties)
         return advantages(rewards, [each.prompt for each in completions], self.config.advantage), figures
 
     def _run(self, microbatches: Sequence[PolicyMicrobatch], consume: Consume, *, forward_only: bool) -> None:
-        """All microbatches through the schedule, the last stage's logits `[1, t, vocab / tp]` to `consume`."""
+        """Run all microbatches through the schedule. The last stage's logits `[1, t, vocab / tp]` go to `consume`."""
         numbers = itertools.count()
 
         def step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
@@ -350,7 +350,13 @@ class PolicyTrainer:
             is_token[row, :each.length] = True
             is_sampled[row, len(prompt):each.length] = True
             rollout[row, len(prompt):each.length] = torch.tensor(each.logprobs)
-        packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=self._multiple())
+        # Pipeline stages exchange tensors of one size, and sequence parallelism splits the tokens over ranks.
+        layout, multiple = self.parts.config.layout, 1
+        if self.parts.grids.layout.language.pp > 1:
+            multiple = self.config.max_tokens_per_microbatch
+        elif layout.sequence_parallel:
+            multiple = layout.llm_tp
+        packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=multiple)
         sampled = packed.sampled(is_sampled)
         return PolicyMicrobatch(
             tuple(each.key for each in completions), tuple(members),
@@ -359,9 +365,9 @@ class PolicyTrainer:
             packed.take(rollout).to(device))
 
     def _text(self, packed: PackedRows, completions: Sequence[Completion], prompts: Sequence[np.ndarray]) -> TextBatch:
-        """Packed rows as the language side of a microbatch; its own labels and loss mask are not used."""
+        """Return packed rows as the language side of a microbatch. Its labels and loss mask are not used."""
         length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
-        # Also where there is none: without a mask routers take the tokens of every lane for as many as their own.
+        # Given even without padding: without a mask, routers assume that every lane has as many tokens as theirs.
         padding = (torch.arange(length) >= num_tokens)[None]
         keys: tuple[str, ...] = ("packed",)
         counts: dict[str, tuple[int, ...]] = {}
@@ -378,25 +384,18 @@ class PolicyTrainer:
         return PolicyMicrobatch((), (), Microbatch(None, encoders), nothing.long()[None],
                                 SampledTokens(nothing.bool(), nothing.long(), 0), nothing)
 
-    def _multiple(self) -> int:
-        """Microbatches are padded to a multiple of this many tokens."""
-        layout = self.parts.config.layout
-        if self.parts.grids.layout.language.pp > 1:
-            return self.config.max_tokens_per_microbatch
-        return layout.llm_tp if layout.sequence_parallel else 1
-
     def _mismatch(self, microbatches: Sequence[PolicyMicrobatch], old: Sequence[torch.Tensor]) -> Totals:
-        """How far the engine's log-probs of the global batch are from the trainer's, before anything is updated.
+        """Compare the engine's log-probs of the global batch with the trainer's, before anything is updated.
 
         Raises:
-            ValueError: on the first rank: gen-kl is above its limit.
-            ReportedElsewhereError: on the other ranks then.
+            ValueError: gen-kl is above its limit; raised on the first rank.
+            ReportedElsewhereError: the same, on the other ranks.
         """
         found = self._over_world([mismatch_totals(own.sampled, values, own.rollout_log_probs)
                                   for own, values in zip(microbatches, old, strict=False)], MISMATCH_SUMS,
                                  MISMATCH_MAXIMA)
         limit, divergence = self._max_gen_kl, found.mean("gen_kl", "rollout_tokens")
-        # What is not a number makes the loss one that is refused with the names of its completions.
+        # NaN passes this test: it makes the loss NaN as well, which is refused with the names of the completions.
         if limit is not None and divergence > limit:
             if self.parts.grids.rank != 0:
                 raise ReportedElsewhereError("rank 0 reports what is wrong")
@@ -412,7 +411,7 @@ class PolicyTrainer:
 
 
 def _wrong_engine(mismatch: Totals, divergence: float, limit: float) -> str:
-    """Say that the completions are not the policy's, and what to look at."""
+    """Return the error for completions that the policy cannot have drawn, with what to check."""
     num_tokens, largest = mismatch.sums["rollout_tokens"].item(), mismatch.maxima["max_abs_dlogp"].item()
     return (f"gen-kl {divergence:.3g} is above --max-gen-kl {limit:g}: on {num_tokens:.0f} sampled tokens the "
             f"engine's log-probs differ from the trainer's by {mismatch.mean('abs_dlogp', 'rollout_tokens'):.3g} nats "

@@ -1,4 +1,8 @@
-"""Whether engine and trainer compute with the same weights after a refit: log-probs of the same tokens, compared."""
+"""Verifies after a refit that engine and trainer compute with the same weights: compares log-probs of the same tokens.
+
+Two correct sides differ by rounding, and by how much depends on the model. The trainer measures it: it computes the
+log-probs a second time with weights that are rounded differently. The engine may be a few times as far off as that.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,9 @@ from mimo.rl.prompts import Prompt, PromptSet
 from mimo.rl.rollouts import Completion, prompt_length
 from mimo.watchdog.process_exit import ReportedElsewhereError
 
-# Whether an engine and the trainer compute with the same weights: log-probs of the same tokens on both sides.
-#
-# Two correct sides differ by rounding, by how much depends on the model. The trainer measures it: it computes the
-# log-probs a second time with weights that are rounded otherwise. The engine may be a few times as far off as that.
-
-
-# A token's difference counts as no more than this many nats in k3, so that single tokens do not decide it.
+# A token's difference counts as at most this many nats in k3, so that single tokens do not decide it.
 MAX_DIFFERENCE = 1.0
-# Log-probs are float32 on both sides: differences below these say nothing, however small the noise is.
+# Log-probs are float32 on both sides, so differences below these mean nothing, however small the noise is.
 MEAN_FLOOR = 2e-5
 KL_FLOOR = 2e-9
 
@@ -44,7 +42,7 @@ class ScoresPrompts(Protocol):
     """An engine or a handle to one."""
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """For each prompt, the log-prob of every token from the second on."""
+        """Return, for each prompt, the log-prob of every token from the second on."""
         ...
 
 
@@ -54,7 +52,7 @@ class Expected:
 
     Attributes:
         logprobs: with the weights that the engine should have.
-        rounded: the same with weights that are rounded otherwise, see `mimo.refit.scramble.rounded`.
+        rounded: the same with weights that are rounded differently, see `mimo.refit.scramble.rounded`.
         noise_factor: the engine may differ by this many times the rounding noise on average, and by the square of it
             times the noise in k3.
     """
@@ -66,15 +64,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """How far apart both sides are.
+    """Result of a comparison.
 
     Attributes:
         mean_difference: mean over the tokens of the absolute difference of the log-probs, in nats.
         kl: mean over the tokens of k3 = exp(d) - 1 - d with d = log p_trainer - log p_engine (J. Schulman,
             "Approximating KL divergence", 2020), d being limited to +-1.
-        mean_limit, kl_limit: what rounding explains.
+        mean_limit, kl_limit: the most that rounding explains.
         num_tokens: tokens that were compared.
-        worst: prompt and token (from 0) where the difference is largest.
+        worst: prompt and token (from 0) with the largest difference.
     """
 
     mean_difference: float
@@ -90,10 +88,10 @@ def compare_logprobs(engine: ScoresPrompts, prompts: Sequence[dict[str, Any]], e
     """Ask an engine for the log-probs of prompts and compare them with the trainer's.
 
     Args:
-        engine: serves what it was given last.
-        prompts: requests as vLLM takes them: `{"prompt_token_ids": [...]}`.
+        engine: serves the weights of the last refit.
+        prompts: requests in vLLM's form: `{"prompt_token_ids": [...]}`.
         expected: the trainer's log-probs.
-        names: of the prompts, for messages; their numbers where none are given.
+        names: names of the prompts for messages; without any, messages use their numbers.
 
     Raises:
         ValueError: the two sides do not have the same tokens, or none to compare.
@@ -131,7 +129,7 @@ def compare_logprobs(engine: ScoresPrompts, prompts: Sequence[dict[str, Any]], e
 
 
 def _differences(theirs: LogProbs, ours: LogProbs) -> dict[tuple[int, int], float]:
-    """Our log-prob less theirs, by prompt and token, where there are both."""
+    """Return our log-prob minus theirs, by prompt and token, where both exist."""
     return {(prompt, token + 1): our - their
             for prompt, (answer, own) in enumerate(zip(theirs, ours, strict=True))
             for token, (their, our) in enumerate(zip(answer, own, strict=True))
@@ -139,30 +137,30 @@ def _differences(theirs: LogProbs, ours: LogProbs) -> dict[tuple[int, int], floa
 
 
 def _figures(differences: dict[tuple[int, int], float]) -> tuple[float, float]:
-    """Mean absolute difference, and mean k3."""
+    """Return the mean absolute difference and the mean k3."""
     values = list(differences.values())
     limited = [max(-MAX_DIFFERENCE, min(MAX_DIFFERENCE, each)) for each in values]
     return sum(map(abs, values)) / len(values), sum(math.expm1(each) - each for each in limited) / len(values)
 
 
-# At least so many sequences and tokens, and tokens for each expert of a layer if all got as many.
+# Least number of sequences, of tokens, and of tokens for each expert of a layer if routing were even.
 NUM_SEQUENCES = 8
 NUM_TOKENS = 1024
 TOKENS_PER_EXPERT = 32
-# Random tokens behind each prompt, at most: in short sequences attention is no mean over many tokens, and shows more.
+# Most random tokens behind each prompt. Short sequences show more, because attention averages over fewer tokens.
 TAIL_TOKENS = 24
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the two sides round.
+    """Rounding of both sides.
 
     Attributes:
-        mantissa_bits: both round to the last of so many bits of a mantissa.
+        mantissa_bits: bits of the mantissa to which both sides round.
         noise_factor: see `Expected`, for the weights of the model.
-        scrambled_noise_factor: for scrambled weights. These are alike in all models, so their noise is known better,
-            and the limits are closer. With the models of scripts/bench/refit_verify.py on a GPU, right refits came to
-            0.43 of the limit in bfloat16 and to 0.74 with an FP8 engine, single faults at least to 4.0 and 1.5.
+        scrambled_noise_factor: for scrambled weights. They are alike in all models, so their noise is known better and
+            the limits are tighter. With the models of scripts/bench/refit_verify.py on a GPU, correct refits reached
+            0.43 of the limit in bfloat16 and 0.74 with an FP8 engine; single faults reached at least 4.0 and 1.5.
     """
 
     mantissa_bits: int
@@ -179,25 +177,30 @@ ROUNDING = {"float32": Rounding(23, 2.0, 2.0), "tf32": Rounding(10, 2.0, 2.0), "
 class RefitProbe:
     """Compares log-probs of training prompts, each followed by random tokens. Methods are collective over the world.
 
-    Random tokens are routed to all experts and use tokens that prompts do not have.
+    Random tokens reach all experts, and they include tokens that prompts never contain.
 
     Args:
         config: the run.
-        policy: computes the trainer's side, as it does in updates.
-        prompts: of training, on the first rank; None on the others.
+        policy: computes the trainer's side, in the same way as for updates.
+        prompts: training prompts, on the first rank; None on the others.
         client: the engine, on the first rank.
         vocab_size: number of tokens of the model.
 
     Attributes:
-        reports: figures of the last comparison that passed, by what was compared, on the first rank.
+        reports: results of the last comparison that passed, by what was compared, on the first rank.
     """
 
     def __init__(self, config: RlRunConfig, policy: PolicyTrainer, prompts: PromptSet | None,
                  client: ScoresPrompts | None, vocab_size: int) -> None:
         self._policy, self._client, self._grids = policy, client, policy.parts.grids
         self._rounding = rounding(config, policy.parts.platform.name)
-        num_tokens = max(gather(self._grids, max(NUM_TOKENS, self._tokens_for_experts())))
-        # Each replica of the engine gets one sequence at least, and each data-parallel rank as many as the others.
+        for_experts = 0
+        if LANGUAGE in self._grids.collections:
+            model = get_model_config(policy.parts.built.model)
+            if model.num_moe_experts:
+                for_experts = -(-TOKENS_PER_EXPERT * model.num_moe_experts // model.moe_router_topk)
+        num_tokens = max(gather(self._grids, max(NUM_TOKENS, for_experts)))
+        # Each replica of the engine gets at least one sequence, and all data-parallel ranks get equally many.
         dp = self._grids.layout.language.dp
         count = -(-max(NUM_SEQUENCES, config.rollout.engine_dp) // dp) * dp
         drawn: list[tuple[Prompt, Completion]] = []
@@ -221,21 +224,21 @@ class RefitProbe:
 
     @contextmanager
     def scrambled(self) -> Iterator[Expected]:
-        """Scramble the trainer's weights while the block runs; gives what an engine with these should answer."""
+        """Scramble the trainer's weights inside the context, and give what an engine with them should answer."""
         with scrambled(self._policy.parts.built, self._grids):
             yield self._expect(self._rounding.scrambled_noise_factor)
 
     def compare(self, expected: Expected, weights: str) -> None:
-        """Ask the engine, on the first rank.
+        """Compare the engine's log-probs with the expected ones. The first rank asks the engine.
 
         Args:
-            expected: what it should answer with the weights that it has.
-            weights: what these are, for messages.
+            expected: what the engine should answer.
+            weights: name of the weights that it should have, for messages.
 
         Raises:
-            RefitError: on the first rank: the engine did not answer, or its log-probs are further off than rounding
-                explains.
-            ReportedElsewhereError: on the other ranks then.
+            RefitError: the engine did not answer, or its log-probs are further off than rounding explains; raised on
+                the first rank.
+            ReportedElsewhereError: the same, on the other ranks.
         """
         error = None
         if self._client is not None:
@@ -250,15 +253,8 @@ class RefitProbe:
         if failed:
             raise ReportedElsewhereError("rank 0 reports what is wrong")
 
-    def _tokens_for_experts(self) -> int:
-        """Tokens with which each expert of a layer gets `TOKENS_PER_EXPERT` if all get as many."""
-        if LANGUAGE not in self._grids.collections:
-            return 0
-        model = get_model_config(self._policy.parts.built.model)
-        return -(-TOKENS_PER_EXPERT * model.num_moe_experts // model.moe_router_topk) if model.num_moe_experts else 0
-
     def _with_tails(self, prompts: PromptSet, seq_length: int, vocab_size: int) -> Iterator[tuple[Prompt, Completion]]:
-        """Prompts of training, and each as a sequence that goes on with random tokens."""
+        """Yield training prompts, each with a sequence that continues it with random tokens."""
         images: ImageTokens | None = self._policy.images
         placeholders = set() if images is None else set(images.modules.values())
         words = np.array([token for token in range(vocab_size) if token not in placeholders])
@@ -285,7 +281,7 @@ class RefitProbe:
             return Expected(logprobs, self._logprobs(), noise_factor)
 
     def _logprobs(self) -> list[list[float | None]]:
-        """For each sequence, of each token from the second on; None for those of images. On every rank."""
+        """Compute log-probs of each sequence from its second token on, None for image tokens. Collective."""
         microbatches = self._policy.microbatches(self._sequences)
         values = self._policy.old_log_probs(microbatches, temperature=1.0)
         own: dict[int, list[float | None]] = {}
@@ -306,7 +302,7 @@ class RefitProbe:
 
 
 def rounding(config: RlRunConfig, platform: str) -> Rounding:
-    """Select how an engine and a trainer on a platform round."""
+    """Select the rounding of a run's engine and trainer on a platform."""
     if config.rollout.engine_quantization != "none":
         return ROUNDING["fp8"]
     dtype = engine_dtype(config)

@@ -1,4 +1,4 @@
-"""Prompts to scored completions: what the first rank asks of the engine, and what it refuses to train on."""
+"""From prompts to scored completions on the first rank, with checks of everything that the engine answers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet
 from mimo.rl.rewards.protocol import Reward
 from mimo.rollout.engine import Rollout, Sampling
 
+logger = logging.getLogger("mimo.rl")
+
 
 @dataclass(frozen=True)
 class Completion:
     """One sequence to train on.
 
     Attributes:
-        key: name of the prompt, and the number of the completion among its completions.
+        key: name of the prompt and number of the completion among the prompt's completions.
         prompt: number of the prompt in the global batch.
         prompt_ids: tokens of the prompt.
-        token_ids: tokens of the completion, its end token included where it has one.
+        token_ids: tokens of the completion, with its end token if it has one.
         logprobs: natural logarithm of the probability with which the engine drew each of them.
-        finish_reason: `stop`, or `length` where the limit cut it.
-        reward: its score.
-        index: place of the prompt in its data set, from which ranks that need pixels build them.
+        finish_reason: `stop`, or `length` if the limit cut it.
+        reward: score of the completion.
+        index: index of the prompt in its data set, by which ranks that encode images find the pixels.
         image_sizes: `(height, width)` in pixels of each image of the prompt.
-        num_image_tokens: tokens that all its images become, each of which has one placeholder among `prompt_ids`.
+        num_image_tokens: tokens that all its images become; each image has one placeholder among `prompt_ids`.
     """
 
     key: str
@@ -62,10 +64,10 @@ class Rollouts:
     """The completions of a global batch, as plain data that every rank gets.
 
     Attributes:
-        completions: those of a prompt one behind the other.
+        completions: grouped by prompt.
         version: policy version that drew them.
-        rollout_s: seconds of the engine.
-        reward_s: seconds of the rewards.
+        rollout_s: seconds that the engine took.
+        reward_s: seconds that the rewards took.
     """
 
     completions: tuple[Completion, ...]
@@ -79,7 +81,7 @@ class Generator(Protocol):
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """`sampling.n` answers to each prompt, drawn from its seed where there are any."""
+        """Return `sampling.n` answers to each prompt, drawn from its seed if there are seeds."""
         ...
 
 
@@ -88,11 +90,11 @@ class Answers:
     """Answers of the engine.
 
     Attributes:
-        first: place of the first prompt in the data set; the others follow it.
-        prompts: that it was asked.
-        answers: to each.
+        first: index of the first prompt in the data set; the others follow it.
+        prompts: the prompts that the engine was given.
+        answers: its answers to each prompt.
         version: policy version that drew them.
-        seconds: that it took.
+        seconds: how long it took.
     """
 
     first: int
@@ -110,12 +112,12 @@ class RolloutSource:
         engine: completes prompts.
         prompts: what to complete.
         reward: scores completions.
-        reward_name: of it, for messages.
+        reward_name: name of the reward for messages.
         sampling: how completions are drawn.
-        seq_length: tokens of prompt and completion together, at most.
-        progress: told after each completion that is scored.
-        seed: of the draws; None: the engine draws as it likes, never twice the same.
-        images: how the model takes images; None: it takes none.
+        seq_length: most tokens of prompt and completion together.
+        progress: called after each completion that is scored.
+        seed: seed of the draws; without one, every draw is different.
+        images: how the model takes images; None if it takes none.
     """
 
     engine: Generator
@@ -129,12 +131,12 @@ class RolloutSource:
     images: ImageTokens | None = None
 
     def ask(self, first: int, count: int, version: str) -> Answers:
-        """Answers to `count` prompts from place `first` on.
+        """Ask the engine to complete `count` prompts, beginning with number `first`.
 
         Args:
-            first: place of the first prompt.
-            count: prompts.
-            version: of the weights that the last refit gave the engine.
+            first: index of the first prompt.
+            count: number of prompts.
+            version: version of the weights that the last refit gave the engine.
 
         Raises:
             ValueError: a prompt is too long, or an answer is not what was asked for.
@@ -149,11 +151,17 @@ class RolloutSource:
         seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
         for prompt, group in zip(prompts, answers, strict=True):
-            self._check_prompt_length(prompt, group)
+            # The engine processes images itself, and must make as many tokens of them as the trainer.
+            length = prompt_length(prompt, self.images)
+            for answer in group:
+                if answer.prompt_length not in (None, length):
+                    raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the "
+                                     f"trainer makes {length}: they do not take its {len(prompt.image_sizes)} images "
+                                     "alike")
         return Answers(first, prompts, answers, version, seconds)
 
     def score(self, asked: Answers) -> Rollouts:
-        """The answers as completions with their rewards. Raises ValueError, naming the prompt, where a reward fails."""
+        """Score the answers. Raises ValueError, which names the prompt, if a reward fails."""
         began = time.perf_counter()
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
@@ -173,14 +181,6 @@ class RolloutSource:
                 f"prompt {prompt.key} has {length} tokens{images}; with --max-completion-tokens "
                 f"{self.sampling.max_tokens} they are more than --seq-length {self.seq_length}")
 
-    def _check_prompt_length(self, prompt: Prompt, answers: Sequence[Rollout]) -> None:
-        """Refuse answers to a prompt whose images the engine has made other numbers of tokens of than the trainer."""
-        length = prompt_length(prompt, self.images)
-        for answer in answers:
-            if answer.prompt_length not in (None, length):
-                raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the trainer "
-                                 f"makes {length}: they do not take its {len(prompt.image_sizes)} images alike")
-
     def _score(self, prompt: Prompt, answer: Rollout) -> float:
         text = self.prompts.decode(answer.token_ids)
         try:
@@ -197,7 +197,7 @@ class RolloutSource:
 
 
 def num_image_tokens(prompt: Prompt, images: ImageTokens | None) -> int:
-    """Tokens that the images of a prompt become. Raises ValueError for images that the model does not take."""
+    """Count the tokens that a prompt's images become. Raises ValueError for images that the model does not take."""
     if images is not None:
         return images.count(prompt)
     if prompt.image_sizes:
@@ -206,14 +206,14 @@ def num_image_tokens(prompt: Prompt, images: ImageTokens | None) -> int:
 
 
 def prompt_length(prompt: Prompt, images: ImageTokens | None) -> int:
-    """Tokens of a prompt, those of its images included. Raises ValueError as `num_image_tokens`."""
+    """Count the tokens of a prompt, those of its images included. Raises ValueError like `num_image_tokens`."""
     return len(prompt.token_ids) - len(prompt.image_sizes) + num_image_tokens(prompt, images)
 
 
 def draw_seed(seed: int, index: int) -> int:
-    """From which the engine draws the completions of the prompt at a place: the same in a run that was resumed."""
+    """Return the sampling seed of the prompt at an index. It is the same in a resumed run."""
     drawn = np.random.SeedSequence([seed, index]).generate_state(2)
-    # vLLM adds the number of the completion; torch takes what fits a signed 64-bit integer.
+    # vLLM adds the number of the completion, and torch's seeds must fit a signed 64-bit integer.
     return int(drawn[0]) << 30 | int(drawn[1]) >> 2
 
 
@@ -222,10 +222,10 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
     """Refuse answers that are not what was asked for.
 
     Args:
-        prompts: that were asked.
-        answers: to each.
-        sampling: how they were to be drawn.
-        version: of the weights that the last refit gave the engine.
+        prompts: the prompts that the engine was given.
+        answers: its answers to each prompt.
+        sampling: how they had to be drawn.
+        version: version of the weights that the last refit gave the engine.
 
     Raises:
         ValueError: too few answers, another version, no tokens, or log-probs that do not belong to them.
@@ -251,7 +251,10 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Figures of the completions alone: rewards, lengths, how many were cut, how many prompts teach nothing."""
+    """Compute figures of the completions: rewards, lengths, share of truncated ones, share of prompts without a signal.
+
+    A prompt whose completions all have the same reward has no advantages, so that it teaches nothing.
+    """
     completions = rollouts.completions
     count = len(completions)
     rewards = [each.reward for each in completions]
@@ -270,27 +273,21 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-# Prompts that leave no room for a completion: found before a run begins, not where it comes to them.
-
-
-logger = logging.getLogger("mimo.rl")
-
-
 def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: ImageTokens | None,
                 num_asked: int) -> None:
     """Refuse the prompts of a finite set that are too long, or leave them out with `--skip-long-prompts`.
 
-    Of a set without end nothing is known ahead: its prompts are looked at when their turn comes.
+    This finds them before the run begins. Prompts of a set without end are checked when their turn comes.
 
     Args:
-        prompts: of a split; those that are too long are left out in place.
+        prompts: prompts of a split; those that are too long are left out in place.
         split: `train` or `valid`.
-        config: of the run.
-        images: how the model takes images; None: it takes none.
-        num_asked: places from 0 on that the whole run comes to.
+        config: the run.
+        images: how the model takes images; None if it takes none.
+        num_asked: number of prompts that the whole run uses, from the first one on.
 
     Raises:
-        ValueError: a prompt that the run comes to is too long, or every prompt is; names flags and values.
+        ValueError: a prompt that the run uses is too long, or every prompt is; names flags and values.
     """
     skips, name = config.data.skip_long_prompts, config.data.dataset_provider
     if not isinstance(prompts, FinitePromptSet):
@@ -300,7 +297,7 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         return
     tokens, completion = config.train.seq_length, config.rollout.max_completion_tokens
     limit, total = tokens - completion, prompts.num_prompts
-    # What is left out must not depend on how far a run goes: one with more iterations continues its order.
+    # What is left out must not depend on the length of the run, so that a longer run continues in the same order.
     count = total if skips else min(total, num_asked)
     found = (prompts.prompt(index) for index in range(count))
     lengths = {prompt.key: length for prompt in found if (length := prompt_length(prompt, images)) > limit}
