@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import unwrap_model
 
+from mimo.boxes import flat_range_boxes
 from mimo.grid.groups import Grids
 from mimo.model.build import named_modules_of
 from mimo.model.mimo_model import HeteroModel
@@ -83,37 +84,6 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTens
         yield piece
 
 
-def rectangles(
-    shape: tuple[int, ...], begin: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-    """The elements `begin` to `end` of a row-major array as rectangles: (offsets, sizes, begin, end) of each.
-
-    A flat range is at most a partial row, whole rows and a partial row on each axis: `2 * len(shape) - 1` rectangles.
-    """
-    if begin >= end:
-        return
-    if len(shape) == 1:
-        yield (begin,), (end - begin,), begin, end
-        return
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    first, last = begin // row, end // row
-    whole = first if begin % row == 0 else first + 1
-    if whole > last:
-        for offsets, sizes, a, b in rectangles(shape[1:], begin - first * row, end - first * row):
-            yield (first, *offsets), (1, *sizes), a + first * row, b + first * row
-        return
-    if begin < whole * row:
-        for offsets, sizes, a, b in rectangles(shape[1:], begin - first * row, row):
-            yield (first, *offsets), (1, *sizes), a + first * row, b + first * row
-    if whole < last:
-        yield (whole, *(0,) * (len(shape) - 1)), (last - whole, *shape[1:]), whole * row, last * row
-    if end > last * row:
-        for offsets, sizes, a, b in rectangles(shape[1:], 0, end - last * row):
-            yield (last, *offsets), (1, *sizes), a + last * row, b + last * row
-
-
 def flat_range(
     saved: Saved, begin: int, end: int, values: torch.Tensor, key: str, *, owned: bool
 ) -> list[ShardedTensor]:
@@ -134,16 +104,18 @@ def flat_range(
         origin = piece.data.storage_offset() - start
         low, high = max(begin, origin), min(end, origin + piece.data.numel())
         ones = (1,) * piece.prepend_axis_num
-        for offsets, sizes, a, b in rectangles(piece.data.shape, low - origin, high - origin):
-            place = (*(0,) * piece.prepend_axis_num, *offsets)
+        at = low - begin  # where the box's values start in `flat`
+        for box in flat_range_boxes(piece.data.shape, low - origin, high - origin):
+            place = (*(0,) * piece.prepend_axis_num, *box.starts)
             found.append(ShardedTensor(
                 key=f"{key}.{piece.key.removeprefix(f'{saved.module}.')}",
-                data=flat[a + origin - begin: b + origin - begin].view(*ones, *sizes),
-                dtype=values.dtype, local_shape=(*ones, *sizes), global_shape=piece.global_shape,
+                data=flat[at: at + box.numel].view(*ones, *box.sizes),
+                dtype=values.dtype, local_shape=(*ones, *box.sizes), global_shape=piece.global_shape,
                 global_offset=tuple(base + more for base, more in zip(piece.global_offset, place, strict=True)),
                 axis_fragmentations=None, allow_shape_mismatch=piece.allow_shape_mismatch,
                 replica_id=(*piece.replica_id[:-1], 0) if owned else piece.replica_id,
             ))
+            at += box.numel
     return found
 
 

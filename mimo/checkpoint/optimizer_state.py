@@ -1,7 +1,7 @@
 """Optimizer state as slices of global tensors: every layout can load what any layout has saved.
 
 Megatron Core's formats either follow its gradient buckets (loadable on another data-parallel size only) or gather a
-whole optimizer over its data-parallel ranks first. Here each rank saves the flat ranges it owns as rectangles of the
+whole optimizer over its data-parallel ranks first. Here each rank saves the flat ranges it owns as boxes of the
 global tensors, without a message, and loads whatever part of them it needs.
 """
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
-import math
 import os
 import pickle
 import re
 import warnings
 import zipfile
 import zlib
-from collections import Counter
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from mimo.boxes import Box, is_partition
 from mimo.checkpoint.writer import crc32_of
 
 CHECKSUMS = "checksums.json"
@@ -166,20 +164,10 @@ def why_unreadable(error: Exception) -> str:
 
 
 def is_covered(stored: TensorStorageMetadata) -> bool:
-    """Whether the stored pieces of a tensor cover it exactly once.
-
-    The mixed difference over all axes of a box's indicator is +1 or -1 at its corners and 0 elsewhere, and no two
-    functions have the same; so the pieces add up to the tensor if the signed corners do.
-    """
-    if any(len(chunk.offsets) != len(stored.size) or len(chunk.sizes) != len(stored.size) for chunk in stored.chunks):
+    """Whether the stored pieces of a tensor cover it exactly once."""
+    if any(len(chunk.offsets) != len(chunk.sizes) for chunk in stored.chunks):
         return False
-    corners: Counter[tuple[int, ...]] = Counter()
-    boxes = [(1, chunk.offsets, chunk.sizes) for chunk in stored.chunks]
-    for weight, offsets, sizes in (*boxes, (-1, (0,) * len(stored.size), stored.size)):
-        ends = [((begin, 1), (begin + size, -1)) for begin, size in zip(offsets, sizes, strict=True)]
-        for corner in itertools.product(*ends):
-            corners[tuple(place for place, _ in corner)] += weight * math.prod(sign for _, sign in corner)
-    return not any(corners.values())
+    return is_partition(Box.whole(stored.size), (Box.at(chunk.offsets, chunk.sizes) for chunk in stored.chunks))
 
 
 class CheckedReader(FileSystemReader):
@@ -268,7 +256,7 @@ def _deliver(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
     if item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(item, io.BytesIO(value))
         return
-    part = value[tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))]
+    part = value[Box.at(item.storage_offsets, item.lengths).slices]
     target = planner.resolve_tensor(item).detach()
     assert target.shape == part.shape, (item, target.shape, part.shape)
     target.copy_(part)

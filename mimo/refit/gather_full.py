@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from mimo.boxes import Box
 from mimo.model.build import BuiltModel
-from mimo.refit.tensor_slices import Box, TensorMeta, TensorSlice
+from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 from mimo.refit.trainer_shards import LiveTensors, TrainerShards, finish_gathers
 
 
@@ -68,7 +69,7 @@ class WholeTensors:
             return torch.empty(entry.shape, dtype=dtype, device=self._device if self._everywhere else "meta")
         whole = torch.empty(entry.shape, dtype=dtype, device=self._device)
         for sender, sent in sorted(boxes.items()):
-            places = [whole[tuple(map(slice, box.starts, box.stops))] for box in sent]
+            places = [whole[box.slices] for box in sent]
             if sender == 0:
                 for place, box in zip(places, sent, strict=True):
                     place.copy_(self._held(entry, box))

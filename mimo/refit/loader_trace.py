@@ -20,8 +20,10 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, capture_layer_to_meta, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-from mimo.refit.dispatch_trace import Tracer, View, Write, box_of, subtract, view_of
-from mimo.refit.tensor_slices import Box, TensorMeta, TensorSlice
+from mimo.boxes import Box, View, box_of_view, subtract
+from mimo.refit.dispatch_trace import Tracer, Write
+from mimo.refit.messages import view_of
+from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 
 # What loaders raise for a name, a shape or a value that they cannot take; all of it is reported under the name.
 LOADER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -192,7 +194,7 @@ def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
     view = layouts[write.path].view
     if write.region is None:
         return None
-    found = box_of(View(0, view.sizes, view.strides), write.region, write.region)
+    found = box_of_view(View(0, view.sizes, view.strides), write.region, write.region)
     return found[0] if found else None
 
 

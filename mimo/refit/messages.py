@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
-from mimo.refit.plan import Op, described_box
-from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Box, contiguous_strides
+from mimo.boxes import Box, View, contiguous_strides
+from mimo.refit.plan import Op
+from mimo.refit.tensor_slices import DTYPE_BYTES, Address
 
 # Of a box in a message: every dtype's, and wide enough for vectorised copies.
 ALIGNMENT = 16
@@ -133,10 +134,15 @@ class Views:
 
 def check_inside(tensor: torch.Tensor, address: Address, sizes: Sequence[int]) -> None:
     """Raise RuntimeError where a box does not lie inside a tensor."""
-    last = address.offset + sum((size - 1) * stride for size, stride in zip(sizes, address.strides, strict=True))
-    if address.offset < 0 or last >= tensor.numel() or not tensor.is_contiguous():
+    end = View(address.offset, tuple(sizes), address.strides).end
+    if address.offset < 0 or end > tensor.numel() or not tensor.is_contiguous():
         raise RuntimeError(f"{address.tensor} {list(tensor.shape)} with strides {list(tensor.stride())} has no box of "
                            f"{list(sizes)} at element {address.offset} with strides {list(address.strides)}")
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """Return a tensor's layout in its storage."""
+    return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -248,7 +254,7 @@ class Verification:
                 return f"{where}: {len(theirs)} checksums of {len(message.operations)} boxes"
             for operation, gave, came, stands in zip(message.operations, theirs, message.arrived.tolist(),
                                                      message.written.tolist(), strict=True):
-                box = f"{where}: {operation.name} {described_box(operation.box)}"
+                box = f"{where}: {operation.name} {operation.box}"
                 if came != gave:
                     return f"{box} arrived with checksum {came}; it was sent with {gave}"
                 if stands != came:

@@ -14,18 +14,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from mimo.refit.tensor_slices import (
-    DTYPE_BYTES,
-    Address,
-    Box,
-    Holders,
-    RecvSpec,
-    TensorMeta,
-    TensorSlice,
-    contiguous_strides,
-)
+from mimo.boxes import Box, View, consecutive_runs, contiguous_strides, moved_offset, partition_problems
+from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holders, RecvSpec, TensorMeta, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +264,7 @@ class _Overlaps:
             return outer_address
         key = outer.starts, inner.starts, outer_address.strides
         if key not in self._moves:
-            self._moves[key] = outer_address.inside(outer, inner).offset - outer_address.offset
+            self._moves[key] = moved_offset(outer_address.strides, outer, inner)
         return Address(outer_address.tensor, outer_address.offset + self._moves[key], outer_address.strides)
 
 
@@ -319,10 +310,10 @@ def _own_boxes(holders: Holders, slots: Iterable[TensorSlice], rank: int) -> dic
             if rank in held.ranks:
                 address = addresses.pop((name, held.box), None)
                 if address is None:
-                    problems.append(f"{name} {described_box(held.box)} should be there and is not")
+                    problems.append(f"{name} {held.box} should be there and is not")
                 else:
                     own.setdefault(name, []).append(_OwnBox(held.box, held.ranks, address))
-    problems += [f"{name} {described_box(box)} is there and should not be" for name, box in addresses]
+    problems += [f"{name} {box} is there and should not be" for name, box in addresses]
     if problems:
         raise ValueError(f"trainer rank {rank} does not hold what was agreed on; its layout has changed, or ranks were "
                          f"mixed up: {listed(problems)}")
@@ -336,13 +327,8 @@ def listed(items: Iterable[str], limit: int = 20) -> str:
     return "; ".join(items[:limit] + more)
 
 
-def described_box(box: Box) -> str:
-    """A box as one would index with it."""
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(box.starts, box.stops, strict=True))}]"
-
-
 def _line(entries: Sequence[TensorMeta], operation: Op) -> str:
-    return (f"{operation.name} {entries[operation.entry].dtype} {described_box(operation.box)} of entry "
+    return (f"{operation.name} {entries[operation.entry].dtype} {operation.box} of entry "
             f"{operation.entry} from trainer rank {operation.sender}")
 
 
@@ -378,9 +364,9 @@ def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
         held = holders.get(name, [])
         boxes = tuple(each.box for each in held)
         if (entry.shape, boxes) not in covers:
-            covers[entry.shape, boxes] = _cover_problems(Box.whole(entry.shape), boxes) if name in holders else []
+            covers[entry.shape, boxes] = partition_problems(Box.whole(entry.shape), boxes) if name in holders else []
         problems += [f"{name} {list(entry.shape)}: {line}" for line in covers[entry.shape, boxes]]
-        problems += [f"{name} {described_box(each.box)}: ranks {list(each.ranks)} are not ascending numbers"
+        problems += [f"{name} {each.box}: ranks {list(each.ranks)} are not ascending numbers"
                      for each in held if not each.ranks or list(each.ranks) != sorted(set(each.ranks))]
     _report("what the trainer holds is not the model", problems)
 
@@ -439,21 +425,21 @@ def check_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec,
         found = []
         if entries[each.entry].name != each.name:
             found.append(f"entry {each.entry} is {entries[each.entry].name}")
-        if not any(each.sender in held.ranks and (held.box == each.box or _contains(held.box, each.box))
+        if not any(each.sender in held.ranks and (held.box == each.box or held.box.contains(each.box))
                    for held in holders.get(each.name, ())):
             found.append("that rank does not hold it")
         for slot, boxes in wanted.get(each.name, ()):
             if ((slot.box == each.box and slot.address == each.target)
-                    or (_contains(slot.box, each.box) and slot.address.inside(slot.box, each.box) == each.target)):
+                    or (slot.box.contains(each.box) and slot.address.inside(slot.box, each.box) == each.target)):
                 boxes.append(each.box)
                 break
         else:
             found.append(f"not wanted at element {each.target.offset} of {each.target.tensor}")
-        problems += [f"{each.name} {described_box(each.box)} from trainer rank {each.sender}: {line}" for line in found]
+        problems += [f"{each.name} {each.box} from trainer rank {each.sender}: {line}" for line in found]
     for slot, boxes in itertools.chain.from_iterable(wanted.values()):
         if boxes != [slot.box]:
-            problems += [f"{slot.name} {described_box(slot.box)} of {slot.address.tensor}: {line}"
-                         for line in _cover_problems(slot.box, boxes)]
+            problems += [f"{slot.name} {slot.box} of {slot.address.tensor}: {line}"
+                         for line in partition_problems(slot.box, boxes)]
     _report("the plan does not bring what the worker wants", problems)
 
 
@@ -481,30 +467,6 @@ def _known(entries: Sequence[TensorMeta]) -> tuple[dict[str, TensorMeta], list[s
     return {entry.name: entry for entry in entries}, problems
 
 
-def _cover_problems(whole: Box, boxes: Sequence[Box]) -> list[str]:
-    """Why boxes are not a division of the whole."""
-    problems = [f"{described_box(box)} lies outside" for box in boxes if not _contains(whole, box)]
-    if problems:
-        return problems
-    ordered = sorted(boxes, key=lambda box: box.starts)
-    for number, box in enumerate(ordered):
-        for other in ordered[number + 1:]:
-            if box.stops and other.starts[0] >= box.stops[0]:
-                break
-            if box.intersection(other) is not None:
-                problems.append(f"{described_box(box)} and {described_box(other)} overlap")
-    covered = sum(box.numel for box in boxes)
-    if not problems and covered < whole.numel:
-        problems.append(f"{whole.numel - covered} of {whole.numel} elements are missing")
-    return problems
-
-
-def _contains(outer: Box, inner: Box) -> bool:
-    """Whether a box of the same tensor lies inside another."""
-    return (len(outer.starts) == len(inner.starts) and all(map(int.__le__, outer.starts, inner.starts))
-            and all(map(int.__le__, inner.starts, inner.stops)) and all(map(int.__le__, inner.stops, outer.stops)))
-
-
 def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
     """Why a slot cannot take its box."""
     address, dimensions = slot.address, len(entry.shape)
@@ -514,7 +476,7 @@ def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, t
     is_placed = len(address.strides) == dimensions and address.offset >= 0 <= min(address.strides, default=0)
     if is_inside and is_placed and tensors is None:
         return []
-    what = f"{slot.name} {described_box(slot.box)}"
+    what = f"{slot.name} {slot.box}"
     if not is_inside:
         return [f"shape: {what} is not a part of {list(entry.shape)}"]
     if not is_placed:
@@ -526,9 +488,9 @@ def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, t
     problems = []
     if dtype != entry.dtype:
         problems.append(f"dtype: {what} comes as {entry.dtype}, {address.tensor} is {dtype}")
-    last = _runs(slot)[-1][1]
-    if last > numel:
-        problems.append(f"target: {what} ends at element {last} of {address.tensor}, which has {numel}")
+    end = View(address.offset, slot.box.sizes, address.strides).end
+    if end > numel:
+        problems.append(f"target: {what} ends at element {end} of {address.tensor}, which has {numel}")
     return problems
 
 
@@ -542,7 +504,7 @@ def _targets_that_overlap(slots: Iterable[TensorSlice]) -> list[str]:
         runs.sort(key=lambda run: run[:2])
         for (_, stop, slot), (start, _, other) in itertools.pairwise(runs):
             if start < stop:
-                problems[f"target: {slot.name} {described_box(slot.box)} and {other.name} {described_box(other.box)} "
+                problems[f"target: {slot.name} {slot.box} and {other.name} {other.box} "
                          f"are both written to {tensor}"] = None
     return list(problems)
 
@@ -550,22 +512,8 @@ def _targets_that_overlap(slots: Iterable[TensorSlice]) -> list[str]:
 def _runs(slot: TensorSlice) -> list[tuple[int, int]]:
     """The elements of the live tensor that a slot writes, as runs of consecutive ones: first and one past the last."""
     first = slot.address.offset
-    length, starts = _relative_runs(slot.box.sizes, slot.address.strides)
+    length, starts = consecutive_runs(slot.box.sizes, slot.address.strides)
     return [(first + start, first + start + length) for start in starts]
-
-
-@lru_cache(maxsize=1024)  # layers and experts are alike
-def _relative_runs(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, list[int]]:
-    """Length and starts, ascending, of the runs of a box whose first element is number 0."""
-    length = 1
-    outer: list[tuple[int, int]] = []
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if stride == length and not outer:
-            length *= size
-        elif size > 1:
-            outer.append((stride, size))
-    return length, sorted(map(sum, itertools.product(*([stride * step for step in range(size)]
-                                                       for stride, size in outer))))
 
 
 def _report(what: str, problems: Iterable[str]) -> None:

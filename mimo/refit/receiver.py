@@ -486,7 +486,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if operation.name not in staged:
             entry = self._entries[operation.entry]
             staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self.device)
-        return staged[operation.name][tuple(map(slice, operation.box.starts, operation.box.stops))]
+        return staged[operation.name][operation.box.slices]
 
     def _compare(self, scope: str, announced: list[dict[str, str]]) -> None:
         """Raise RefitError if a trainer rank is about to send other things than this worker is about to take in."""

@@ -171,7 +171,7 @@ def _flip(part: _Part, purpose: str, bit: int) -> None:
     generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
     # One bit for each place on each axis of the whole tensor, of which this rank may hold a part.
     axes = [torch.randint(0, 2, (size,), generator=generator, dtype=part.words.dtype)[held].to(part.words.device)
-            for size, held in zip(part.piece.shape, part.piece.slices, strict=True)]
+            for size, held in zip(part.piece.shape, part.piece.box.slices, strict=True)]
     # In the integers' own range: the sign bit is their lowest value.
     size = 8 * part.words.element_size()
     value = -(1 << bit) if bit == size - 1 else 1 << bit

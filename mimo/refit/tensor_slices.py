@@ -14,44 +14,11 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
+
+from mimo.boxes import Box, moved_offset
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """An axis-aligned part of a tensor.
-
-    Attributes:
-        starts: first index on each axis.
-        stops: one past the last, at least `starts`.
-    """
-
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Self:
-        """All of a tensor of `shape`."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements on each axis."""
-        return tuple(map(int.__sub__, self.stops, self.starts))
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.sizes)
-
-    def intersection(self, other: Box) -> Box | None:
-        """Return the intersection of two boxes of one tensor; None if it is empty."""
-        assert len(self.starts) == len(other.starts), f"boxes of {len(self.starts)} and {len(other.starts)} axes"
-        starts = tuple(map(max, self.starts, other.starts))
-        stops = tuple(map(min, self.stops, other.stops))
-        return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +37,7 @@ class Address:
 
     def inside(self, outer: Box, inner: Box) -> Address:
         """Where `inner`, a part of `outer`, lies if this is where `outer` lies."""
-        moved = sum((start - origin) * stride
-                    for start, origin, stride in zip(inner.starts, outer.starts, self.strides, strict=True))
-        return Address(self.tensor, self.offset + moved, self.strides)
+        return Address(self.tensor, self.offset + moved_offset(self.strides, outer, inner), self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +132,6 @@ def entry_from_json(value: Sequence[Any]) -> TensorMeta:
     """The other way."""
     name, dtype, shape, keep_fp32 = value
     return TensorMeta(name, dtype, tuple(shape), keep_fp32)
-
-
-def contiguous_strides(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Strides of a row-major tensor, in elements."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(list(sizes)):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 # The tables that the two ends of a refit exchange, as JSON of a size that does not grow with equal layers.

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from mimo.boxes import Box, is_partition
 from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Box, Holder, Holders, TensorMeta, TensorSlice
+from mimo.refit.messages import view_of
+from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, TensorMeta, TensorSlice
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
 from mimo.weights.load import agree
 from mimo.weights.match import SHAPE_ERRORS, ModelPiece, fitted, module_pieces
@@ -208,37 +210,37 @@ def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -
     segments = rule.convert.segments(piece.shape[0]) if piece.shape else None
     if segments is None:
         (name,), (part,) = rule.hf, parts
-        strides = _reshaped_strides(piece, piece.slices, part)
-        starts = (first_row, *(0,) * (len(part) - 1)) if part else ()
-        box = Box(starts, tuple(start + size for start, size in zip(starts, part, strict=True)))
+        strides = _reshaped_strides(piece, 0, part)
+        box = Box.at((first_row, *(0,) * (len(part) - 1)) if part else (), part)
         yield TensorSlice(style.spell(name), box, Address(address.tensor, address.offset, strides))
         return
-    rows = piece.slices[0]
+    first, end = piece.box.starts[0], piece.box.stops[0]
     for segment in segments:
-        start, stop = max(rows.start, segment.first), min(rows.stop, segment.first + segment.count)
+        start, stop = max(first, segment.first), min(end, segment.first + segment.count)
         if start >= stop:
             continue
         rest, strides = _rest_of_rows(piece, parts[segment.part][1:])
         row = first_row + segment.part_first + start - segment.first
-        box = Box((row, *(part.start for part in rest)), (row + stop - start, *(part.stop for part in rest)))
+        box = Box((row, *rest.starts), (row + stop - start, *rest.stops))
         yield TensorSlice(style.spell(rule.hf[segment.part]), box,
-                          Address(address.tensor, address.offset + (start - rows.start) * strides[0], strides))
+                          Address(address.tensor, address.offset + (start - first) * strides[0], strides))
 
 
-def _rest_of_rows(piece: ModelPiece, wanted: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int, ...]]:
-    """Slices of a row's axes in a part whose rows have the shape `wanted`, and strides of all its axes."""
+def _rest_of_rows(piece: ModelPiece, wanted: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+    """Return the box of a row's axes in a part whose rows have the shape `wanted`, and the strides of all its axes."""
     if piece.shape[1:] == wanted:
-        return piece.slices[1:], piece.tensor.stride()
-    strides = _reshaped_strides(piece, piece.slices[1:], (piece.tensor.shape[0], *wanted))
-    return tuple(slice(0, size) for size in wanted), strides
+        return Box(piece.box.starts[1:], piece.box.stops[1:]), piece.tensor.stride()
+    return Box.whole(wanted), _reshaped_strides(piece, 1, (piece.tensor.shape[0], *wanted))
 
 
-def _reshaped_strides(piece: ModelPiece, whole_axes: Sequence[slice], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of the piece in another shape. Raises ValueError where it is cut on axes that the reshape mixes."""
-    sizes = piece.shape[len(piece.shape) - len(whole_axes):]
-    if any(part.stop - part.start != size for part, size in zip(whole_axes, sizes, strict=True)):
-        held = ", ".join(f"{part.start}:{part.stop}" for part in piece.slices)
-        raise ValueError(f"becomes {list(shape)}, which a rank must hold whole; this one holds [{held}]")
+def _reshaped_strides(piece: ModelPiece, first_axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of the piece in another shape, which mixes the axes from `first_axis` on.
+
+    Raises:
+        ValueError: the piece is cut on one of these axes.
+    """
+    if piece.box.sizes[first_axis:] != piece.shape[first_axis:]:
+        raise ValueError(f"becomes {list(shape)}, which a rank must hold whole; this one holds {piece.box}")
     return piece.tensor.view(shape).stride()
 
 
@@ -253,37 +255,28 @@ class _Places:
         self._by_storage: dict[int, list[tuple[int, int, str, torch.Tensor]]] = defaultdict(list)
         self._left = {name: parameter.numel() for name, parameter in part.named_parameters()}
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
-            first, last = _extent(tensor)
-            if last > first:
-                self._by_storage[tensor.untyped_storage()._cdata].append((first, last, name, tensor))
+            if tensor.numel():
+                view = view_of(tensor)
+                self._by_storage[tensor.untyped_storage()._cdata].append((view.offset, view.end, name, tensor))
         for held in self._by_storage.values():
             held.sort(key=lambda entry: entry[:3])
 
     def find(self, tensor: torch.Tensor) -> Address | None:
         """Where a tensor lies; None where it is no view of anything that the module has."""
         held = self._by_storage.get(tensor.untyped_storage()._cdata, [])
-        first, last = _extent(tensor)
-        index = bisect_right(held, first, key=lambda entry: entry[0]) - 1
-        if index < 0 or last > held[index][1] or tensor.dtype != held[index][3].dtype:
+        view = view_of(tensor)
+        index = bisect_right(held, view.offset, key=lambda entry: entry[0]) - 1
+        if index < 0 or view.end > held[index][1] or tensor.dtype != held[index][3].dtype:
             return None
         start, _, name, _ = held[index]
         if name in self._left:
             self._left[name] -= tensor.numel()
-        return Address(f"{self.module}/{name}", first - start, tensor.stride())
+        return Address(f"{self.module}/{name}", view.offset - start, view.strides)
 
     def missing(self) -> list[str]:
         """A line for each parameter that `find` was not asked for all of."""
         return [f"not saved: {count} elements of {self.module}/{name} are in no sharded state dict"
                 for name, count in self._left.items() if count > 0]
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Numbers of a tensor's first element in its memory and of the one after its last."""
-    first = int(tensor.storage_offset())
-    if not tensor.numel():
-        return first, first
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return first, first + 1 + sum(int((size - 1) * stride) for size, stride in steps)
 
 
 # What all ranks hold
@@ -311,26 +304,11 @@ def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
     """A line for each tensor whose boxes overlap, leave gaps or lie outside of it."""
     lines = []
     for entry in found:
-        whole, boxes = Box.whole(entry.shape), [held.box for held in holders.get(entry.name, [])]
-        if (any(box.intersection(whole) != box for box in boxes) or sum(box.numel for box in boxes) != whole.numel
-                or _overlap(boxes)):
+        boxes = [held.box for held in holders.get(entry.name, [])]
+        if not is_partition(Box.whole(entry.shape), boxes):
             lines.append(f"not whole: boxes of {entry.name} {list(entry.shape)} on all ranks are not each of its "
                          f"elements once: {[(box.starts, box.stops) for box in boxes]}")
     return lines
-
-
-def _overlap(boxes: Iterable[Box]) -> bool:
-    """Whether two boxes share an element."""
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.starts):
-        if not box.starts:
-            open_boxes.append(box)
-            continue
-        open_boxes = [other for other in open_boxes if other.stops[0] > box.starts[0]]
-        if any(other.intersection(box) is not None for other in open_boxes):
-            return True
-        open_boxes.append(box)
-    return False
 
 
 # This rank's weights as they are now.

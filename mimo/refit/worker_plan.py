@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from vllm.platforms import current_platform
 
-from mimo.refit.dispatch_trace import view_of
 from mimo.refit.loader_trace import Recording, check_coverage, record
+from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import RecvSpec, TensorMeta, TensorSlice
 
 # Which way each tensor goes into a worker: straight into its live tensors, or whole through vLLM's loader.

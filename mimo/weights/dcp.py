@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mimo.boxes import Box
 from mimo.checkpoint.reader import CheckedReader
 
 
@@ -77,10 +78,7 @@ class _SlicePlanner(LoadPlanner):
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        part = self._target
-        for axis, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(axis, start, size)
-        return part
+        return self._target[Box.at(read_item.dest_offsets, read_item.lengths).slices]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass

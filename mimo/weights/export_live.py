@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mimo.boxes import Box, is_partition
 from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
@@ -25,36 +25,25 @@ from mimo.weights.safetensors_io import HfSource, Progress, Shard, ShardWriter, 
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldBox:
     """A piece of a whole tensor and the rank that holds it.
 
     Attributes:
         rank: global rank.
-        starts, stops: its slice on each axis.
+        box: the piece in the whole tensor.
         shape: of the whole tensor.
         dtype: its dtype.
     """
 
     rank: int
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
+    box: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The piece in the whole."""
-        return tuple(slice(start, stop) for start, stop in zip(self.starts, self.stops, strict=True))
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Shape of the piece."""
-        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
 
 # The writer of tensors that are copied from the base; no module has this name.
 EXTRAS = "(base)"
-Places = dict[str, dict[str, list[Place]]]
+HeldBoxes = dict[str, dict[str, list[HeldBox]]]
 """Module -> Megatron name -> the pieces that make it up, in one order on every rank."""
 
 
@@ -101,11 +90,11 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
     # A gather of parameters that an overlapped step left open is finished first.
     built.model.disable_forward_pre_hook()
     built.model.enable_forward_pre_hook()
-    pieces = {module: {(piece.name, tuple(part.start for part in piece.slices)): piece
+    pieces = {module: {(piece.name, piece.box): piece
                        for piece in module_pieces(part, grids.collections[module]) if piece.is_main}
               for module, part in named_modules_of(built.model)}
-    places = _gather_places(pieces, grids)
-    plan = _plan(grids, places, provider, family_config, options, out)
+    held_boxes = _gather_boxes(pieces, grids)
+    plan = _plan(grids, held_boxes, provider, family_config, options, out)
     first = dist.get_rank(grids.host) == 0
     with contextlib.ExitStack() as stack:
         writers, problems = _open_writers(plan, grids, out, stack)
@@ -113,7 +102,7 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
         for module, rules in plan.rules.items():
             if module in grids.modules:
                 group = grids.collections[module].intra_dist_opt
-                gathered = _whole_tensors(rules, places[module], pieces[module], group)
+                gathered = _whole_tensors(rules, held_boxes[module], pieces[module], group)
                 problems += _write(writers.get(module), _converted(gathered, problems), progress)
         if EXTRAS in writers:
             problems += _write(writers[EXTRAS], _base_tensors(plan), progress)
@@ -128,21 +117,20 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
     dist.barrier(group=grids.host)
 
 
-def _gather_places(pieces: Mapping[str, Mapping[Any, ModelPiece]], grids: Grids) -> Places:
-    mine = [(module, piece.name, Place(grids.rank, tuple(part.start for part in piece.slices),
-                                       tuple(part.stop for part in piece.slices), piece.shape, piece.tensor.dtype))
+def _gather_boxes(pieces: Mapping[str, Mapping[Any, ModelPiece]], grids: Grids) -> HeldBoxes:
+    mine = [(module, piece.name, HeldBox(grids.rank, piece.box, piece.shape, piece.tensor.dtype))
             for module, held in pieces.items() for piece in held.values()]
     gathered = gather(grids, mine)
-    places: Places = {module: {} for module in grids.layout.grids}
-    for module, name, place in (entry for entries in gathered for entry in entries):
-        places[module].setdefault(name, []).append(place)
-    for module_places in places.values():
+    held_boxes: HeldBoxes = {module: {} for module in grids.layout.grids}
+    for module, name, one in (entry for entries in gathered for entry in entries):
+        held_boxes[module].setdefault(name, []).append(one)
+    for module_places in held_boxes.values():
         for held in module_places.values():
-            held.sort(key=lambda place: (place.rank, place.starts))
-    return places
+            held.sort(key=lambda one: (one.rank, one.box.starts))
+    return held_boxes
 
 
-def _plan(grids: Grids, places: Places, provider: ModelProvider, family_config: Any, options: ExportOptions,
+def _plan(grids: Grids, held_boxes: HeldBoxes, provider: ModelProvider, family_config: Any, options: ExportOptions,
           out: Path) -> _Plan:
     """The plan. Collective; raises ValueError on every rank where any rank cannot make it."""
     problems: list[str] = []
@@ -158,8 +146,8 @@ def _plan(grids: Grids, places: Places, provider: ModelProvider, family_config: 
         problems.append(str(error))
     for module, weight_map in maps.items():
         style = weight_map.best_style(plan.base.tensors) if plan.base else weight_map.styles[0]
-        problems += _uncovered(module, weight_map, places[module])
-        whole = {name: (held[0].shape, held[0].dtype) for name, held in places[module].items()}
+        problems += _uncovered(module, weight_map, held_boxes[module])
+        whole = {name: (held[0].shape, held[0].dtype) for name, held in held_boxes[module].items()}
         plan.rules[module], unfit = plan_rules(module, weight_map, style, whole, options)
         problems += unfit
     parts = [infos_of(rules) for rules in plan.rules.values()]
@@ -193,40 +181,40 @@ def _base_tensors(plan: _Plan) -> Iterator[tuple[str, torch.Tensor, int]]:
             yield info.name, plan.base.read(info.name).to(info.dtype), 0
 
 
-def _uncovered(module: str, weight_map: WeightMap, places: Mapping[str, Sequence[Place]]) -> Iterator[str]:
+def _uncovered(module: str, weight_map: WeightMap, held_boxes: Mapping[str, Sequence[HeldBox]]) -> Iterator[str]:
     """A line for each tensor that the map and the model do not share, and for each whose pieces leave gaps."""
     names = {rule.megatron for rule in weight_map.rules}
-    for name in sorted(names - places.keys()):
+    for name in sorted(names - held_boxes.keys()):
         yield f"no parameter: {module} {name} of the weight map is not in the model"
-    for name, held in places.items():
+    for name, held in held_boxes.items():
         if name not in names:
             yield f"no rule: {module} {name} {list(held[0].shape)} of the model is in no rule of its weight map"
-        if sum(math.prod(place.size) for place in held) != math.prod(held[0].shape):
+        if not is_partition(Box.whole(held[0].shape), (one.box for one in held)):
             yield f"not whole: the ranks together do not hold all of {module} {name} {list(held[0].shape)}"
 
 
-def _whole_tensors(rules: Sequence[PlannedRule], places: Mapping[str, Sequence[Place]],
-                   pieces: Mapping[tuple[str, tuple[int, ...]], ModelPiece],
+def _whole_tensors(rules: Sequence[PlannedRule], held_boxes: Mapping[str, Sequence[HeldBox]],
+                   pieces: Mapping[tuple[str, Box], ModelPiece],
                    group: Any) -> Iterator[tuple[PlannedRule, torch.Tensor]]:
     """Each rule's whole tensor on the CPU of the group's first rank, one at a time; nothing on the others."""
     writer, rank = dist.get_global_rank(group, 0), dist.get_rank()
     for rule in rules:
         name = rule.rule.megatron
-        held = places[name]
+        held = held_boxes[name]
         whole = torch.empty(held[0].shape, dtype=held[0].dtype) if rank == writer else None
-        for place in held:
-            piece = pieces.get((name, place.starts))
-            if place.rank == rank and rank != writer:
+        for one in held:
+            piece = pieces.get((name, one.box))
+            if one.rank == rank and rank != writer:
                 assert piece is not None
                 # As bytes: every backend sends those.
                 dist.send(piece.tensor.contiguous().flatten().view(torch.uint8), dst=writer, group=group)
-            elif whole is not None and place.rank == rank:
+            elif whole is not None and one.rank == rank:
                 assert piece is not None
-                whole[place.slices].copy_(piece.tensor)
+                whole[one.box.slices].copy_(piece.tensor)
             elif whole is not None:
-                received = torch.empty(place.size, dtype=place.dtype, device=torch.cuda.current_device())
-                dist.recv(received.flatten().view(torch.uint8), src=place.rank, group=group)
-                whole[place.slices].copy_(received)
+                received = torch.empty(one.box.sizes, dtype=one.dtype, device=torch.cuda.current_device())
+                dist.recv(received.flatten().view(torch.uint8), src=one.rank, group=group)
+                whole[one.box.slices].copy_(received)
         if whole is not None:
             yield rule, whole
 

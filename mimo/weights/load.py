@@ -235,14 +235,14 @@ def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[
         parts = {name: source.read(name, rule.row_slice) for name in match.sources(rule)}
         problems = [line for name, part in parts.items() for line in check_values(name, part, pieces[0].tensor.dtype)]
         whole = rule.convert.to_megatron(list(parts.values()))
-    for piece in sorted(pieces, key=lambda piece: [part.start for part in piece.slices]):
+    for piece in sorted(pieces, key=lambda piece: piece.box.starts):
         if group.size() == 1:
             assert whole is not None
-            piece.tensor.copy_(whole[piece.slices])
+            piece.tensor.copy_(whole[piece.box.slices])
             continue
         buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
         if whole is not None:
-            buffer.copy_(whole[piece.slices])
+            buffer.copy_(whole[piece.box.slices])
         # As bytes: every backend sends those.
         dist.broadcast(buffer.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
         piece.tensor.copy_(buffer)

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
+from mimo.boxes import Box
 from mimo.weights.rules import PaddedRows, Rule, Style, WeightMap, global_name, is_expert
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 
@@ -243,14 +244,14 @@ class ModelPiece:
     Attributes:
         name: global name, as in `Rule.megatron`.
         shape: shape of the whole tensor.
-        slices: this piece in it, one slice an axis.
+        box: this piece in it.
         tensor: a view of the parameter or buffer: copying into it changes the model.
         is_main: whether this is the copy that a checkpoint would save.
     """
 
     name: str
     shape: tuple[int, ...]
-    slices: tuple[slice, ...]
+    box: Box
     tensor: torch.Tensor
     is_main: bool
 
@@ -280,11 +281,10 @@ def _piece(entry: ShardedTensor) -> ModelPiece:
     stacked = entry.prepend_axis_num
     assert entry.data is not None
     tensor = entry.data.detach()
-    offsets = entry.global_offset[stacked:]
     return ModelPiece(
         name=global_name(entry.key, entry.global_offset[:stacked]),
         shape=tuple(entry.global_shape[stacked:]),
-        slices=tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True)),
+        box=Box.at(entry.global_offset[stacked:], tensor.shape),
         tensor=tensor,
         is_main=bool(is_main_replica(entry.replica_id)),
     )

@@ -33,16 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from dataclasses import asdict, dataclass
 
+from mimo.boxes import Box, contiguous_strides
 from mimo.refit.plan import bytes_moved, bytes_needed, check_holders, check_plan, check_wants, receive_plan, send_plan
 from mimo.refit.tensor_slices import (
     Address,
-    Box,
     Holder,
     Holders,
     RecvSpec,
     TensorMeta,
     TensorSlice,
-    contiguous_strides,
     holders_table,
     wants_from_table,
     wants_table,

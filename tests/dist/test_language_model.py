@@ -48,14 +48,14 @@ def outcome_of(rank: int, vocab_size: int, unit: int, tied: bool, language: Grid
             for name, piece in pieces.items():
                 rows = torch.full((piece.shape[0], config.hidden_size), 9.0)
                 rows[:vocab_size] = initial_value(name, (vocab_size, config.hidden_size))
-                piece.tensor.copy_(rows[piece.slices])
+                piece.tensor.copy_(rows[piece.box.slices])
         ids = torch.arange(2 * SEQ_LENGTH).view(2, SEQ_LENGTH) * 5 % vocab_size
         inputs = {"input_ids": ids, "position_ids": torch.arange(SEQ_LENGTH).expand(2, -1), "attention_mask": None}
         loss = model(**inputs, labels=ids.roll(-1, 1))
         loss.sum().backward()
         gradients = {name: value.grad for name, value in model.named_parameters() if name in pieces}
         return {"loss": loss.detach(), "logits": model(**inputs).detach(), "gradients": gradients,
-                "first_rows": {name: pieces[name].slices[0].start for name in gradients}}
+                "first_rows": {name: pieces[name].box.starts[0] for name in gradients}}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -67,7 +67,7 @@ def test_boxes_of_all_ranks_are_what_an_export_writes(pool: WorkerPool, sources:
             name: tuple(tensor.shape) for name, tensor in exported.items()}
         whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in exported.items()}
         for name, box, values in (box for held in by_rank for box in held.values[when]):
-            place = tuple(map(slice, box.starts, box.stops))
+            place = box.slices
             assert torch.equal(values, exported[name][place]), name  # of every replica
             whole[name][place] = values
         assert [name for name, tensor in whole.items() if not torch.equal(tensor, exported[name])] == []

@@ -170,7 +170,7 @@ def gradients_of(rank: int, flags: tuple[str, ...]) -> dict[str, torch.Tensor]:
         parameter.data = parameter.main_grad
     whole: dict[str, torch.Tensor] = {}
     for piece in module_pieces(module, parts.grids.collections[LANGUAGE]):
-        whole.setdefault(piece.name, torch.zeros(piece.shape))[piece.slices] = piece.tensor
+        whole.setdefault(piece.name, torch.zeros(piece.shape))[piece.box.slices] = piece.tensor
     found = {}
     for rule in provider.weight_map(parts.config.model_family, LANGUAGE).rules:
         if not rule.keep_fp32:

@@ -259,7 +259,7 @@ def load_parts(rank: int, name: str, folder: str, tower: str, text: str) -> dict
     from mimo.weights.match import module_pieces
 
     def tensors(parts: Any) -> dict[str, torch.Tensor]:
-        return {f"{module}.{piece.name} {piece.slices}": piece.tensor.clone()
+        return {f"{module}.{piece.name} {piece.box.slices}": piece.tensor.clone()
                 for module, part in named_modules_of(parts.built.model)
                 for piece in module_pieces(part, parts.grids.collections[module])}
 

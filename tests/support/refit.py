@@ -68,7 +68,7 @@ def change(parts: Any, step: int) -> None:
         for piece in module_pieces(part, parts.grids.collections[module]):
             seed = int(hashlib.sha256(f"{module} {piece.name} {step}".encode()).hexdigest()[:8], 16)
             noise = torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed))
-            piece.tensor.add_(0.02 * noise[piece.slices].to(piece.tensor.dtype))
+            piece.tensor.add_(0.02 * noise[piece.box.slices].to(piece.tensor.dtype))
 
 
 @torch.no_grad()

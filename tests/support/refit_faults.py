@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from mimo.boxes import Box, contiguous_strides
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import Trainer, WeightSender
-from mimo.refit.tensor_slices import Address, Box, Holder, Holders, TensorMeta, TensorSlice, contiguous_strides
+from mimo.refit.tensor_slices import Address, Holder, Holders, TensorMeta, TensorSlice
 from mimo.rollout.engine import EngineOptions
 
 VOCAB, HIDDEN, BLOCKS = 12, 6, 8

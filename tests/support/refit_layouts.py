@@ -16,8 +16,9 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from mimo.boxes import Box
 from mimo.refit.plan import Op, SendOp
-from mimo.refit.tensor_slices import Address, Box, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
+from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
 Array = np.ndarray
 Tensors = dict[str, Array]

@@ -132,11 +132,12 @@ def write(rank: int, flags: tuple[str, ...], root: str, stacked: bool = True, ou
     with trainer(rank, (*flags, *(() if TEXT[1] in flags else ("--layout", "colocated"))), 1) as (parts, _):
         expected: dict[str, torch.Tensor] = {}
         for name, piece in held(parts):  # their tensors are detached
-            seed = int.from_bytes(hashlib.blake2b(f"{name}{piece.slices}".encode(), digest_size=4).digest(), "little")
+            key = f"{name}{piece.box.slices}".encode()
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
             noise = torch.randn(piece.tensor.shape, generator=torch.Generator().manual_seed(seed))
             piece.tensor.copy_(noise * 0.05 + (1 if "norm" in name and name.endswith("weight") else 0))
             expected.setdefault(name, torch.full(piece.shape, float("nan"), dtype=piece.tensor.dtype))
-            expected[name][piece.slices] = piece.tensor
+            expected[name][piece.box.slices] = piece.tensor
         torch.save(expected, Path(root) / "expected.pt")
         model = _model_entries(parts, stacked, outer)
         moment = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.language_model.x.weight", torch.zeros(3))
@@ -234,7 +235,7 @@ def differences(parts: Any, expected: dict[str, torch.Tensor]) -> list[str]:
             rows = torch.zeros(piece.shape, dtype=whole.dtype)
             rows[:len(whole)] = whole[:len(rows)]
             whole = rows
-        if piece.tensor.dtype != whole.dtype or not torch.equal(piece.tensor, whole[piece.slices]):
+        if piece.tensor.dtype != whole.dtype or not torch.equal(piece.tensor, whole[piece.box.slices]):
             found.append(name)
     return found
 

@@ -146,7 +146,7 @@ def differences(built: Any, grids: Any, expected: dict[str, torch.Tensor]) -> tu
     wrong, count = [], 0
     for module, pieces in held_pieces(built, grids).items():
         for piece in pieces:
-            slice_of = expected[f"{module} {piece.name}"][piece.slices].to(piece.tensor.dtype)
+            slice_of = expected[f"{module} {piece.name}"][piece.box.slices].to(piece.tensor.dtype)
             count += piece.tensor.numel()
             if not torch.equal(slice_of, piece.tensor):
                 wrong.append(f"{module} {piece.name}")
@@ -359,7 +359,7 @@ def load_modules(rank: int, flags: tuple[str, ...], world_size: int, paths: dict
         for module, pieces in held_pieces(built, grids).items():
             for piece in pieces:
                 name = f"{module} {piece.name}"
-                if name in expected and not torch.equal(expected[name][piece.slices].to(piece.tensor.dtype),
+                if name in expected and not torch.equal(expected[name][piece.box.slices].to(piece.tensor.dtype),
                                                         piece.tensor):
                     wrong.append(name)
                 if not torch.equal(before.pop(0), piece.tensor):

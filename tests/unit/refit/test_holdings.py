@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mimo.refit.tensor_slices import Address, Box, Holder, TensorMeta
+from mimo.boxes import Box
+from mimo.refit.tensor_slices import Address, Holder, TensorMeta
 from mimo.refit.trainer_shards import by_layer, choose_styles, piece_slots, plan_entries, uncovered
 from mimo.weights.match import ModelPiece
 from mimo.weights.rules import Conversion, Direct, Fused, PaddedRows, Rows, Rule, Style, WeightMap, split_rules
@@ -135,7 +136,8 @@ def pieces_of(whole: torch.Tensor, parts: tuple[int, ...]) -> Iterator[ModelPiec
         memory = torch.full((part.numel() + 7,), -1)
         tensor = memory[5:5 + part.numel()].view(part.shape)
         tensor.copy_(part)
-        yield ModelPiece("a", tuple(whole.shape), place, tensor, True)
+        box = Box.at([cut.start for cut in place], part.shape)
+        yield ModelPiece("a", tuple(whole.shape), box, tensor, True)
 
 
 def read(piece: ModelPiece, box: Box, address: Address) -> torch.Tensor:
@@ -155,7 +157,7 @@ def test_boxes_of_any_pieces_are_the_parts(case: tuple[Conversion, tuple[int, ..
     boxes: dict[str, list[Box]] = {}
     for piece in pieces_of(whole, parts):
         for slot in piece_slots(Rule("a", names, convert), OWN, piece, Address("x", 0, piece.tensor.stride())):
-            found[int(slot.name)][tuple(map(slice, slot.box.starts, slot.box.stops))] = read(piece, slot.box,
+            found[int(slot.name)][slot.box.slices] = read(piece, slot.box,
                                                                                             slot.address)
             boxes.setdefault(slot.name, []).append(slot.box)
     assert all(map(torch.equal, found, expected))
@@ -170,7 +172,7 @@ def test_rules_that_share_a_tensor_cut_their_rows_of_it() -> None:
         whole = numbered(rule.rows.count, 2) + 100 * rule.rows.first
         for piece in pieces_of(whole, (2, 1)):
             for slot in piece_slots(rule, OWN, piece, Address("x", 0, piece.tensor.stride())):
-                found[tuple(map(slice, slot.box.starts, slot.box.stops))] = read(piece, slot.box, slot.address)
+                found[slot.box.slices] = read(piece, slot.box, slot.address)
     assert found[:, 0].tolist() == [0, 2, 200, 202, 204, 206, 600]
 
 

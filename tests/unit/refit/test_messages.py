@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from mimo.boxes import Box
 from mimo.refit.messages import ALIGNMENT, Views, check_inside, copy_all, layout, pack
-from mimo.refit.tensor_slices import Address, Box
+from mimo.refit.tensor_slices import Address
 
 CPU = torch.device("cpu")
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float32")

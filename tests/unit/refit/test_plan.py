@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mimo.boxes import Box
 from mimo.refit.plan import (
     Op,
     Running,
@@ -32,7 +33,7 @@ from mimo.refit.plan import (
     send_plan,
     within,
 )
-from mimo.refit.tensor_slices import Address, Box, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
+from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 from tests.support.refit_layouts import (
     PADDING,
     EngineLayout,

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from mimo.boxes import Box
 from mimo.refit.plan import Op, check_holders, check_plan, check_wants, receive_plan, send_plan
-from mimo.refit.tensor_slices import Address, Box, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
+from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
 PAIR = [TensorMeta("a", "float32", (4, 6)), TensorMeta("b", "float32", (4,))]
 WHOLE_B = Holder(Box((0,), (4,)), (0,))

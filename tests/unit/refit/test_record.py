@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
 def write(slots: Iterable[TensorSlice], tensors: Tensors, places: Tensors) -> None:
     """The direct route, without a wire."""
     for slot in slots:
-        part = tensors[slot.name][tuple(map(slice, slot.box.starts, slot.box.stops))]
+        part = tensors[slot.name][slot.box.slices]
         place, address = places[slot.address.tensor], slot.address
         place.as_strided(slot.box.sizes, address.strides, place.storage_offset() + address.offset).copy_(part)
 

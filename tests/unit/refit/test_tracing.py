@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from mimo.boxes import Box
 from mimo.refit.dispatch_trace import Tracer, Write
-from mimo.refit.tensor_slices import Address, Box, TensorSlice
+from mimo.refit.tensor_slices import Address, TensorSlice
 
 Loader = Callable[[torch.Tensor, torch.Tensor], object]
 
