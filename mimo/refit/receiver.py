@@ -337,7 +337,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._claim_number(num_workers)
         taken = worker_wants(self.model, self._entries, model["spellings"], self._options.route,
                              lambda value: self._share("probes", value, num_workers))
-        wants, self._spelled, self._loader_layers = taken.wants, taken.spelled, taken.loader_layers
+        wants, self._renamed, self._loader_layers = taken.wants, taken.loader_names, taken.loader_layers
         live = self._live()
         check_wants(self._entries, wants, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
                                            for name, tensor in live.items()})
@@ -469,7 +469,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._verification.note(part.sender, number, part.operations, boxes, targets)
             report["wire_bytes"] += part.shape.num_bytes
             report["direct_bytes"] += part.direct_bytes
-        self._loading.load([(self._spelled[name], tensor) for name, tensor in staged.items()])
+        self._loading.load([(self._renamed[name], tensor) for name, tensor in staged.items()])
         report["install_s"] += time.monotonic() - began
 
     def _targets(self, part: _Part, live: dict[str, torch.Tensor],

@@ -72,7 +72,7 @@ class TrainerWeights(Protocol):
     """Parts that the trainer's ranks hold, see `mimo.refit.trainer_shards`."""
 
     entries: list[TensorMeta]
-    spellings: list[dict[str, Any]]
+    schemes: list[dict[str, Any]]
     holders: Holders
     slots: list[TensorSlice]
 
@@ -218,7 +218,7 @@ class WeightSender:
         if trainer.rank == 0:
             check_holders(weights.entries, weights.holders)
             rendezvous.publish("model", {
-                "entries": [entry_as_json(entry) for entry in weights.entries], "spellings": list(weights.spellings),
+                "entries": [entry_as_json(entry) for entry in weights.entries], "spellings": list(weights.schemes),
                 "holders": holders_table(weights.holders), "options": self.options.as_json(),
                 "num_trainers": trainer.world_size, "num_workers": self.num_workers})
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
@@ -430,7 +430,7 @@ class ModelWeights:
         held = build_trainer_shards(built, grids, provider, family_config, dtype)
         self.entries, self.holders, self.slots = held.entries, held.holders, held.slots
         maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
-        self.spellings = module_spellings(maps, [entry.name for entry in held.entries])
+        self.schemes = module_schemes(maps, [entry.name for entry in held.entries])
         self._built = built
         self._live = LiveTensors(built)
         self._paths = tuple(dict.fromkeys(slot.address.tensor for slot in self.slots))
@@ -441,25 +441,26 @@ class ModelWeights:
         return {path: self._live.tensor(path) for path in self._paths}
 
 
-def module_spellings(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every way in which checkpoints spell each module's tensors; an engine's loader knows one of them.
+def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:
+    """List the naming schemes of each module's tensors; an engine's loader knows one of them.
 
     Args:
         maps: each module's map, in the order of the entries.
-        names: of the entries: each module's in its first style.
+        names: of the entries: each module's in its first naming scheme.
 
     Returns:
-        For each module `module`, `first` and `count` of its entries, and `styles`: style -> its entries' names.
+        For each module `module`, `first` and `count` of its entries, and `styles`: naming scheme -> its entries' names.
     """
     found, first = [], 0
     for module, weight_map in maps.items():
-        own = {weight_map.styles[0].spell(name): name for rule in weight_map.rules for name in rule.hf}
+        own = {weight_map.schemes[0].apply(name): name for rule in weight_map.rules for name in rule.hf}
         count = 0
         while first + count < len(names) and names[first + count] in own:
             count += 1
         entries = [own[name] for name in names[first:first + count]]
         found.append({"module": module, "first": first, "count": count,
-                      "styles": {style.name: [style.spell(name) for name in entries] for style in weight_map.styles}})
+                      "styles": {scheme.name: [scheme.apply(name) for name in entries]
+                                 for scheme in weight_map.schemes}})
         first += count
     assert first == len(names), f"{len(names) - first} entries belong to no module, the first {names[first]}"
     return found

@@ -45,7 +45,7 @@ class TensorSlice:
     """A box of a Hugging Face tensor and the place of its elements on a rank.
 
     Attributes:
-        name: of the whole tensor, as the engine's loader spells it.
+        name: of the whole tensor, as the engine's loader knows it.
         box: in the whole tensor.
         address: on the rank.
     """
@@ -60,7 +60,7 @@ class TensorMeta:
     """One whole tensor of the chunk plan, announced before any byte of it moves.
 
     Attributes:
-        name: as the engine's loader spells it.
+        name: as the engine's loader knows it.
         dtype: on the wire: `float32` for what must keep it, else that of the engine's model.
         shape: of the whole tensor.
         keep_fp32: routing-critical: float32 from the trainer's tensor to the engine's.

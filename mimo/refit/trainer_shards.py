@@ -27,7 +27,7 @@ from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, Tens
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
 from mimo.weights.load import agree
 from mimo.weights.match import SHAPE_ERRORS, ModelPiece, fitted, module_pieces
-from mimo.weights.rules import Rule, Style, WeightMap
+from mimo.weights.rules import NamingScheme, Rule, WeightMap
 
 _LAYER = re.compile(r"(.*?)\.(\d+)\.")
 Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -50,7 +50,7 @@ class TrainerShards:
 
 
 def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
-                         wire_dtype: str = "bfloat16", styles: Mapping[str, str] | None = None) -> TrainerShards:
+                         wire_dtype: str = "bfloat16", schemes: Mapping[str, str] | None = None) -> TrainerShards:
     """Take stock of a trainer's model. Collective over the world, through host memory; once, at set-up.
 
     Args:
@@ -59,40 +59,40 @@ def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvide
         provider: the model family.
         family_config: its configuration.
         wire_dtype: dtype in which floating tensors travel: `bfloat16`, `float16`, `float32`.
-        styles: module -> name of the spelling of its tensors (`Style.name`); a module's first where it is not given.
+        schemes: module -> name of its naming scheme (`NamingScheme.name`); by default each module's first.
 
     Raises:
         ValueError: on the first rank: everything in which the weight map and the model do not fit each other, by name.
         ReportedElsewhereError: on the other ranks then.
     """
     maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
-    spellings = choose_styles(maps, styles or {})
+    chosen = choose_schemes(maps, schemes or {})
     pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
-    slots, problems = _rank_slots(pieces, built, maps, spellings)
+    slots, problems = _rank_slots(pieces, built, maps, chosen)
     shapes, holders = _gather(grids, {module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
                                       for module, held in pieces.items()}, slots)
-    found, misfits = plan_entries(maps, spellings, shapes, wire_dtype)
+    found, misfits = plan_entries(maps, chosen, shapes, wire_dtype)
     # Where a tensor was not understood, that others lack it says nothing more.
     problems += misfits or ([] if problems else uncovered(found, holders))
     agree(grids, "the weight map does not fit the model", problems)
     return TrainerShards(found, holders, slots)
 
 
-def choose_styles(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> dict[str, Style]:
-    """Each module's spelling: the named one, or the map's first.
+def choose_schemes(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> dict[str, NamingScheme]:
+    """Return each module's naming scheme: the named one, or the map's first.
 
     Raises:
-        ValueError: a module or a spelling of it is not known, with those that are.
+        ValueError: a module or a naming scheme of it is not known; names those that are.
     """
     for module in names:
         if module not in maps:
-            raise ValueError(f"a spelling is given for module {module!r}; the model has {', '.join(maps)}")
+            raise ValueError(f"a naming scheme is given for module {module!r}; the model has {', '.join(maps)}")
     chosen = {}
     for module, weight_map in maps.items():
-        known = {style.name: style for style in weight_map.styles}
-        name = names.get(module, weight_map.styles[0].name)
+        known = {scheme.name: scheme for scheme in weight_map.schemes}
+        name = names.get(module, weight_map.schemes[0].name)
         if name not in known:
-            raise ValueError(f"{module} has no spelling {name!r}: known are {', '.join(map(repr, known))}")
+            raise ValueError(f"{module} has no naming scheme {name!r}: known are {', '.join(map(repr, known))}")
         chosen[module] = known[name]
     return chosen
 
@@ -100,7 +100,7 @@ def choose_styles(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> di
 # The chunk plan
 
 
-def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], shapes: Shapes,
+def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingScheme], shapes: Shapes,
                  wire_dtype: str) -> tuple[list[TensorMeta], list[str]]:
     """The chunk plan: every whole Hugging Face tensor once, in the order of modules and of their weight maps.
 
@@ -109,7 +109,7 @@ def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], sha
 
     Args:
         maps: each module's map, encoders first.
-        styles: how each module's names are spelled.
+        schemes: naming scheme of each module.
         shapes: whole Megatron tensors of all ranks together.
         wire_dtype: see `build_trainer_shards`.
 
@@ -125,7 +125,7 @@ def plan_entries(maps: Mapping[str, WeightMap], styles: Mapping[str, Style], sha
                      for name in names - shapes[module].keys()]
         problems += [f"no rule: {module} {name} {list(shape)} of the model is in no rule of its weight map"
                      for name, (shape, _) in shapes[module].items() if name not in names]
-        planned, unfit = plan_rules(module, weight_map, styles[module], shapes[module], options)
+        planned, unfit = plan_rules(module, weight_map, schemes[module], shapes[module], options)
         problems += unfit
         for rule in planned:
             dtype = shapes[module][rule.rule.megatron][1]
@@ -164,7 +164,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
-                styles: Mapping[str, Style]) -> tuple[list[TensorSlice], list[str]]:
+                schemes: Mapping[str, NamingScheme]) -> tuple[list[TensorSlice], list[str]]:
     """Every box that this rank has, replicas included, in the order of the weight maps; and a line for each piece or
     parameter that makes none."""
     slots: dict[tuple[str, Box], TensorSlice] = {}
@@ -181,7 +181,7 @@ def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, m
             elif piece.name in rules:  # `_entries` tells of others
                 number, rule = rules[piece.name]
                 try:
-                    made.append((number, list(piece_slots(rule, styles[module], piece, address))))
+                    made.append((number, list(piece_slots(rule, schemes[module], piece, address))))
                 except SHAPE_ERRORS as error:
                     problems.append(f"shape: {module} {piece.name} {list(piece.shape)}: {error}")
         problems += places.missing()
@@ -192,12 +192,12 @@ def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, m
     return list(slots.values()), problems
 
 
-def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -> Iterator[TensorSlice]:
+def piece_slots(rule: Rule, scheme: NamingScheme, piece: ModelPiece, address: Address) -> Iterator[TensorSlice]:
     """A piece cut into boxes of Hugging Face tensors.
 
     Args:
         rule: of the piece's tensor.
-        style: how names are spelled.
+        scheme: of the Hugging Face names.
         piece: a slice of a whole Megatron tensor.
         address: of its first element, with its own strides.
 
@@ -212,7 +212,7 @@ def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -
         (name,), (part,) = rule.hf, parts
         strides = _reshaped_strides(piece, 0, part)
         box = Box.at((first_row, *(0,) * (len(part) - 1)) if part else (), part)
-        yield TensorSlice(style.spell(name), box, Address(address.tensor, address.offset, strides))
+        yield TensorSlice(scheme.apply(name), box, Address(address.tensor, address.offset, strides))
         return
     first, end = piece.box.starts[0], piece.box.stops[0]
     for segment in segments:
@@ -222,7 +222,7 @@ def piece_slots(rule: Rule, style: Style, piece: ModelPiece, address: Address) -
         rest, strides = _rest_of_rows(piece, parts[segment.part][1:])
         row = first_row + segment.part_first + start - segment.first
         box = Box((row, *rest.starts), (row + stop - start, *rest.stops))
-        yield TensorSlice(style.spell(rule.hf[segment.part]), box,
+        yield TensorSlice(scheme.apply(rule.hf[segment.part]), box,
                           Address(address.tensor, address.offset + (start - first) * strides[0], strides))
 
 

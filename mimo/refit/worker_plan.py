@@ -153,12 +153,12 @@ def _in_order(recording: Recording, entries: Iterable[TensorMeta], loader: set[s
     return tuple(slot for entry in entries if entry.name not in loader for slot in recording.slots.get(entry.name, ()))
 
 
-# Which spelling of a module's names an engine's loader wants: the one of which every name writes something.
+# Pick the naming scheme that the engine's loader accepts in full: every one of its names writes something.
 
 
 NAMED = 3  # names in an error message
 Candidates = Mapping[str, Mapping[str, Sequence[TensorMeta]]]
-"""Module -> name of a style -> its entries."""
+"""Module -> name of a naming scheme -> its entries."""
 
 
 @dataclass(frozen=True)
@@ -184,39 +184,39 @@ class Probe:
 
 
 Probes = Mapping[str, Mapping[str, Probe]]
-"""Module -> name of a style -> what it came to."""
+"""Module -> name of a naming scheme -> result of its probe."""
 
 
-def probe_styles(model: torch.nn.Module, candidates: Candidates) -> dict[str, dict[str, Probe]]:
-    """Tries every spelling of every module on a live model, without any effect on it."""
+def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, dict[str, Probe]]:
+    """Try every naming scheme of every module on a live model, without any effect on it."""
     probes: dict[str, dict[str, Probe]] = {}
-    for module, styles in candidates.items():
-        for style, entries in styles.items():
+    for module, schemes in candidates.items():
+        for scheme, entries in schemes.items():
             recording = record(model, entries, max_refused=NAMED)
-            probes.setdefault(module, {})[style] = Probe(recording.refused, recording.untaken)
+            probes.setdefault(module, {})[scheme] = Probe(recording.refused, recording.untaken)
     return probes
 
 
-def choose_style(probes: Sequence[Probes]) -> dict[str, str]:
-    """Each module's spelling, from what all workers found.
+def choose_scheme(probes: Sequence[Probes]) -> dict[str, str]:
+    """Choose each module's naming scheme from what all workers found.
 
     Args:
         probes: of every worker. A name may write nothing on one (a layer of another pipeline stage, an expert of
             another rank), but not on all.
 
     Returns:
-        For each module the first style that no worker refuses and of which every name writes something.
+        For each module the first naming scheme that no worker refuses and of which every name writes something.
 
     Raises:
-        ValueError: a module has no such style; for each style what was refused or silently ignored.
+        ValueError: a module has no such naming scheme; for each naming scheme what was refused or silently ignored.
     """
     chosen = {}
-    for module, styles in probes[0].items():
-        faults = {style: _fault([worker[module][style] for worker in probes]) for style in styles}
-        fitting = [style for style, fault in faults.items() if not fault]
+    for module, schemes in probes[0].items():
+        faults = {scheme: _fault([worker[module][scheme] for worker in probes]) for scheme in schemes}
+        fitting = [scheme for scheme, fault in faults.items() if not fault]
         if not fitting:
-            told = "; ".join(f"as {style}, {fault}" for style, fault in faults.items())
-            raise ValueError(f"the engine's loader takes the names of module {module} in no spelling: {told}")
+            told = "; ".join(f"as {scheme}, {fault}" for scheme, fault in faults.items())
+            raise ValueError(f"the engine's loader takes the names of module {module} in no naming scheme: {told}")
         chosen[module] = fitting[0]
     return chosen
 
@@ -236,56 +236,56 @@ class Taken:
 
     Attributes:
         wants: under the trainer's names.
-        spelled: the trainer's name -> the loader's.
+        loader_names: the trainer's name -> the loader's.
         loader_layers: paths of the modules whose parameters are loaded rather than written.
     """
 
     wants: RecvSpec
-    spelled: dict[str, str]
+    loader_names: dict[str, str]
     loader_layers: tuple[str, ...]
 
 
-def worker_wants(model: torch.nn.Module, entries: Sequence[TensorMeta], spellings: Sequence[Mapping[str, Any]],
+def worker_wants(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
                  route: str, share: Callable[[Any], list[Any]]) -> Taken:
     """Ask a model's loader what it does with the trainer's tensors.
 
     Args:
         model: the live one; nothing of it changes.
         entries: every tensor of the chunk plan.
-        spellings: see `mimo.refit.sender.module_spellings`.
+        offered: see `mimo.refit.sender.module_schemes`.
         route: see `RefitOptions`.
-        share: gives every worker's plain value for this worker's: spelling is chosen by all together.
+        share: gives every worker's plain value for this worker's: all workers together choose the naming scheme.
 
     Raises:
-        ValueError: no spelling fits, tensors of the model are filled by nothing, or one would lose its precision.
+        ValueError: no naming scheme fits, tensors of the model are filled by nothing, or one would lose its precision.
     """
-    probes = probe_spellings(model, entries, spellings)
-    return wants_as(model, entries, spellings, route, share(probes) if probes else [])
+    probes = probe_schemes_of(model, entries, offered)
+    return wants_as(model, entries, offered, route, share(probes) if probes else [])
 
 
-def probe_spellings(model: torch.nn.Module, entries: Sequence[TensorMeta],
-                    spellings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
+                     offered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Ask this worker's loader about each naming scheme; plain data, empty if there is no choice.
 
     Which choices there are is the same on all workers.
     """
-    open_choices = {module: styles for module, styles in _candidates(entries, spellings).items() if len(styles) > 1}
-    return {module: {style: probe.as_json() for style, probe in styles.items()}
-            for module, styles in probe_styles(model, open_choices).items()}
+    open_choices = {module: schemes for module, schemes in _candidates(entries, offered).items() if len(schemes) > 1}
+    return {module: {scheme: probe.as_json() for scheme, probe in schemes.items()}
+            for module, schemes in probe_schemes(model, open_choices).items()}
 
 
-def wants_as(model: torch.nn.Module, entries: Sequence[TensorMeta], spellings: Sequence[Mapping[str, Any]], route: str,
+def wants_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]], route: str,
              probes: Sequence[Mapping[str, Any]]) -> Taken:
-    """`worker_wants`, given what `probe_spellings` said on every worker. Raises ValueError as that."""
-    spelled = _spelled(_candidates(entries, spellings), probes)
-    own = {name: entry.name for entry, name in zip(entries, spelled, strict=True)}
-    renamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, spelled, strict=True)]
+    """`worker_wants`, given what `probe_schemes_of` said on every worker. Raises ValueError as that."""
+    loader_names = _loader_names(_candidates(entries, offered), probes)
+    own = {name: entry.name for entry, name in zip(entries, loader_names, strict=True)}
+    renamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, loader_names, strict=True)]
     recording = record(model, renamed)
     check_coverage(model, recording)
     wants = routes(model, recording, renamed)
     if route == "loader":
         taken = recording.slots.keys() | recording.computed.keys()
-        wants = RecvSpec((), tuple(name for name in spelled if name in taken))
+        wants = RecvSpec((), tuple(name for name in loader_names if name in taken))
     return Taken(
         RecvSpec(tuple(dataclasses.replace(slot, name=own[slot.name]) for slot in wants.direct),
                  tuple(own[name] for name in wants.loader)),
@@ -293,27 +293,27 @@ def wants_as(model: torch.nn.Module, entries: Sequence[TensorMeta], spellings: S
 
 
 def _candidates(entries: Sequence[TensorMeta],
-                spellings: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[TensorMeta]]]:
-    """Module -> style -> its entries, renamed; styles that differ only for other tensors are one."""
+                offered: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[TensorMeta]]]:
+    """Return module -> naming scheme -> its entries, renamed; of schemes that give the same names one is kept."""
     candidates = {}
-    for part in spellings:
+    for part in offered:
         own = entries[part["first"]:part["first"] + part["count"]]
-        distinct = {tuple(names): style for style, names in reversed(part["styles"].items())}
+        distinct = {tuple(names): scheme for scheme, names in reversed(part["styles"].items())}
         candidates[part["module"]] = {
-            style: [dataclasses.replace(entry, name=name) for entry, name in zip(own, names, strict=True)]
-            for names, style in reversed(distinct.items())}
+            scheme: [dataclasses.replace(entry, name=name) for entry, name in zip(own, names, strict=True)]
+            for names, scheme in reversed(distinct.items())}
     return candidates
 
 
-def _spelled(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
-             probes: Sequence[Mapping[str, Any]]) -> list[str]:
+def _loader_names(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
+                  probes: Sequence[Mapping[str, Any]]) -> list[str]:
     """The loader's name of every entry."""
-    chosen = {module: next(iter(styles)) for module, styles in candidates.items()}
+    chosen = {module: next(iter(schemes)) for module, schemes in candidates.items()}
     if any(probes):
-        chosen |= choose_style([
-            {module: {style: Probe.from_json(probe) for style, probe in styles.items()}
-             for module, styles in worker.items()} for worker in probes])
-    return [entry.name for module, styles in candidates.items() for entry in styles[chosen[module]]]
+        chosen |= choose_scheme([
+            {module: {scheme: Probe.from_json(probe) for scheme, probe in schemes.items()}
+             for module, schemes in worker.items()} for worker in probes])
+    return [entry.name for module, schemes in candidates.items() for entry in schemes[chosen[module]]]
 
 
 def _layers(model: torch.nn.Module, recording: Recording, loader: Iterable[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import exported_configuration
 from mimo.weights.dcp import CheckpointTensors
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, check_values, fitted, report
-from mimo.weights.rules import Rule, StoredTensor, Style, WeightMap
+from mimo.weights.rules import NamingScheme, Rule, StoredTensor, WeightMap
 from mimo.weights.safetensors_io import (
     MAX_SHARD_BYTES,
     HfSource,
@@ -59,7 +59,7 @@ class ExportOptions:
 
     Attributes:
         base: folder of the Hugging Face model that this one was made from: its configuration, tokenizer and processor
-            files are carried along, its spelling of names is used, and its tensors that training has no use for are
+            files are carried along, its naming scheme is used, and its tensors that training has no use for are
             copied. Empty: the provider writes the configuration.
         dtype: `bfloat16`, `float16`, `float32`; empty: each tensor as it is.
         max_shard_bytes: data of a file, at most.
@@ -112,8 +112,8 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
     problems: list[str] = []
     for module, weight_map in maps.items():
         places, found = locate(reader.tensors, module, weight_map)
-        style = weight_map.best_style(base.tensors) if base else weight_map.styles[0]
-        rules, unfit = plan_rules(module, weight_map, style, {
+        scheme = weight_map.best_scheme(base.tensors) if base else weight_map.schemes[0]
+        rules, unfit = plan_rules(module, weight_map, scheme, {
             name: (reader.tensors[f"{module}.{place.key}"][1][len(place.index):],
                    reader.tensors[f"{module}.{place.key}"][0]) for name, place in places.items()}, options)
         planned += [(rule, module, places[rule.rule.megatron]) for rule in rules]
@@ -176,7 +176,7 @@ def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: s
     return places, problems
 
 
-def plan_rules(module: str, weight_map: WeightMap, style: Style,
+def plan_rules(module: str, weight_map: WeightMap, scheme: NamingScheme,
                tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
                options: ExportOptions) -> tuple[list[PlannedRule], list[str]]:
     """List the tensors that a module's rules write, and a line for each rule that does not take its tensor.
@@ -184,7 +184,7 @@ def plan_rules(module: str, weight_map: WeightMap, style: Style,
     Args:
         module: its name.
         weight_map: its map.
-        style: how names are spelled.
+        scheme: of the Hugging Face names.
         tensors: shape and dtype of the whole tensors there are, by Megatron name; rules of others are passed over.
         options: how.
     """
@@ -196,7 +196,7 @@ def plan_rules(module: str, weight_map: WeightMap, style: Style,
         rule = fitted(rule, shape)
         try:
             parts = rule.convert.to_hf(torch.empty(tuple(shape), device="meta"))
-            infos = tuple(TensorInfo(style.spell(name), options.dtype_of(rule, dtype), rule.tensor_shape(part.shape))
+            infos = tuple(TensorInfo(scheme.apply(name), options.dtype_of(rule, dtype), rule.tensor_shape(part.shape))
                           for name, part in zip(rule.hf, parts, strict=True))
         except SHAPE_ERRORS as error:
             problems.append(f"shape: {module} {rule.megatron} {list(shape)}: {error}")

@@ -145,10 +145,10 @@ def _plan(grids: Grids, held_boxes: HeldBoxes, provider: ModelProvider, family_c
     except ValueError as error:
         problems.append(str(error))
     for module, weight_map in maps.items():
-        style = weight_map.best_style(plan.base.tensors) if plan.base else weight_map.styles[0]
+        scheme = weight_map.best_scheme(plan.base.tensors) if plan.base else weight_map.schemes[0]
         problems += _uncovered(module, weight_map, held_boxes[module])
         whole = {name: (held[0].shape, held[0].dtype) for name, held in held_boxes[module].items()}
-        plan.rules[module], unfit = plan_rules(module, weight_map, style, whole, options)
+        plan.rules[module], unfit = plan_rules(module, weight_map, scheme, whole, options)
         problems += unfit
     parts = [infos_of(rules) for rules in plan.rules.values()]
     try:

@@ -60,12 +60,12 @@ class LoadReport:
     """Result of a load.
 
     Attributes:
-        styles: module -> kind of checkpoint that it came from.
+        schemes: module -> kind of checkpoint that it came from.
         absent: module -> Megatron names that the source does not have and may come without: they keep their values.
         notes: for a person: what was not compared, and differences from config.json that --allow-difference names.
     """
 
-    styles: dict[str, str] = field(default_factory=dict)
+    schemes: dict[str, str] = field(default_factory=dict)
     absent: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
     agree(grids, f"{given} cannot be trained from", problems)
     for source in sources.values():
         source.close()
-    return LoadReport({module: match.style.name for module, match in plan.items()},
+    return LoadReport({module: match.scheme.name for module, match in plan.items()},
                       {module: match.absent for module, match in plan.items() if match.absent}, notes)
 
 

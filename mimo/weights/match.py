@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 from mimo.boxes import Box
-from mimo.weights.rules import PaddedRows, Rule, Style, WeightMap, global_name, is_expert
+from mimo.weights.rules import NamingScheme, PaddedRows, Rule, WeightMap, global_name, is_expert
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 
 # What a conversion of tensors of other shapes raises: its own ValueError, or torch's for a cat or a reshape.
@@ -31,19 +31,19 @@ class ModuleMatch:
 
     Attributes:
         module: its name.
-        style: how the source spells its tensors.
+        scheme: of the source's names.
         rules: rules of the tensors to load, by Megatron name, in the map's order.
         absent: Megatron names of rules that this kind of source may come without, and does.
     """
 
     module: str
-    style: Style
+    scheme: NamingScheme
     rules: dict[str, Rule] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
 
     def sources(self, rule: Rule) -> list[str]:
-        """The rule's tensors as the source spells them."""
-        return [self.style.spell(name) for name in rule.hf]
+        """Return the rule's tensors under the source's names."""
+        return [self.scheme.apply(name) for name in rule.hf]
 
 
 def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
@@ -67,8 +67,8 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
         problems += missing
         known |= {name for rule in weight_map.rules for name in match.sources(rule)}
     for weight_map in others.values():
-        style = weight_map.best_style(catalog.tensors)
-        known |= {style.spell(name) for rule in weight_map.rules for name in rule.hf}
+        scheme = weight_map.best_scheme(catalog.tensors)
+        known |= {scheme.apply(name) for rule in weight_map.rules for name in rule.hf}
     ignored = [pattern for weight_map in (*wanted.values(), *others.values())
                for pattern in (*(pattern for pattern, _ in weight_map.ignored),
                                *(repeated.pattern for repeated in weight_map.repeated))]
@@ -128,11 +128,11 @@ def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> list[st
 
 
 def _match_module(catalog: Catalog, module: str, weight_map: WeightMap) -> tuple[ModuleMatch, list[str]]:
-    match, problems = ModuleMatch(module, weight_map.best_style(catalog.tensors)), []
+    match, problems = ModuleMatch(module, weight_map.best_scheme(catalog.tensors)), []
     told: set[str] = set()  # several rules may want the same tensor
     for rule in weight_map.rules:
         missing = [name for name in match.sources(rule) if name not in catalog.tensors]
-        if missing and len(missing) == len(rule.hf) and match.style.may_lack(rule):
+        if missing and len(missing) == len(rule.hf) and match.scheme.may_lack(rule):
             match.absent.append(rule.megatron)
             continue
         match.rules[rule.megatron] = rule

@@ -283,10 +283,10 @@ class Rule:
     """One global Megatron tensor and the Hugging Face tensors it is made of.
 
     Attributes:
-        megatron: name inside the module, layers and experts under their global numbers and in the spelling of Megatron
+        megatron: name inside the module, layers and experts under their global numbers and as in Megatron
             Core's checkpoints: `decoder.layers.7.self_attention.linear_qkv.layer_norm_weight`,
             `decoder.layers.7.mlp.experts.3.linear_fc1.weight`.
-        hf: names in the component's own spelling (`model.layers.7.self_attn.q_proj.weight`); see `Style`.
+        hf: names in the component's own naming scheme (`model.layers.7.self_attn.q_proj.weight`); see `NamingScheme`.
         convert: how they turn into each other.
         keep_fp32: float32 on both sides whatever the model's precision (a router's bias).
         rows: where the one Hugging Face tensor is made by several rules: the rows that `convert` is about.
@@ -336,8 +336,8 @@ def split_rules(megatron: Iterable[str], hf: str, counts: Iterable[int]) -> list
 
 
 @dataclass(frozen=True)
-class Style:
-    """How one kind of checkpoint spells a module's Hugging Face names.
+class NamingScheme:
+    """Hugging Face names of a module's tensors in one kind of checkpoint.
 
     Attributes:
         name: for messages, for example `LlavaForConditionalGeneration`.
@@ -351,7 +351,7 @@ class Style:
     rewrites: tuple[tuple[str, str], ...] = ()
     optional: tuple[str, ...] = ()
 
-    def spell(self, name: str) -> str:
+    def apply(self, name: str) -> str:
         """A rule's name as this kind of checkpoint has it."""
         for pattern, replacement in self.rewrites:
             if re.match(pattern, name):
@@ -368,7 +368,7 @@ class Repeated:
     """Source tensors that repeat another one, such as the output layer of a model with tied embeddings.
 
     Attributes:
-        pattern: regular expression of their names in a style's spelling, `re.search`ed.
+        pattern: regular expression of their names in a naming scheme, `re.search`ed.
         megatron: Megatron name of the rule whose source tensor they repeat.
         why: why they have the same values, and how to load a model in which they do not.
     """
@@ -384,8 +384,8 @@ class WeightMap:
 
     Attributes:
         rules: one for each global Megatron tensor; tied embeddings have one.
-        styles: known spellings, the one to export first.
-        ignored: (regular expression, reason) of source tensors, in a style's spelling, that the model has no use for:
+        schemes: known naming schemes, the one to export first.
+        ignored: (regular expression, reason) of source tensors that the model has no use for:
             the named allow-list of an import. `re.search`ed.
         repeated: source tensors that repeat others: passed over like `ignored` ones where they have the same values,
             refused where they do not, and never copied into an export.
@@ -393,7 +393,7 @@ class WeightMap:
     """
 
     rules: tuple[Rule, ...]
-    styles: tuple[Style, ...] = (Style("own names"),)
+    schemes: tuple[NamingScheme, ...] = (NamingScheme("own names"),)
     ignored: tuple[tuple[str, str], ...] = ()
     repeated: tuple[Repeated, ...] = ()
     stacked_layers: bool = True
@@ -414,11 +414,11 @@ class WeightMap:
         """Where a checkpoint holds each rule's tensor, by Megatron name."""
         return stored_tensors((rule.megatron for rule in self.rules), self.stacked_layers)
 
-    def best_style(self, names: Iterable[str]) -> Style:
-        """The style under which most of the rules' tensors are among `names`."""
+    def best_scheme(self, names: Iterable[str]) -> NamingScheme:
+        """The naming scheme under which most of the rules' tensors are among `names`."""
         present = set(names)
         names_of = [hf for rule in self.rules for hf in rule.hf]
-        return max(self.styles, key=lambda style: sum(style.spell(hf) in present for hf in names_of))
+        return max(self.schemes, key=lambda scheme: sum(scheme.apply(hf) in present for hf in names_of))
 
 
 def _reshaped(

@@ -39,7 +39,7 @@ class SourceTensor:
     Attributes:
         shape: its sizes.
         dtype: its dtype; None for one that torch has no equal of.
-        dtype_name: as the file spells it.
+        dtype_name: as the file has it.
         file: file name inside the folder.
     """
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap, split_rules
+from mimo.weights.rules import Direct, Fused, NamingScheme, PaddedRows, Rule, WeightMap, split_rules
 from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
 from providers.common.weights import TIED_OUTPUT
 
 TEXT = (
-    Style("NemotronHForCausalLM"),
+    NamingScheme("NemotronHForCausalLM"),
     # It turns `embeddings` back into the name of the first checkpoints.
-    Style("NemotronHForCausalLM as transformers 5 saves it", ((r"^backbone\.embeddings\.", "backbone.embedding."),)),
+    NamingScheme("NemotronHForCausalLM as transformers 5 saves it",
+                 ((r"^backbone\.embeddings\.", "backbone.embedding."),)),
 )
-VLM = (Style("NemotronH_Nano_VL_V2", ((r"^", "language_model."),)),)
+VLM = (NamingScheme("NemotronH_Nano_VL_V2", ((r"^", "language_model."),)),)
 NO_MTP = (r"^(language_model\.)?mtp\.", "the configuration has no multi-token prediction")
 VLM_PARTS = (r"^(vision_model|mlp1|sound_encoder|sound_projection)\.", "a text model has no encoder")
 # z, x, B, C, dt: `mamba_in_proj_rows`.
@@ -37,7 +38,7 @@ def language_map(config: HybridConfig) -> WeightMap:
     return _hybrid_map(config, (*VLM, *TEXT))
 
 
-def _hybrid_map(config: HybridConfig, styles: Sequence[Style],
+def _hybrid_map(config: HybridConfig, schemes: Sequence[NamingScheme],
                 ignored: tuple[tuple[str, str], ...] = ()) -> WeightMap:
     vocabulary = PaddedRows(config.vocab_size, config.padded_vocab_size())
     rules = [Rule("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), vocabulary),
@@ -51,7 +52,7 @@ def _hybrid_map(config: HybridConfig, styles: Sequence[Style],
     if not config.num_mtp_depths:
         ignored = (*ignored, NO_MTP)
     repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
-    return WeightMap(tuple(rules), tuple(styles), ignored, repeated, stacked_layers=False)
+    return WeightMap(tuple(rules), tuple(schemes), ignored, repeated, stacked_layers=False)
 
 
 def _layer_rules(config: HybridConfig, symbol: str, megatron: str, hf: str) -> list[Rule]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mimo.weights.rules import Rule, Style, WeightMap
+from mimo.weights.rules import NamingScheme, Rule, WeightMap
 from providers.common.mla import LatentDecoderConfig
 from providers.common.weights import GATED_MLP, ROTARY_BUFFERS, TIED_OUTPUT, gated_mlp_rules, outer_rules
 
@@ -18,7 +18,7 @@ def latent_map(config: LatentDecoderConfig) -> WeightMap:
     repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
     for layer in range(config.num_layers, config.num_layers + config.ignored_mtp_layers):
         ignored.append((rf"^model\.layers\.{layer}\.", "multi-token prediction is not built"))
-    return WeightMap(tuple(rules), (Style("DeepseekV3ForCausalLM"),), tuple(ignored), repeated)
+    return WeightMap(tuple(rules), (NamingScheme("DeepseekV3ForCausalLM"),), tuple(ignored), repeated)
 
 
 def _attention_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:

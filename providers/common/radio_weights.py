@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mimo.weights.rules import Rule, Segment, Style, WeightMap
+from mimo.weights.rules import NamingScheme, Rule, Segment, WeightMap
 from providers.radio import RadioConfig
 
 RADIO = "vision_model.radio_model."
 RADIO_STYLES = (
-    Style("NemotronH_Nano_VL_V2"),
-    Style("RADIOModel", ((r"^vision_model\.", ""),), optional=(r"^mlp1\.",)),
+    NamingScheme("NemotronH_Nano_VL_V2"),
+    NamingScheme("RADIOModel", ((r"^vision_model\.", ""),), optional=(r"^mlp1\.",)),
 )
 # What changes features (layer scale, feature normalizers) is not among these: a checkpoint that has it is refused.
 RADIO_IGNORED = (

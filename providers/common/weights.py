@@ -1,26 +1,27 @@
 """Weight maps of the shared parts: a decoder of the Llama, Qwen and Mixtral families, a vision tower, a projector.
 
-Rules are spelled as in a text model of its own (`model.layers.0...`, `lm_head.weight`) and as in a `CLIPModel` beside
-LLaVA's projector (`vision_model.encoder...`, `multi_modal_projector.linear_1...`); styles say how other checkpoints
-spell them. Megatron names are those of Transformer Engine layers, which the local layers use in checkpoints too: the
-norm before attention belongs to `self_attention.linear_qkv`, that before a dense MLP to `mlp.linear_fc1`. An expert's
-layers are `mlp.experts.3.linear_fc1.weight` here, whether the model stacks experts or not. Imports torch: providers
-import it inside their methods.
+Rules use the names of a text model of its own (`model.layers.0...`, `lm_head.weight`) and of a `CLIPModel` beside
+LLaVA's projector (`vision_model.encoder...`, `multi_modal_projector.linear_1...`). Naming schemes give the names of
+other checkpoints. Megatron names are those of Transformer Engine layers, which the local layers use in checkpoints too:
+the norm before attention belongs to `self_attention.linear_qkv`, that before a dense MLP to `mlp.linear_fc1`. An
+expert's layers are `mlp.experts.3.linear_fc1.weight` here, whether the model stacks experts or not. Imports torch:
+providers import it inside their methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mimo.weights.rules import Direct, Fused, PaddedRows, Repeated, Rule, Style, WeightMap
+from mimo.weights.rules import Direct, Fused, NamingScheme, PaddedRows, Repeated, Rule, WeightMap
 from providers.common.decoder import DecoderConfig
 from providers.common.vision import VisionConfig
 
-CAUSAL_LM = Style("a text model (ForCausalLM)")
+CAUSAL_LM = NamingScheme("a text model (ForCausalLM)")
 LLAVA_LANGUAGE = (
-    Style("LlavaForConditionalGeneration", ((r"^model\.", "language_model.model."),
-                                            (r"^lm_head\.", "language_model.lm_head."))),
-    Style("LlavaForConditionalGeneration of transformers 5 in memory", ((r"^model\.", "model.language_model."),)),
+    NamingScheme("LlavaForConditionalGeneration", ((r"^model\.", "language_model.model."),
+                                                   (r"^lm_head\.", "language_model.lm_head."))),
+    NamingScheme("LlavaForConditionalGeneration of transformers 5 in memory",
+                 ((r"^model\.", "model.language_model."),)),
 )
 # Older checkpoints hold what is computed from the configuration.
 ROTARY_BUFFERS = (r"\brotary_emb\.inv_freq$", "rotary frequencies follow from the configuration")
@@ -32,19 +33,19 @@ TIED_OUTPUT = Repeated(
 LLAVA_VISION_TENSORS = (r"^(model\.)?(vision_tower|multi_modal_projector)\.", "a text model has no encoder")
 
 LLAVA_VISION = (
-    Style("LlavaForConditionalGeneration", ((r"^vision_model\.", "vision_tower.vision_model."),)),
-    Style("LlavaForConditionalGeneration of transformers 5", ((r"^vision_model\.", "vision_tower."),)),
-    Style("LlavaForConditionalGeneration of transformers 5 in memory", (
+    NamingScheme("LlavaForConditionalGeneration", ((r"^vision_model\.", "vision_tower.vision_model."),)),
+    NamingScheme("LlavaForConditionalGeneration of transformers 5", ((r"^vision_model\.", "vision_tower."),)),
+    NamingScheme("LlavaForConditionalGeneration of transformers 5 in memory", (
         (r"^vision_model\.", "model.vision_tower."), (r"^multi_modal_projector\.", "model.multi_modal_projector."))),
-    Style("LlavaForConditionalGeneration of transformers 4 in memory", (
+    NamingScheme("LlavaForConditionalGeneration of transformers 4 in memory", (
         (r"^vision_model\.", "model.vision_tower.vision_model."),
         (r"^multi_modal_projector\.", "model.multi_modal_projector."))),
 )
 PROJECTOR_MISSING = (r"^multi_modal_projector\.",)
 VISION_ONLY = (
-    Style("CLIPModel, SiglipModel or a vision model of transformers 4", optional=PROJECTOR_MISSING),
-    Style("CLIPVisionModel or SiglipVisionModel of transformers 5", ((r"^vision_model\.", ""),),
-          optional=PROJECTOR_MISSING),
+    NamingScheme("CLIPModel, SiglipModel or a vision model of transformers 4", optional=PROJECTOR_MISSING),
+    NamingScheme("CLIPVisionModel or SiglipVisionModel of transformers 5", ((r"^vision_model\.", ""),),
+                 optional=PROJECTOR_MISSING),
 )
 VISION_IGNORED = (
     (r"^text_model\.", "the text side of a CLIP or SigLIP model"),
@@ -53,14 +54,14 @@ VISION_IGNORED = (
 )
 
 
-def decoder_map(config: DecoderConfig, styles: Sequence[Style] = (CAUSAL_LM,)) -> WeightMap:
+def decoder_map(config: DecoderConfig, schemes: Sequence[NamingScheme] = (CAUSAL_LM,)) -> WeightMap:
     """Every tensor of a decoder of the Llama, Qwen and Mixtral families.
 
     Mixture-of-experts layers have Qwen's names where queries and keys are normalized, Mixtral's elsewhere.
 
     Args:
         config: its sizes.
-        styles: spellings of its checkpoints, the one to export first.
+        schemes: naming schemes of its checkpoints, the one to export first.
     """
     rules = []
     for layer in range(config.num_layers):
@@ -73,7 +74,7 @@ def decoder_map(config: DecoderConfig, styles: Sequence[Style] = (CAUSAL_LM,)) -
             rules += gated_mlp_rules(megatron + "mlp.", [hf + f"mlp.{part}_proj.weight" for part in GATED_MLP],
                                      config.ffn_hidden_size)
     repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
-    return WeightMap((*outer_rules(config), *rules), tuple(styles), (ROTARY_BUFFERS,), repeated)
+    return WeightMap((*outer_rules(config), *rules), tuple(schemes), (ROTARY_BUFFERS,), repeated)
 
 
 def outer_rules(config: DecoderConfig) -> list[Rule]:

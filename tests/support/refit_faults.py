@@ -125,7 +125,7 @@ class PlainWeights:
     def __init__(self, rank: int, world_size: int, seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES,
                  transposed: bool = False) -> None:
         self.entries = [TensorMeta(name, "float32", shape) for name, shape in shapes.items()]
-        self.spellings = [spelling(tuple(shapes))]
+        self.schemes = [scheme(tuple(shapes))]
         self.holders = holders_of(self.entries, world_size)
         self.transposed = transposed
         self.slots = [TensorSlice(name, held.box, Address(name, 0, self._strides(held.box.sizes)))
@@ -168,7 +168,7 @@ class Watched(dict[str, torch.Tensor]):
         return super().__getitem__(name)
 
 
-def spelling(names: Sequence[str]) -> dict[str, Any]:
+def scheme(names: Sequence[str]) -> dict[str, Any]:
     """One module, spelled in one way."""
     return {"module": "language", "first": 0, "count": len(names), "styles": {"own": list(names)}}
 

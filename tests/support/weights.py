@@ -101,7 +101,7 @@ def write_source(rank: int, flags: tuple[str, ...], folder: str, dtype: torch.dt
             parts = rule.convert.to_hf(torch.empty(shapes[module][rule.megatron], device="meta"))
             for name, part in zip(rule.hf, parts, strict=True):
                 noise = torch.randn(rule.tensor_shape(part.shape), generator=generator)
-                tensors[weight_map.styles[0].spell(name)] = noise if rule.keep_fp32 else noise.to(dtype)
+                tensors[weight_map.schemes[0].apply(name)] = noise if rule.keep_fp32 else noise.to(dtype)
     write_folder(Path(folder), tensors)
     return sorted(tensors)
 
@@ -132,9 +132,9 @@ def expected_tensors(provider: Any, config: Any, folder: Path) -> dict[str, torc
     source, expected = read_folder(folder), {}
     for module in (*provider.encoders(config), LANGUAGE):
         weight_map = provider.weight_map(config, module)
-        style = weight_map.best_style(source)
+        scheme = weight_map.best_scheme(source)
         for rule in weight_map.rules:
-            parts = [source[style.spell(name)] for name in rule.hf]
+            parts = [source[scheme.apply(name)] for name in rule.hf]
             if rule.rows is not None:
                 parts = [part[rule.rows.first:rule.rows.first + rule.rows.count] for part in parts]
             expected[f"{module} {rule.megatron}"] = rule.convert.to_megatron(parts)

@@ -19,7 +19,7 @@ from mimo.model.build import BuiltModel
 from mimo.protocols import ModelProvider
 from mimo.refit.gather_full import WholeTensors, entry_dtype
 from mimo.refit.rendezvous import RefitError
-from mimo.refit.sender import module_spellings
+from mimo.refit.sender import module_schemes
 from mimo.refit.tensor_slices import TensorMeta, entry_as_json, entry_from_json
 from mimo.refit.trainer_shards import build_trainer_shards
 from mimo.weights.safetensors_io import MAX_SHARD_BYTES, ShardWriter, TensorInfo, plan_shards, write_index
@@ -44,23 +44,23 @@ class Manifest:
     Attributes:
         version: policy version of the weights.
         entries: every tensor, in the order of the chunk plan.
-        spellings: see `mimo.refit.sender.module_spellings`.
+        schemes: see `mimo.refit.sender.module_schemes`.
         file_bytes: size of each file of weights.
     """
 
     version: str
     entries: tuple[TensorMeta, ...]
-    spellings: Sequence[Mapping[str, Any]]
+    schemes: Sequence[Mapping[str, Any]]
     file_bytes: Mapping[str, int]
 
     def sequence(self) -> str:
-        """Checksum of names, dtypes and shapes in their order, and of how else they may be spelled."""
-        return _digest([[entry_as_json(entry) for entry in self.entries], list(self.spellings)])
+        """Checksum of names, dtypes and shapes in their order, and of their other naming schemes."""
+        return _digest([[entry_as_json(entry) for entry in self.entries], list(self.schemes)])
 
     def as_json(self) -> dict[str, Any]:
         """Return plain lists with a checksum of everything."""
         content = {"format": FORMAT, "version": self.version, "files": dict(self.file_bytes),
-                   "entries": [entry_as_json(entry) for entry in self.entries], "spellings": list(self.spellings)}
+                   "entries": [entry_as_json(entry) for entry in self.entries], "spellings": list(self.schemes)}
         return content | {"checksum": _digest(content)}
 
     @classmethod
@@ -178,8 +178,8 @@ KEEP = 2
 class DiskWriter:
     """Writes a running trainer's weights, version after version. Construct it and `write` on all ranks together.
 
-    The first rank gathers one whole tensor at a time and writes it. Names are those of each module's first spelling;
-    the engine finds out which one its loader wants.
+    The first rank gathers one whole tensor at a time and writes it. Names follow each module's first naming
+    scheme; the engine finds out which one its loader wants.
 
     Args:
         built: this rank's model.
@@ -204,7 +204,7 @@ class DiskWriter:
         maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
         self._grids, self._root, self._keep = grids, Path(folder), keep
         self._entries = tuple(held.entries)
-        self._spellings = module_spellings(maps, [entry.name for entry in held.entries])
+        self._schemes = module_schemes(maps, [entry.name for entry in held.entries])
         (self._shards,) = plan_shards([[TensorInfo(entry.name, entry_dtype(entry), entry.shape)
                                         for entry in held.entries]], max_shard_bytes)
         self._whole = WholeTensors(built, held, next(built.model.parameters()).device)
@@ -264,7 +264,7 @@ class DiskWriter:
         writer.publish()
         write_index(writer.folder, self._shards)
         file_bytes = {shard.file: (writer.folder / shard.file).stat().st_size for shard in self._shards}
-        write_manifest(writer.folder, Manifest(version, self._entries, self._spellings, file_bytes))
+        write_manifest(writer.folder, Manifest(version, self._entries, self._schemes, file_bytes))
         prune(self._root, self._keep)
 
 

@@ -20,7 +20,7 @@ from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransfer
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.transport.disk import Manifest, read_manifest
-from mimo.refit.worker_plan import Taken, probe_spellings, wants_as
+from mimo.refit.worker_plan import Taken, probe_schemes_of, wants_as
 from mimo.weights.safetensors_io import HfSource
 
 # Of tensors that are handed to the model's loading at a time.
@@ -40,7 +40,7 @@ _plans: WeakKeyDictionary[MimoWeightTransferEngine, _Plan] = WeakKeyDictionary()
 
 
 def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
-    """Look at the files; what this worker's loader makes of each spelling of their names.
+    """Look at the files; what this worker's loader makes of each naming scheme.
 
     Raises:
         ValueError, RefitError: files are missing or truncated, or hold other tensors than the manifest says.
@@ -48,7 +48,7 @@ def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
     engine, (manifest, _) = _engine_of(worker), _opened(Path(folder))
     if _known(engine, manifest) is not None:
         return {}
-    return probe_spellings(engine.model, manifest.entries, manifest.spellings)
+    return probe_schemes_of(engine.model, manifest.entries, manifest.schemes)
 
 
 def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> list[str]:
@@ -65,7 +65,7 @@ def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> 
     engine, manifest = _engine_of(worker), read_manifest(Path(folder))
     taken = _known(engine, manifest)
     if taken is None:
-        taken = wants_as(engine.model, manifest.entries, manifest.spellings, "loader", probes)
+        taken = wants_as(engine.model, manifest.entries, manifest.schemes, "loader", probes)
         _plans[engine] = _Plan(manifest.sequence(), taken)
     return list(taken.wants.loader)
 
@@ -105,8 +105,8 @@ def _load(engine: MimoWeightTransferEngine, taken: Taken, entries: Sequence[Tens
     session = LoaderSession(engine.model, engine.model_config, taken.loader_layers)
     try:
         for chunk in chunks(entries, CHUNK_BYTES):
-            session.load([(taken.spelled[entries[number].name], source.read(entries[number].name).to(engine.device))
-                          for number in chunk])
+            names = [entries[number].name for number in chunk]
+            session.load([(taken.loader_names[name], source.read(name).to(engine.device)) for name in names])
         session.finish()
     except BaseException:
         session.abandon()

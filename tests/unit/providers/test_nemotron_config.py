@@ -328,12 +328,12 @@ def test_rows_of_a_mamba_layer() -> None:
 def test_spellings() -> None:
     text, vlm = PROVIDER.weight_map(SMALL, LANGUAGE), VLM.weight_map(VLM.Config(), LANGUAGE)
     embedding = "backbone.embeddings.weight"
-    assert [style.spell(embedding) for style in text.styles] == [
+    assert [scheme.apply(embedding) for scheme in text.schemes] == [
         embedding, "backbone.embedding.weight", f"language_model.{embedding}"]
-    assert vlm.styles[0].spell(embedding) == f"language_model.{embedding}"
+    assert vlm.schemes[0].apply(embedding) == f"language_model.{embedding}"
     names = ["backbone.embedding.weight", "backbone.norm_f.weight", "lm_head.weight"]
-    assert text.best_style(names).spell(embedding) == vlm.best_style(names).spell(embedding) == names[0]
-    assert text.best_style([f"language_model.{embedding}"]).spell("lm_head.weight") == "language_model.lm_head.weight"
+    assert text.best_scheme(names).apply(embedding) == vlm.best_scheme(names).apply(embedding) == names[0]
+    assert text.best_scheme([f"language_model.{embedding}"]).apply("lm_head.weight") == "language_model.lm_head.weight"
 
 
 def test_unused_tensors_are_known_by_name() -> None:

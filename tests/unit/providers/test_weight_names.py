@@ -94,8 +94,8 @@ def test_every_spelling_of_a_llava_is_matched(models: Any, name: str) -> None:
     model, shapes = models(name)
     maps = maps_of(model)
     hub = renamed(shapes, (r"^vision_tower\.", "vision_tower.vision_model."))
-    assert match(hub, maps, list(maps))[VISION].style == maps[VISION].styles[0]
-    assert match(hub, maps, list(maps))[LANGUAGE].style == maps[LANGUAGE].styles[0]
+    assert match(hub, maps, list(maps))[VISION].scheme == maps[VISION].schemes[0]
+    assert match(hub, maps, list(maps))[LANGUAGE].scheme == maps[LANGUAGE].schemes[0]
     in_memory = renamed(shapes, (r"^language_model\.lm_head\.", "lm_head."),
                         (r"^language_model\.model\.", "model.language_model."), (r"^", "model."))
     if "moe" not in name:  # in memory, experts are stacked

@@ -23,7 +23,7 @@ from tests.support.refit_faults import (
     engine_options,
     is_right,
     refuses,
-    spelling,
+    scheme,
     whole_weights,
 )
 
@@ -32,20 +32,20 @@ FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
 def write(root: Path, version: str, seed: int, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
-          styles: dict[str, list[str]] | None = None) -> Path:
+          named: dict[str, list[str]] | None = None) -> Path:
     """A version as a trainer writes it, in two files; `change` is applied to its tensors first."""
     tensors = whole_weights(seed)
     change(tensors)
     names = list(tensors)
-    spellings = [spelling(names) | ({"styles": styles} if styles else {})]
-    written = dict(zip(next(iter(styles.values())) if styles else names, tensors.values(), strict=True))
+    schemes = [scheme(names) | ({"styles": named} if named else {})]
+    written = dict(zip(next(iter(named.values())) if named else names, tensors.values(), strict=True))
     folder = manifest.next_subfolder(root)
     folder.mkdir(parents=True)
     for file, part in zip(FILES, (list(written)[:4], list(written)[4:]), strict=True):
         save_file({name: written[name].contiguous() for name in part}, folder / file)
     entries = tuple(TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
                     for name, tensor in written.items())
-    write_manifest(folder, Manifest(version, entries, spellings,
+    write_manifest(folder, Manifest(version, entries, schemes,
                                     {file: (folder / file).stat().st_size for file in FILES}))
     return folder
 
@@ -92,9 +92,9 @@ class Skipping:
 
 
 def test_the_spelling_that_the_loader_wants_is_found(tmp_path: Path) -> None:
-    styles = {"plain": [f"model.{name}" for name in NAMES], "engine": list(NAMES)}
+    schemes = {"plain": [f"model.{name}" for name in NAMES], "engine": list(NAMES)}
     engine = RolloutEngine(engine_options(2))
-    write(tmp_path, "1", 4, styles=styles)
+    write(tmp_path, "1", 4, named=schemes)
     engine.load_from_disk(str(tmp_path))
     assert is_right(engine, 4)
 
@@ -108,7 +108,7 @@ def cut_as_announced(folder: Path) -> None:
     cut(folder)
     found = manifest.read_manifest(folder)
     sizes = {file: (folder / file).stat().st_size for file in FILES}
-    write_manifest(folder, Manifest(found.version, found.entries, found.spellings, sizes))
+    write_manifest(folder, Manifest(found.version, found.entries, found.schemes, sizes))
 
 
 def swap_shapes(folder: Path) -> None:
@@ -117,7 +117,7 @@ def swap_shapes(folder: Path) -> None:
     save_file(tensors, folder / FILES[0])
     found = manifest.read_manifest(folder)
     sizes = {file: (folder / file).stat().st_size for file in FILES}
-    write_manifest(folder, Manifest(found.version, found.entries, found.spellings, sizes))
+    write_manifest(folder, Manifest(found.version, found.entries, found.schemes, sizes))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {

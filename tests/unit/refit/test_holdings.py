@@ -19,15 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimo.boxes import Box
 from mimo.refit.tensor_slices import Address, Holder, TensorMeta
-from mimo.refit.trainer_shards import by_layer, choose_styles, piece_slots, plan_entries, uncovered
+from mimo.refit.trainer_shards import by_layer, choose_schemes, piece_slots, plan_entries, uncovered
 from mimo.weights.match import ModelPiece
-from mimo.weights.rules import Conversion, Direct, Fused, PaddedRows, Rows, Rule, Style, WeightMap, split_rules
+from mimo.weights.rules import Conversion, Direct, Fused, NamingScheme, PaddedRows, Rows, Rule, WeightMap, split_rules
 from providers.common.radio_weights import HeadMajor
 from tests.support import equality, weights
 
 SIZES = st.integers(1, 4)
 ROOT = Path(__file__).resolve().parents[3]
-OWN = Style("own names")
+OWN = NamingScheme("own names")
 MODELS = {**weights.MODELS,
           "mixtral": ("--model-provider", "causal_lm", *equality.MOE),
           "deepseek": ("--model-provider", "deepseek_v3")}
@@ -209,7 +209,7 @@ def plan(maps: dict[str, WeightMap], wire_dtype: str = "bfloat16") -> tuple[list
     shapes = {module: {rule.megatron: (whole_shape(rule), torch.float32) for rule in weight_map.rules}
               for module, weight_map in maps.items()}
     with OnlyMeta():
-        return plan_entries(maps, choose_styles(maps, {}), shapes, wire_dtype)
+        return plan_entries(maps, choose_schemes(maps, {}), shapes, wire_dtype)
 
 
 def is_grouped(keys: Iterable[tuple[str, int]]) -> bool:
@@ -223,11 +223,11 @@ def test_entries_are_every_tensor_once_and_layer_by_layer(maps: dict[str, Weight
     found, problems = plan(maps)
     assert problems == []
     names = [entry.name for entry in found]
-    spelled = [list(dict.fromkeys(weight_map.styles[0].spell(name) for rule in weight_map.rules for name in rule.hf))
+    spelled = [list(dict.fromkeys(weight_map.schemes[0].apply(name) for rule in weight_map.rules for name in rule.hf))
                for weight_map in maps.values()]
     assert sorted(names) == sorted(itertools.chain(*spelled))
     assert [names.index(module[0]) for module in spelled] == [0, *itertools.accumulate(map(len, spelled))][:-1]
-    kept = {weight_map.styles[0].spell(rule.hf[0]) for weight_map in maps.values() for rule in weight_map.rules
+    kept = {weight_map.schemes[0].apply(rule.hf[0]) for weight_map in maps.values() for rule in weight_map.rules
             if rule.keep_fp32}
     assert {entry.name for entry in found if entry.keep_fp32} == kept
     assert {entry.dtype for entry in found} == ({"bfloat16", "float32"} if kept else {"bfloat16"})
@@ -266,14 +266,14 @@ def test_what_does_not_fit_is_named(weight_map: WeightMap, tensors: dict[str, An
 
 
 def test_spellings_are_chosen_by_name() -> None:
-    maps = {"m": WeightMap((Rule("a", ("a",)),), (Style("plain"), Style("other", ((r"^", "x."),))))}
-    assert choose_styles(maps, {})["m"].name == "plain"
-    (entry,), _ = plan_entries(maps, choose_styles(maps, {"m": "other"}), {"m": {"a": FLOATS["a"]}}, "float16")
+    maps = {"m": WeightMap((Rule("a", ("a",)),), (NamingScheme("plain"), NamingScheme("other", ((r"^", "x."),))))}
+    assert choose_schemes(maps, {})["m"].name == "plain"
+    (entry,), _ = plan_entries(maps, choose_schemes(maps, {"m": "other"}), {"m": {"a": FLOATS["a"]}}, "float16")
     assert entry == TensorMeta("x.a", "float16", (2,))
-    with pytest.raises(ValueError, match="m has no spelling 'odd': known are 'plain', 'other'"):
-        choose_styles(maps, {"m": "odd"})
+    with pytest.raises(ValueError, match="m has no naming scheme 'odd': known are 'plain', 'other'"):
+        choose_schemes(maps, {"m": "odd"})
     with pytest.raises(ValueError, match="module 'n'; the model has m"):
-        choose_styles(maps, {"n": "plain"})
+        choose_schemes(maps, {"n": "plain"})
 
 
 @pytest.mark.parametrize("boxes", [

@@ -321,13 +321,13 @@ def test_the_spelling_is_the_one_of_which_every_name_is_taken_somewhere(workers:
         "language": {"plain": entries(a__weight=WEIGHT, a__bias=BIAS)},
         "images": {"ignored": entries(other__weight=WEIGHT, c__bias=BIAS), "refused": entries(c__odd=WEIGHT),
                    "taken": entries(c__weight=WEIGHT, c__bias=BIAS)}}
-    probes = [worker_plan.probe_styles(Loader(), candidates) for _ in range(workers)]
-    assert worker_plan.choose_style(probes) == {"language": "plain", "images": "taken"}
+    probes = [worker_plan.probe_schemes(Loader(), candidates) for _ in range(workers)]
+    assert worker_plan.choose_scheme(probes) == {"language": "plain", "images": "taken"}
     for worker in probes:
         del worker["images"]["taken"]
-    with pytest.raises(ValueError, match="images in no spelling: as ignored, other.weight are ignored without a word; "
-                                         "as refused, c.odd is refused .KeyError"):
-        worker_plan.choose_style(probes)
+    with pytest.raises(ValueError, match="images in no naming scheme: as ignored, other.weight are ignored "
+                                         "without a word; as refused, c.odd is refused .KeyError"):
+        worker_plan.choose_scheme(probes)
 
 
 @pytest.mark.slow
@@ -338,8 +338,8 @@ def test_llavas_loader_chooses_between_two_spellings_of_its_tower(saved: dict[st
     names = {"short": [dataclasses.replace(entry, name=entry.name.replace("vision_model.", "")) for entry in tower],
              "long": tower}
     with tiny.as_rank(folder, Rank(tp=(0, 2))) as config:
-        probes = [worker_plan.probe_styles(tiny.build(config), {"images": names})]
-        assert worker_plan.choose_style(probes) == {"images": "long"}
+        probes = [worker_plan.probe_schemes(tiny.build(config), {"images": names})]
+        assert worker_plan.choose_scheme(probes) == {"images": "long"}
 
 
 @pytest.mark.slow

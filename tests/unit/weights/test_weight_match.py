@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mimo.weights.match import check_tensor, match_source, report
-from mimo.weights.rules import Direct, Fused, PaddedRows, Rule, Style, WeightMap, split_rules
+from mimo.weights.rules import Direct, Fused, NamingScheme, PaddedRows, Rule, WeightMap, split_rules
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 
 QKV = Fused(2, (2, 1, 1))
@@ -19,10 +19,11 @@ LANGUAGE = WeightMap(
      Rule("qkv", ("model.q", "model.k", "model.v"), QKV),
      Rule("bias", ("model.bias",), keep_fp32=True),
      *split_rules(["mixer.z", "mixer.dt"], "model.in_proj", (4, 2))),
-    (Style("alone"), Style("in llava", ((r"^model\.", "language.model."),))), ((r"\binv_freq$", "computed"),))
+    (NamingScheme("alone"), NamingScheme("in llava", ((r"^model\.", "language.model."),))),
+    ((r"\binv_freq$", "computed"),))
 VISION = WeightMap(
     (Rule("class_token", ("tower.class",), Direct((3,), (1, 1, 3))), Rule("projector", ("projector.w",))),
-    (Style("llava"), Style("tower", ((r"^tower\.", ""),), optional=(r"^projector\.",))),
+    (NamingScheme("llava"), NamingScheme("tower", ((r"^tower\.", ""),), optional=(r"^projector\.",))),
     ((r"^tower\.last$", "unused"),))
 SHAPES = {"embedding": (8, 3), "qkv": (8, 3), "bias": (3,), "mixer.z": (4, 3), "mixer.dt": (2, 3),
           "class_token": (1, 1, 3), "projector": (4, 3)}
@@ -114,7 +115,7 @@ def test_the_models_precision_of_a_float32_tensor_is_checked() -> None:
 
 def test_a_tower_may_come_without_its_projector_but_not_with_half_of_it() -> None:
     matches, problems = match_source(catalog({"class": (3,)}), {"vision": VISION}, {})
-    assert problems == [] and matches["vision"].style.name == "tower" and matches["vision"].absent == ["projector"]
+    assert problems == [] and matches["vision"].scheme.name == "tower" and matches["vision"].absent == ["projector"]
     matches, problems = match_source(catalog({"tower.class": (3,)}), {"vision": VISION}, {})
     assert problems == ["missing: projector.w (for vision projector)"]
 

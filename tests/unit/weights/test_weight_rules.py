@@ -12,11 +12,11 @@ from mimo.weights.rules import (
     Conversion,
     Direct,
     Fused,
+    NamingScheme,
     PaddedRows,
     Rows,
     Rule,
     StoredTensor,
-    Style,
     WeightMap,
     global_name,
     is_expert,
@@ -108,18 +108,19 @@ def test_rules_that_share_a_tensor_make_all_of_it_once(rows: list[Rows]) -> None
 
 
 def test_the_style_that_knows_most_names_is_best() -> None:
-    plain, prefixed = Style("plain"), Style("prefixed", ((r"^model\.", "language.model."), (r"^model", "never")))
+    plain = NamingScheme("plain")
+    prefixed = NamingScheme("prefixed", ((r"^model\.", "language.model."), (r"^model", "never")))
     weight_map = WeightMap((Rule("a", ("model.a", "lm_head")), Rule("b", ("model.b",))), (plain, prefixed))
-    assert weight_map.best_style(["model.a", "language.model.b", "language.model.a"]) is prefixed
-    assert weight_map.best_style(["model.a", "language.model.b", "lm_head"]) is plain
-    assert weight_map.best_style([]) is plain
-    assert prefixed.spell("model.a") == "language.model.a" and prefixed.spell("lm_head") == "lm_head"
+    assert weight_map.best_scheme(["model.a", "language.model.b", "language.model.a"]) is prefixed
+    assert weight_map.best_scheme(["model.a", "language.model.b", "lm_head"]) is plain
+    assert weight_map.best_scheme([]) is plain
+    assert prefixed.apply("model.a") == "language.model.a" and prefixed.apply("lm_head") == "lm_head"
 
 
 def test_a_style_may_lack_a_rule_only_whole() -> None:
-    style = Style("tower", optional=(r"^projector\.",))
-    assert style.may_lack(Rule("a", ("projector.a", "projector.b")))
-    assert not style.may_lack(Rule("a", ("projector.a", "tower.b")))
+    scheme = NamingScheme("tower", optional=(r"^projector\.",))
+    assert scheme.may_lack(Rule("a", ("projector.a", "projector.b")))
+    assert not scheme.may_lack(Rule("a", ("projector.a", "tower.b")))
 
 
 LAYER = "decoder.layers.{}.mlp."
