@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
@@ -16,12 +16,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2 import nodes
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 # Some templates write today's date; the same sample must give the same tokens every day.
 DATE = datetime.date(2024, 7, 26)
 # A template that opens an answer with its thoughts has a switch for models that do not think.
 SWITCHES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+# What the rendering of a generation prompt is given beside the conversation.
+PROMPT_NAMES = {"add_generation_prompt", "enable_thinking"}
+MARK = "mark_between_turns"
 
 
 class Turn(NamedTuple):
@@ -77,6 +81,75 @@ def unused_word(text: str) -> str:
     while (word := f"IMAGE{number}PLACEHOLDER") in text:
         number += 1
     return word
+
+
+class _WatchedMessages(Sequence[Any]):
+    """Messages that note how much a template had written when it first asked for each of them.
+
+    A template sees a conversation only through the messages that it asks for. Until it asks for message k, or whether
+    there is one, it writes the same for the first k messages alone as for all of them. So if it asks between two turns,
+    where nothing is left to write, the text of the first k messages is known from the text of all.
+
+    Attributes:
+        ends: length of the text of the first k messages, by k, without what follows the loop over messages.
+    """
+
+    def __init__(self, messages: Sequence[Any]) -> None:
+        self._messages, self._asked, self._between, self._written = messages, 0, False, 0
+        self.ends: dict[int, int] = {}
+
+    def write(self, block: str) -> str:
+        self._written += len(block)
+        return block
+
+    def mark(self, between: bool) -> str:
+        """Note that the template is now between two turns, or within one."""
+        self._between = between
+        return ""
+
+    def _ask(self, position: int) -> None:
+        if self._between:
+            self.ends.update(dict.fromkeys(range(self._asked, position + 1), self._written))
+        self._asked = max(self._asked, position + 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and (index.start or 0) >= 0 and index.stop is None and index.step is None:
+            return _WatchedRest(self, index.start or 0)
+        whole = isinstance(index, slice) or index < 0
+        self._ask(len(self._messages) if whole else index)
+        return self._messages[index]
+
+    def __len__(self) -> int:
+        self._ask(len(self._messages))
+        return len(self._messages)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.behind(0)
+
+    def behind(self, start: int) -> Iterator[Any]:
+        """Iterate over the messages from one on."""
+        for position in range(start, len(self._messages)):
+            self._ask(position)
+            yield self._messages[position]
+        self._ask(len(self._messages))
+
+
+class _WatchedRest(Sequence[Any]):
+    """The messages from one on, such as those behind the system turn."""
+
+    def __init__(self, messages: _WatchedMessages, start: int) -> None:
+        self._messages, self._start = messages, start
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and index >= 0:
+            return self._messages[self._start + index]
+        return list(self)[index]
+
+    def __len__(self) -> int:
+        return max(len(self._messages) - self._start, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._messages.behind(self._start)
 
 
 class ChatTemplate:
@@ -146,6 +219,59 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"{self.name}: the chat template refuses the conversation: {error}") from error
         return rendered[0], spans[0] if self._tracks_answers else []
+
+    @cached_property
+    def _marked(self) -> jinja2.Template | None:
+        """The template with calls of `MARK` before, between and after its turns.
+
+        None unless it writes turns in a loop of its own, does not know before the loop's end whether a generation
+        prompt follows, and writes the same behind every conversation.
+        """
+        environment = _compile_jinja_template(self._template).environment
+        tree = environment.parse(self._template)
+        at = max((number for number, node in enumerate(tree.body) if isinstance(node, nodes.For)), default=-1)
+        if at < 0:
+            return None
+        loop, trailer = tree.body[at], tree.body[at + 1 :]
+        early, late = (
+            {node.name for node in nodes.Template(part).find_all((nodes.Name, nodes.NSRef))}
+            for part in (tree.body[: at + 1], trailer)
+        )
+        if loop.test or loop.else_ or loop.recursive or early & PROMPT_NAMES or late - PROMPT_NAMES - {*self._special}:
+            return None
+
+        def mark(between: bool) -> nodes.Node:
+            return nodes.ExprStmt(nodes.Call(nodes.Name(MARK, "load"), [nodes.Const(between)], [], None, None))
+
+        loop.body = [mark(False), *loop.body, mark(True)]
+        tree.body = [*tree.body[:at], mark(True), loop, mark(False), *trailer]
+        tree.set_environment(environment).set_lineno(1)
+        return jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
+
+    def prefix_ends(self, messages: Sequence[dict[str, Any]], text: str, tools: Sequence[Any] | None) -> dict[int, int]:
+        """Find where the first k messages end in the text of all, to spare their own renderings.
+
+        Args:
+            messages: the whole conversation.
+            text: what the template writes for it.
+            tools: the tools that it offers.
+
+        Returns:
+            By k, the length of the text of the first k messages, up to the end of the loop over messages; what the
+            template writes behind the loop does not depend on the conversation. Without those k for which only their
+            own rendering can tell; empty if the template tells it of none.
+        """
+        if self._marked is None:
+            return {}
+        watched = _WatchedMessages(messages)
+        try:
+            blocks = self._marked.generate(
+                messages=watched, tools=None if tools is None else list(tools), documents=None,
+                add_generation_prompt=False, strftime_now=DATE.strftime, **{MARK: watched.mark}, **self._special)
+            same = "".join(map(watched.write, blocks)) == text
+        except (jinja2.TemplateError, TypeError):  # it does with messages what only a list can do
+            return {}
+        return watched.ends if same and len(messages) in watched.ends else {}
 
     def message(self, role: str, content: str) -> dict[str, Any]:
         """A turn without images, with the kind of content that the template takes."""
@@ -244,9 +370,7 @@ class ConversationRenderer:
             text, answers = self._end_answers(text, answers)
         return Rendered(text, answers, image, spelling)
 
-    def _write(
-        self, turns: Sequence[Turn], image: str, *, add_generation_prompt: bool = False, **switches: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _messages(self, turns: Sequence[Turn], image: str) -> list[dict[str, Any]]:
         messages = []
         for turn in turns:
             if self._template.image_text:
@@ -257,8 +381,11 @@ class ConversationRenderer:
                 text = "".join(image if part is None else part for part in turn.parts)
                 message = self._template.message(turn.role, text)
             messages.append({**message, **turn.fields})
+        return messages
+
+    def _write(self, turns: Sequence[Turn], image: str, **prompt: bool) -> tuple[str, list[tuple[int, int]]]:
         tools = turns[0].tools if turns else None
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **switches)
+        return self._template.render(self._messages(turns, image), tools=tools, **prompt)
 
     @cached_property
     def unwritten_tools(self) -> frozenset[str]:
@@ -297,13 +424,29 @@ class ConversationRenderer:
 
         An answer that it writes differently once other turns follow is history: the model would never give it so.
         """
+        # Rendering each beginning of a conversation takes time that grows with the square of its turns.
+        ends = self._template.prefix_ends(self._messages(turns, image), text, turns[0].tools)
+        tails: dict[tuple[tuple[str, bool], ...], str] = {}
+
+        def write(count: int, **prompt: bool) -> str:
+            """The text of the first turns."""
+            if count not in ends:
+                return self._write(turns[:count], image, **prompt)[0]
+            key = tuple(prompt.items())
+            if key not in tails:
+                tails[key] = (self._write(turns, image, **prompt)[0] if prompt else text)[ends[len(turns)] :]
+            return text[: ends[count]] + tails[key]
+
         answers: list[tuple[int, int]] = []
         for position, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
             last = position == len(turns) - 1
-            after = text if last else self._write(turns[: position + 1], image)[0]
-            before = self._generation_prompt(turns[:position], after, image)
+            after = text if last else write(position + 1)
+            # The text that the model sees before it answers.
+            prompts = (write(position, add_generation_prompt=True, **switches)
+                       for switches in (self._template.switches if position else ()))
+            before = next((prompt for prompt in prompts if after.startswith(prompt)), None)
             if before is None and (last or position == 0):
                 raise ValueError(
                     f"{self._template.name}: the chat template does not write the answer of turn {position + 1} behind "
@@ -314,8 +457,7 @@ class ConversationRenderer:
                 continue
             content = "".join(part for part in turn.parts if part is not None).strip()
             # Without a generation prompt, the answer's own header comes first.
-            plain = self._write(turns[:position], image)[0]
-            start = len(before) if plain != before else max(after.find(content, len(before)), len(before))
+            start = len(before) if write(position) != before else max(after.find(content, len(before)), len(before))
             # Line breaks behind an end-of-turn token belong to the next turn's header.
             answers.append((start, len(after.rstrip())))
         if not answers:
@@ -324,14 +466,6 @@ class ConversationRenderer:
                 "conversation does not end with one"
             )
         return answers
-
-    def _generation_prompt(self, turns: Sequence[Turn], text: str, image: str) -> str | None:
-        """The text that the model sees before it answers; None if `text`, with the answer, does not begin so."""
-        for switches in self._template.switches if turns else ():
-            prompt = self._write(turns, image, add_generation_prompt=True, **switches)[0]
-            if text.startswith(prompt):
-                return prompt
-        return None
 
     def _end_after(self, text: str, end: int) -> int:
         """The end of an answer, with the token that ends it even if the template does not mark that."""

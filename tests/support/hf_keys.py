@@ -62,35 +62,43 @@ WITH: dict[str, dict[str, Any]] = {
     "vision_config.min_num_patches": {"vision_config.args.min_num_patches": None},
     "vision_config.patch_size": {"patch_size": None}, "patch_size": {"vision_config.patch_size": None},
 }
-GENERATED, INITIAL = "for generation", "initial values only, which loaded weights replace"
+GENERATED = "a setting of generation"
+INITIAL = "a setting of initial values, which loaded weights replace"
+TOKENIZER = "the data set's tokenizer decides"
+DATA = "the data set decides what is written around images"
+NO_WINDOW = "sliding windows are off (`use_sliding_window`)"
+SAME_SCAN = "the result is the same for every size"
+WIDTH = "the width is `mamba_num_heads` times `mamba_head_dim`"
+OTHER_HEAD = "a setting of a head that this model does not have"
+PRECISION = "`--bf16` or `--no-bf16` decides"
 # Why a key has no effect.
 REASONS: dict[str, str] = {
-    "attention_dropout": "for training: `--attention-dropout`", "hidden_dropout": "for training: `--hidden-dropout`",
+    "attention_dropout": "a setting of training: `--attention-dropout`",
+    "hidden_dropout": "a setting of training: `--hidden-dropout`",
     "initializer_range": INITIAL, "initializer_factor": INITIAL, "rescale_prenorm_residual": INITIAL,
     "time_step_max": INITIAL, "time_step_floor": INITIAL, "mamba_dt_max": INITIAL, "mamba_dt_init_floor": INITIAL,
     "use_cache": GENERATED, "num_logits_to_keep": GENERATED, "mamba_ssm_cache_dtype": GENERATED,
-    "pad_token_id": "the data set's tokenizer says it", "bos_token_id": "the data set's tokenizer says it",
-    "eos_token_id": "the data set's tokenizer says it", "pretraining_tp": "the same products, in parts",
-    "output_router_logits": "for training: `--moe-aux-loss-coeff`",
-    "router_aux_loss_coef": "for training: `--moe-aux-loss-coeff`",
-    "sliding_window": "`use_sliding_window` is off", "max_window_layers": "`use_sliding_window` is off",
-    "image_seq_length": "follows from the encoder's sizes", "projection_dim": "of a head that the model does not use",
-    "vision_use_head": "of a head that the model does not use", "dtype": "`--bf16` or `--no-bf16`",
-    "torch_dtype": "`--bf16` or `--no-bf16`", "use_mamba_kernels": "transformers' choice of kernels",
-    "expand": "the width is `mamba_num_heads` times `mamba_head_dim`", "chunk_size": "the same scan, in parts",
-    "mamba_chunk_size": "the same scan, in parts",
-    "mamba_expand": "the width is `mamba_num_heads` times `mamba_head_dim`",
-    "moe_shared_expert_overlap": "the order of execution", "num_hidden_layers": "`layers_block_type` says it",
-    "max_sequence_length": "`llm_config.max_position_embeddings` says it",
-    "img_context_token": "`img_context_token_id` says it", "img_start_token": "the data set writes it",
-    "img_end_token": "the data set writes it", "image_tag_type": "the data set writes it",
-    "use_thumbnail": "on the model; with `--image-tiling auto`, `--use-thumbnail`",
-    "template": "the data set writes it",
-    "video_pruning_rate": "there is no video", "norm_mean": "on the model; default of `--image-mean`",
-    "norm_std": "on the model; default of `--image-std`", "sound_config": "there is no sound",
-    "vision_config.architectures": "a RADIO encoder",
-    "vision_config.args.max_num_patches": "on the model; default of `--max-patches`",
-    "vision_config.max_num_patches": "on the model; default of `--max-patches`",
+    "pad_token_id": TOKENIZER, "bos_token_id": TOKENIZER, "eos_token_id": TOKENIZER,
+    "pretraining_tp": "the result is the same for every value",
+    "output_router_logits": "a setting of training: `--moe-aux-loss-coeff`",
+    "router_aux_loss_coef": "a setting of training: `--moe-aux-loss-coeff`",
+    "sliding_window": NO_WINDOW, "max_window_layers": NO_WINDOW,
+    "image_seq_length": "it follows from the encoder's sizes", "projection_dim": OTHER_HEAD,
+    "vision_use_head": OTHER_HEAD, "dtype": PRECISION, "torch_dtype": PRECISION,
+    "use_mamba_kernels": "a choice of kernels in transformers",
+    "expand": WIDTH, "mamba_expand": WIDTH, "chunk_size": SAME_SCAN, "mamba_chunk_size": SAME_SCAN,
+    "moe_shared_expert_overlap": "a setting of the order of execution",
+    "num_hidden_layers": "`layers_block_type` has one entry for each layer",
+    "max_sequence_length": "`llm_config.max_position_embeddings` decides",
+    "img_context_token": "`img_context_token_id` decides", "img_start_token": DATA, "img_end_token": DATA,
+    "image_tag_type": DATA, "template": "the data set decides how conversations are written",
+    "use_thumbnail": "no effect on the model; with `--image-tiling auto` it sets `--use-thumbnail`",
+    "video_pruning_rate": "video is not supported", "sound_config": "sound is not supported",
+    "norm_mean": "no effect on the model; it is the default of `--image-mean`",
+    "norm_std": "no effect on the model; it is the default of `--image-std`",
+    "vision_config.architectures": "the encoder is always a RADIO encoder",
+    "vision_config.args.max_num_patches": "no effect on the model; it is the default of `--max-patches`",
+    "vision_config.max_num_patches": "no effect on the model; it is the default of `--max-patches`",
 }
 # Keys that a file may have beside the fields of its class.
 MORE = ("quantization_config", "per_layer_config", "torch_dtype", "dtype")
@@ -179,17 +187,23 @@ def outcome(family: Family, key: str) -> str:
             refusals.append(str(error))
     supported = next((message.rsplit("supported: ")[-1] for message in refusals if "; supported: " in message), "")
     if refusals and not is_read:
-        return f"only {_code(supported)}; other values are refused" if supported else "refused"
+        return f"must be {_code(supported)}" if supported else "must not be there"
     if is_read:
-        return "read" + (f"; supported: {_code(supported)}" if supported else "; not 0" if refusals else "")
-    return f"no effect: {REASONS[key]}"
+        if supported.startswith("num_experts_per_tok"):
+            return f"used; needs {supported}"
+        return "used" + (f"; must be {_code(supported)}" if supported else "; must not be 0" if refusals else "")
+    reason = REASONS[key]
+    return reason if reason.startswith("no effect") else f"no effect: {reason}"
 
 
 def _code(values: str) -> str:
     if values.startswith("["):
         return f"`{values}`"
-    choices = values.split(", ")
-    return values if any(" " in one for one in choices) else ", ".join(f"`{one}`" for one in choices)
+    choices = values.split() if values == "M * E -" else values.split(", ")
+    if any(" " in one for one in choices):
+        return values
+    *others, last = (f"`{one}`" for one in choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _default(family: Family, key: str) -> Any:
