@@ -1,8 +1,8 @@
 """Generated sums in the format of GSM8K: a question, and an answer that ends with `#### 42`.
 
-As prompts to complete (train_rl.py), and with their answers as targets (train_hetero.py): the same sums at the same
-places. Each is a pure function of seed, split and index. Which sums are held out depends on nothing: they never occur
-in the train split, whatever the seed.
+train_rl.py gets them as prompts to complete, train_hetero.py the same sums at the same indices with their answers as
+targets. Each is a pure function of seed, split and index. The held-out sums are fixed. They never occur in the train
+split, whatever the seed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Arithmetic:
         """Open the tokenizer.
 
         Raises:
-            ValueError: naming flags and values, for what cannot work.
+            ValueError: the flags cannot work; the message names them and their values.
         """
         _check(config)
         self._config, self._split, self._seed = config, split, seed
@@ -79,7 +79,7 @@ class Arithmetic:
         self.pad_token_id: int = self.end_token_id if padding is None else padding
 
     def prompt(self, index: int) -> Prompt:
-        """The sum at a place."""
+        """Return the sum at an index."""
         rng = np.random.default_rng([self._seed, SPLITS.index(self._split), index])
         first, second = _draw(self._config, rng, self._split)
         if self._config.arithmetic_form == "sum":
@@ -88,7 +88,7 @@ class Arithmetic:
             name, thing = str(rng.choice(NAMES)), str(rng.choice(THINGS))
             text = (f"Question: {name} has {first} {thing} and gets {second} more. How many {thing} does {name} have?\n"
                     "Answer: ")
-        # What a tokenizer puts around a text: its beginning belongs to a prompt, its end does not.
+        # A tokenizer may put tokens around a text. Those at its beginning belong to a prompt, those at its end do not.
         ids = self._tokenizer(text)["input_ids"]
         if ids[-1] == self.end_token_id:
             ids = ids[:-1]
@@ -96,11 +96,11 @@ class Arithmetic:
                       {"numbers": (first, second)})
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
+        """Decode a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def sample(self, index: int) -> Sample:
-        """The sum at a place with its answer and the end token, which are the targets."""
+        """Return the sum at an index. The targets are its answer and the end token."""
         prompt = self.prompt(index)
         answer = [*self._tokenizer(self._written(index, prompt), add_special_tokens=False)["input_ids"],
                   self.end_token_id]
@@ -108,7 +108,7 @@ class Arithmetic:
                       np.arange(len(prompt.token_ids) + len(answer)) >= len(prompt.token_ids))
 
     def _written(self, index: int, prompt: Prompt) -> str:
-        """The answer at a place to learn from, which may be wrong."""
+        """Return the answer to learn from at an index, which may be wrong."""
         rng = np.random.default_rng([self._seed, len(SPLITS), index])
         if self._split == "valid" or rng.random() >= self._config.arithmetic_slip_fraction:
             return prompt.ground_truth
@@ -116,33 +116,33 @@ class Arithmetic:
 
 
 class ArithmeticProvider:
-    """The `arithmetic` sums, for both programs; see the module's text."""
+    """The `arithmetic` sums, for both programs; see the docstring of this module."""
 
     Config: ClassVar[type] = Config
 
     def stream_fields(self, config: Config) -> dict[str, Any]:
-        """All fields; the tokenizer's content for its path."""
+        """Return all fields, with a digest of the tokenizer in place of its path."""
         return vars(config) | {"tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
-        """Raise ValueError, naming flags and values, for what cannot work."""
+        """Raise ValueError, with flags and values, if the flags cannot work."""
         self.open(config, tokens, "train", 0)
 
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> Arithmetic:
-        """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
+        """Open a split, `train` or `valid`. Raises the errors of `validate`."""
         return Arithmetic(config, tokens, split, seed)
 
     def stream(self, config: Config, tokens: TokenSpec, lane: Lane) -> IndexedStream:
-        """Open one lane of sums with their answers. Raises ValueError as `validate`."""
+        """Open one lane of sums with their answers. Raises the errors of `validate`."""
         sums = self.open(config, tokens, lane.split, lane.seed)
         return IndexedStream(lane, sums.sample)
 
     def num_samples(self, config: Config, split: str) -> int | None:
-        """None: sums are drawn without end."""
+        """Return None, because sums are drawn without end."""
         return None
 
     def decode(self, config: Config, tokens: list[int]) -> str:
-        """Text up to the end token."""
+        """Decode the tokens before the end token."""
         tokenizer = _tokenizer(config.tokenizer)
         end = tokenizer.eos_token_id
         return str(tokenizer.decode(tokens[: tokens.index(end) if end in tokens else None], skip_special_tokens=True))
@@ -156,7 +156,7 @@ def _check(config: Config) -> None:
                          "0.9")
     if not 0 <= config.arithmetic_slip_fraction <= 1:
         raise ValueError(f"--arithmetic-slip-fraction {config.arithmetic_slip_fraction}: must be between 0 and 1")
-    # Of larger numbers there are so many that a hundredth of them is never none.
+    # There are so many larger numbers that a hundredth of them is never empty.
     numbers = range(min(config.arithmetic_max, 99) + 1)
     if not any(is_held_out(config, first, second) for first in numbers for second in numbers):
         raise ValueError(f"--arithmetic-valid-fraction {config.arithmetic_valid_fraction} holds out none of the sums "
@@ -165,7 +165,7 @@ def _check(config: Config) -> None:
 
 @lru_cache(maxsize=4)
 def _tokenizer(folder: str) -> Any:
-    """That of a folder, or of characters for none."""
+    """Load the tokenizer of a folder, or build the character tokenizer if there is none."""
     if not folder:
         return character_tokenizer.build()
     from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
@@ -174,7 +174,7 @@ def _tokenizer(folder: str) -> Any:
 
 
 def _draw(config: Config, rng: Any, split: str) -> tuple[int, int]:
-    """Two numbers whose sum belongs to the split."""
+    """Draw two numbers whose sum belongs to the split."""
     while True:
         first, second = (int(number) for number in rng.integers(0, config.arithmetic_max + 1, size=2))
         if is_held_out(config, first, second) == (split == "valid"):

@@ -1,4 +1,4 @@
-"""Bad samples of a data worker: named, counted, and too many of them fatal."""
+"""Report and count the bad samples of a data worker, and end it if there are too many."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.energon.errors import FatalSampleError
 class ErrorLog:
     """Bad samples of a worker: the error handler of its `WorkerConfig`.
 
-    A worker reads ahead of training, so it does not know how many bad samples the run has passed over: the reader
-    counts them when the row that follows them is delivered. The worker ends by itself only where no row can come any
-    more without exceeding the limit.
+    A worker reads ahead of training, so it does not know how many bad samples the run has skipped. The reader counts
+    them when the next row is delivered. The worker ends by itself only if no row can follow without exceeding the
+    limit.
 
     Args:
-        max_bad_samples: bad samples between two rows that are passed over; one more ends the worker.
+        max_bad_samples: bad samples that may be skipped between two rows; one more ends the worker.
     """
 
     def __init__(self, max_bad_samples: int) -> None:
@@ -26,11 +26,11 @@ class ErrorLog:
         self._pending: list[str] = []
 
     def handler(self, exception: Exception, sample: Any, sources: Any) -> None:
-        """Note a bad sample. Energon calls it in the worker and goes on with the next sample.
+        """Note a bad sample. Energon calls this in the worker and continues with the next sample.
 
         Raises:
-            FatalSampleError: there are too many since the last row; it names the sample and the flag.
-            AssertionError: `exception` is one, which no sample can be blamed for, or belongs to a whole buffer.
+            FatalSampleError: there are too many since the last row. The message names the sample and the flag.
+            AssertionError: `exception` is one, because then the program is at fault, or it belongs to a whole buffer.
         """
         if isinstance(exception, AssertionError) or isinstance(sample, list):
             raise exception
@@ -44,23 +44,23 @@ class ErrorLog:
             ) from exception
 
     def take(self) -> tuple[str, ...]:
-        """Messages since the last call, `<shard> <key>: <reason>`."""
+        """Return the messages since the last call, `<shard> <key>: <reason>`."""
         messages, self._pending = tuple(self._pending), []
         return messages
 
     def row_made(self) -> None:
-        """Start counting anew, because the worker has made a row."""
+        """Start counting again, because the worker has made a row."""
         self._since_row = 0
 
 
 def reason_of(exception: Exception) -> str:
-    """An exception as one line, with its type where the text alone may say little."""
+    """Format an exception as one line, with its type if the text alone may say little."""
     text = " ".join(str(exception).split()) or "no message"
     return text if isinstance(exception, ValueError) else f"{type(exception).__name__}: {text}"
 
 
 def sample_name(sample: Any, sources: Any) -> str:
-    """Shard, with the folder of its data set, and key of a sample at any stage of Energon's pipeline."""
+    """Return the shard, with the folder of its data set, and the key of a sample at any stage of Energon's pipeline."""
     if isinstance(sample, EnergonSample):
         key, origin = sample.__key__, sources or sample.__sources__
     else:
@@ -71,6 +71,6 @@ def sample_name(sample: Any, sources: Any) -> str:
 
 
 def _shard_name(source: Any) -> str:
-    """Return a shard with the folder of its data set. A JSONL file is both, and Energon gives its path as text."""
+    """Return a shard with the folder of its data set. A JSONL file is both, and Energon passes its path as a string."""
     folder = PurePath(str(source.dataset_path)).name
     return folder if folder == source.shard_name else f"{folder}/{source.shard_name}"

@@ -1,6 +1,6 @@
 """A tokenizer whose tokens are characters, printable ASCII and the line break: for models of a few thousand weights.
 
-Write it where a Hugging Face tokenizer is asked for: python -m data.character_tokenizer FOLDER
+`python -m data.character_tokenizer FOLDER` writes it as a Hugging Face tokenizer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ assert set(string.digits + string.ascii_letters + string.punctuation) < set(CHAR
 
 
 def build() -> Any:
-    """The tokenizer. Ids: `<pad>` 0, `<s>` 1, `</s>` 2, `<unk>` 3, then `CHARACTERS`."""
+    """Build the tokenizer. Its ids are `<pad>` 0, `<s>` 1, `</s>` 2, `<unk>` 3, then `CHARACTERS`."""
     # Seconds to import, and --help needs none of it.
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
-    # Byte-pair encoding without a pair.
+    # Byte-pair encoding without any merged pair.
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
@@ -31,7 +31,7 @@ def build() -> Any:
 
 
 def write(folder: Path) -> Path:
-    """Save it as Hugging Face saves tokenizers; gives the folder."""
+    """Save the tokenizer in Hugging Face's format and return the folder."""
     build().save_pretrained(folder)
     return folder
 

@@ -1,7 +1,7 @@
-"""Chat templates: conversations as text, and where the answers stand in it.
+"""Write conversations with chat templates, and find the answers in the text.
 
-A template is rendered as transformers does it. One that writes images by itself gets them as content parts, so that it
-decides on their place and on what surrounds them. Any other gets text in which a marker stands for each image.
+Templates are rendered as transformers renders them. A template that writes images itself gets them as content parts, so
+that it decides where they are and what surrounds them. Any other template gets text with a marker for each image.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import jinja2
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-# Some templates write today's date; the same sample must give the same tokens every day.
+# Some templates write today's date, but the same sample must give the same tokens every day.
 DATE = datetime.date(2024, 7, 26)
-# A template that opens an answer with its thoughts has a switch for models that do not think.
+# Templates that open an answer with thoughts have a switch for models that do not think.
 SWITCHES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
 # What the rendering of a generation prompt is given beside the conversation.
 PROMPT_NAMES = {"add_generation_prompt", "enable_thinking"}
@@ -33,9 +33,9 @@ class Turn(NamedTuple):
 
     Attributes:
         role: system, user, assistant or tool.
-        parts: its content, None for each image.
+        parts: its content, with None for each image.
         fields: further keys that templates read, such as `tool_calls`.
-        tools: of the first turn: the tools that the conversation offers.
+        tools: the tools that the conversation offers; only the first turn has them.
     """
 
     role: str
@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
 
 PROBE = [Turn("user", ["one"]), Turn("assistant", ["two"]), Turn("user", ["three"]), Turn("assistant", ["four"])]
-# A conversation with tools; each word shows that a template writes what has it.
+# A conversation with tools. If one of these words is missing in its text, the template leaves that part out.
 TOOL_WORDS = {"offeredprobe": "tools", "calledprobe": "tool_calls", "resultprobe": "turns of role tool"}
 OFFERED = {"type": "function", "function": {
     "name": "offeredprobe", "description": "a tool", "parameters": {"type": "object", "properties": {}}}}
@@ -63,10 +63,11 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: what the template writes.
-        answers: start and end of each answer to learn, with the token that ends it.
-        image: stands in `text` for an image.
-        spelling: stands in `text` for the image token's name where a sample's text spells it; empty if none does.
+        text: the text that the template writes.
+        answers: start and end of each answer to learn, including the token that ends it.
+        image: word that stands for an image in `text`.
+        spelling: word that stands in `text` for the image token's name if a sample's text contains that name, else
+            empty.
     """
 
     text: str
@@ -76,7 +77,7 @@ class Rendered:
 
 
 def unused_word(text: str) -> str:
-    """A word that does not occur in a text."""
+    """Return a word that does not occur in a text."""
     number = 0
     while (word := f"IMAGE{number}PLACEHOLDER") in text:
         number += 1
@@ -156,19 +157,18 @@ class ChatTemplate:
     """A Jinja chat template, and the kind of content that it takes.
 
     Args:
-        name: the flags that chose it, for error messages.
-        template: its text.
-        tokenizer: whose special tokens it writes.
-
-        parts: whether it may be given lists of parts; False if it is known to take text alone.
+        name: the flags that chose the template, for error messages.
+        template: the template itself.
+        tokenizer: the tokenizer whose special tokens it writes.
+        parts: whether to try lists of content parts; False if it is known to take only text.
 
     Attributes:
-        as_parts: it takes the content of a turn as a list of parts.
-        image_text: what it writes for an image part; empty if it takes no images.
-        switches: values of its own switches with which it may write a generation prompt.
+        as_parts: whether it takes the content of a turn as a list of parts.
+        image_text: the text that it writes for an image part; empty if it takes no images.
+        switches: values of its switches to try for a generation prompt.
 
     Raises:
-        ValueError: it leaves out what the user says.
+        ValueError: the template leaves out what the user says.
     """
 
     def __init__(self, name: str, template: str, tokenizer: Any, *, parts: bool = True) -> None:
@@ -188,19 +188,19 @@ class ChatTemplate:
             raise ValueError(f"{name}: the chat template leaves out what the user says")
 
     def _probe(self, content: Any) -> str:
-        """The rendering of one turn; empty if the template cannot take such content or leaves out its text."""
+        """Render one turn. Return an empty text if the template cannot take such content or leaves out its text."""
         try:
             text, _ = self.render([{"role": "user", "content": content}])
         except ValueError:
             return ""
-        # One that knows no parts may write the list as Python or JSON does.
+        # A template that does not know parts may print the list as Python or JSON.
         return text if "probe" in text and not re.search("""["']type["']""", text) else ""
 
     def render(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False,
         tools: Sequence[Any] | None = None, **switches: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Write messages as text; also the start and end of each answer if the template marks them.
+        """Write messages as text. Also return the start and end of each answer if the template marks them.
 
         Raises:
             ValueError: the template refuses the conversation.
@@ -274,14 +274,14 @@ class ChatTemplate:
         return watched.ends if same and len(messages) in watched.ends else {}
 
     def message(self, role: str, content: str) -> dict[str, Any]:
-        """A turn without images, with the kind of content that the template takes."""
+        """Return a turn without images, with the kind of content that the template takes."""
         return {"role": role, "content": [{"type": "text", "text": content}] if self.as_parts else content}
 
     def adds_special_tokens(self, text: str) -> bool:
-        """Whether the tokenizer adds its special tokens, such as that of the beginning, to a conversation.
+        """Whether the tokenizer has to add its special tokens, such as the one at the beginning, to a conversation.
 
-        A processor of transformers has them added unless the template has written that token; a tokenizer of
-        transformers never adds any to a conversation.
+        Processors of transformers have them added unless the template has written that token. Tokenizers of
+        transformers never add any to a conversation.
         """
         return bool(self.image_text) and not (self._bos and text.startswith(self._bos))
 
@@ -290,14 +290,14 @@ class ConversationRenderer:
     """Write conversations with a chat template and find their answers.
 
     Args:
-        template: what writes them.
-        image_token: how the model's image token is written; needed if the template writes images by itself.
+        template: the template that writes them.
+        image_token: text of the model's image token; needed if the template writes images itself.
         end_tokens: tokens that may end an answer.
         eos_token: written after each answer; empty if the template ends answers.
-        marks: what stands right before an answer and ends it, if that is known; else the template tells.
+        marks: texts right before an answer and at its end, if they are known; else the template has to show them.
 
     Attributes:
-        rewrites_history: the template writes an answer differently once other turns follow.
+        rewrites_history: whether the template writes an answer differently once other turns follow.
 
     Raises:
         ValueError: the template does not write answers or, without `eos_token`, does not end them.
@@ -316,7 +316,7 @@ class ConversationRenderer:
         self.rewrites_history = any(self._loses_answers(turns) for turns in (PROBE, thinking))
 
     def _find_end(self, end_tokens: Sequence[str]) -> str:
-        """The token that the template writes after the last answer, without which a model would never stop."""
+        """Return the token that the template writes after an answer. Without one, a model would never stop."""
         text, (*_, (start, end)) = self._answers(PROBE[:2])
         at = text.find("two", start)
         if at < 0 or at > end:
@@ -338,11 +338,14 @@ class ConversationRenderer:
         )
 
     def _loses_answers(self, turns: Sequence[Turn]) -> bool:
-        """Whether one of two answers is not learned. Raises ValueError if one is learned without its end."""
+        """Whether one of two answers would not be learned.
+
+        Raises ValueError if one would be learned without its end.
+        """
         try:
             rendered = self.render(turns)
         except ValueError:
-            return False  # samples with several turns are refused one by one
+            return False  # then each sample with several turns is refused
         if not all(rendered.text[:end].rstrip().endswith(self._eos or self._end) for _, end in rendered.answers):
             raise ValueError(self._endless())
         return len(rendered.answers) < 2
@@ -351,10 +354,10 @@ class ConversationRenderer:
         """Write a conversation.
 
         Args:
-            turns: role and content parts of each, None for an image.
+            turns: the turns of the conversation.
 
         Raises:
-            ValueError: the template refuses it, or its answers cannot be told apart from the rest.
+            ValueError: the template refuses the conversation, or its answers cannot be told apart from the rest.
         """
         literal = "".join(part for turn in turns for part in turn.parts if part is not None)
         word = unused_word(literal)
@@ -389,7 +392,7 @@ class ConversationRenderer:
 
     @cached_property
     def unwritten_tools(self) -> frozenset[str]:
-        """Parts of a conversation with tools that the template leaves out, by the names in `TOOL_WORDS`."""
+        """Names in `TOOL_WORDS` of what the template leaves out of a conversation with tools."""
         try:
             text, _ = self._write(TOOL_PROBE, "")
         except ValueError:
@@ -397,7 +400,7 @@ class ConversationRenderer:
         return frozenset(name for word, name in TOOL_WORDS.items() if word not in text)
 
     def _answers(self, turns: Sequence[Turn], image: str = "") -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the answers in it."""
+        """Write a conversation and find its answers."""
         text, marked = self._write(turns, image)
         if self._marks is not None:
             return text, self._between_marks(text, sum(turn.role == "assistant" for turn in turns))
@@ -405,7 +408,7 @@ class ConversationRenderer:
             return text, self._behind_prompts(turns, text, image)
         answers: list[tuple[int, int]] = []
         for start, end in marked:
-            if answers and answers[-1][1] == start:  # parts of one answer
+            if answers and answers[-1][1] == start:  # both are parts of one answer
                 start = answers.pop()[0]
             answers.append((start, end))
         return text, [(start, self._end_after(text, end)) for start, end in answers]
@@ -420,16 +423,17 @@ class ConversationRenderer:
         return answers
 
     def _behind_prompts(self, turns: Sequence[Turn], text: str, image: str) -> list[tuple[int, int]]:
-        """Answers of a template that does not mark them: what it writes between a generation prompt and the next turn.
+        """Find answers that the template does not mark: its text between a generation prompt and the next turn.
 
-        An answer that it writes differently once other turns follow is history: the model would never give it so.
+        If the template writes an answer differently once other turns follow, that answer is history. It is left out,
+        because the model would never give it in this form.
         """
         # Rendering each beginning of a conversation takes time that grows with the square of its turns.
         ends = self._template.prefix_ends(self._messages(turns, image), text, turns[0].tools)
         tails: dict[tuple[tuple[str, bool], ...], str] = {}
 
         def write(count: int, **prompt: bool) -> str:
-            """The text of the first turns."""
+            """Return the text of the first turns."""
             if count not in ends:
                 return self._write(turns[:count], image, **prompt)[0]
             key = tuple(prompt.items())
@@ -456,7 +460,7 @@ class ConversationRenderer:
             if before is None or not text.startswith(after):
                 continue
             content = "".join(part for part in turn.parts if part is not None).strip()
-            # Without a generation prompt, the answer's own header comes first.
+            # Without a generation prompt, the header of the answer comes first.
             start = len(before) if write(position) != before else max(after.find(content, len(before)), len(before))
             # Line breaks behind an end-of-turn token belong to the next turn's header.
             answers.append((start, len(after.rstrip())))
@@ -468,14 +472,14 @@ class ConversationRenderer:
         return answers
 
     def _end_after(self, text: str, end: int) -> int:
-        """The end of an answer, with the token that ends it even if the template does not mark that."""
+        """Return the end of an answer, including the token that ends it even if the template does not mark it."""
         following = text[end:].lstrip()
         if self._end and following.startswith(self._end) and not text[:end].rstrip().endswith(self._end):
             return len(text) - len(following) + len(self._end)
         return end
 
     def _end_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
-        """Put the end-of-sequence token behind each answer, in place of white space that the template writes there."""
+        """Write the end-of-sequence token after each answer, in place of the white space there."""
         written, ended, at = "", [], 0
         for start, end in answers:
             stop = start + len(text[start:end].rstrip())

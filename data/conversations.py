@@ -1,4 +1,4 @@
-"""The parts of a WebDataset sample as a conversation or a document, with its images still compressed."""
+"""Read the parts of a WebDataset sample as a conversation or a document, with its images still compressed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 
 LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 TEXT_PARTS = ("json", "txt")
-# In the text of a turn, stands for an image.
+# Stands for an image in the text of a turn.
 IMAGE_MARKER = "<image>"
-# Formats that are not decoded are among them: such a sample is bad, and not one without an image.
+# Some of these formats cannot be decoded. Samples with them are bad samples, not samples without an image.
 IMAGE_EXTENSIONS = frozenset(
     "png jpg jpeg jpe jfif webp bmp dib gif tif tiff ppm pgm pbm pnm avif heic heif jp2 svg img image".split()
 )
-# How files of common formats begin.
+# First bytes of files in common formats.
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Content of a sample, not yet checked: either turns or one text.
+    """Content of a sample before it is checked: either turns or one text.
 
     Attributes:
-        messages: turns of `role` and `content`; None of a document.
-        document: text, or content parts, without turns; None of a conversation.
+        messages: turns with `role` and `content`; None for a document.
+        document: text or content parts without turns; None for a conversation.
         images: name and compressed bytes of each image, in the order in which the text shows them.
-        tools: those that a conversation offers; None without any.
+        tools: tools that the conversation offers; None if there are none.
     """
 
     messages: list[Any] | None = None
@@ -44,7 +44,7 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 
 def captioned(caption: Any, images: list[tuple[str, bytes]], prompt: str = "") -> Conversation:
-    """Images with a text about them: shown by the user, after whom the assistant writes the text."""
+    """Make a conversation of images and a text about them: the user shows them, the assistant answers with the text."""
     if not images:
         raise ValueError("a caption without an image")
     shown: list[dict[str, str]] = [{"type": "image"}] * len(images)
@@ -57,31 +57,31 @@ def captioned(caption: Any, images: list[tuple[str, bytes]], prompt: str = "") -
 
 
 def is_image(name: str, data: Any = b"") -> bool:
-    """Whether a part of a sample is an image, by its extension or, under any other one, by how its bytes begin."""
+    """Whether a part of a sample is an image, by its extension or else by its first bytes."""
     if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
         return True
     return isinstance(data, bytes) and (data.startswith(SIGNATURES) or data[8:12] == b"WEBP")
 
 
 def is_read(name: str) -> bool:
-    """Whether a part of a sample is read because of its name alone, as text or as an image."""
+    """Whether the name alone shows that a part of a sample is read, as text or as an image."""
     return name in TEXT_PARTS or is_image(name)
 
 
 def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
-    """A sample of free form.
+    """Read a sample of a crude data set.
 
     Its part `json` holds `messages` (turns of `role` and `content`), `conversations` (turns of `from` and `value`, as
-    in LLaVA), `text` or `caption`; without it, its part `txt` is a caption, or a text where there is no image. Images
-    are the other parts that are images, in order of their names, numbers by value; or those that `images` of the json
-    or the content itself names. Further parts are not read.
+    in LLaVA), `text` or `caption`. Without it, the part `txt` is a caption, or a text if there is no image. If
+    `images` of the json or the content itself names images, these are the sample's images. Otherwise all other parts
+    that are images belong to it, sorted by name with numbers by value. Further parts are not read.
 
     Args:
         key: name of the sample in its shard.
-        parts: by extension; `json` already parsed, `txt` a str, the others bytes.
+        parts: parts by extension: `json` already parsed, `txt` as a str, the others as bytes.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the sample cannot be read; the message says why.
     """
     files = SampleFiles(key, {name: part for name, part in parts.items() if name not in TEXT_PARTS})
     if "json" not in parts:
@@ -115,7 +115,7 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """The tools that a conversation offers, which some data sets hold as JSON inside JSON."""
+    """Return the tools that a conversation offers. Some data sets hold them as JSON inside JSON."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -129,16 +129,16 @@ def _tools(tools: Any) -> list[Any] | None:
 def _own_images(
     contents: Sequence[Any], images: list[tuple[str, bytes]], files: SampleFiles, *, are_listed: bool
 ) -> tuple[list[Any], list[tuple[str, bytes]]]:
-    """Contents whose image parts name nothing, and their images in order.
+    """Return contents whose image parts have no names, and their images in order.
 
     Args:
-        contents: of each turn, text or a list of parts.
-        images: of the sample, for contents that name none themselves.
+        contents: content of each turn, text or a list of parts.
+        images: images of the sample, for contents that name none themselves.
         files: the sample's parts.
-        are_listed: `images` of the json names `images`.
+        are_listed: whether `images` of the json names `images`.
 
     Raises:
-        ValueError: an image that cannot be read from the sample, or some are named and others not.
+        ValueError: an image cannot be read from the sample, or only some of the images are named.
     """
     plain: list[Any] = []
     found: list[str | None] = []
@@ -165,19 +165,19 @@ def _own_images(
 
 
 def image_of(part: Any) -> tuple[bool, str | None]:
-    """Whether a content part shows an image, and where the image is: a name, a URL, or None if the part does not say.
+    """Return whether a content part shows an image, and its name or URL, which is None if the part does not say.
 
     Forms: `{"type": "image"}`, Hugging Face's `{"type": "image", "image": ...}` (or `url`, `path`, `base64`), and
     OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`, also with the URL alone.
 
     Raises:
-        ValueError: it shows an image in another way.
+        ValueError: the part shows an image in another form.
     """
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     kind = str(given.pop("type", ""))
     if not kind.startswith("image"):
         return False, None
-    given.pop("detail", None)  # a hint of OpenAI's for its own models
+    given.pop("detail", None)  # a setting for OpenAI's own models
     if kind == "image" and not given:
         return True, None
     ((name, place),) = given.items() if len(given) == 1 else (("", None),)
@@ -206,21 +206,21 @@ class SampleFiles:
     parts: Mapping[str, Any]
 
     def images(self) -> list[tuple[str, bytes]]:
-        """All images, in order of their names."""
+        """Return all images in the order of their names."""
         names = [name for name, data in self.parts.items() if is_image(name, data)]
         return [(name, self.parts[name]) for name in sorted(names, key=natural_order)]
 
     def named(self, names: Any) -> list[tuple[str, bytes]]:
-        """The images that `images` of the json names."""
+        """Return the images that `images` of the json names."""
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("images of json: expected a list of names of the sample's parts")
         return [self.load(name) for name in names]
 
     def load(self, place: str) -> tuple[str, bytes]:
-        """Name and bytes of the image at a place: a part of this sample, by its name in the shard, or a data: URL.
+        """Return name and bytes of an image, given as the name of a part of this sample or as a data: URL.
 
         Raises:
-            ValueError: it is elsewhere, or not what it says.
+            ValueError: the image is not in this sample, or not in the format that it claims.
         """
         if place.startswith("data:"):
             header, comma, text = place.partition(",")
@@ -255,7 +255,7 @@ def _from_llava(turn: Any) -> dict[str, Any]:
 
 
 def _literal(text: Any, name: str) -> Any:
-    """A text in which `<image>` is not a marker."""
+    """Return content in which `<image>` is text and not a marker."""
     if not isinstance(text, str):
         raise ValueError(f"{name} is {type(text).__name__}, expected text")
     if not text.strip():

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
 
-# Everything that transformers reads of a tokenizer; a model's folder has other files too.
+# Everything that transformers reads for a tokenizer. The folder of a model has other files too.
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
                    "chat_template*", "additional_chat_templates/*", "processor_config.json", "spiece.model",
                    "*.tiktoken")
-# What `energon prepare` writes: shards with their sizes, splits, and how samples are read.
+# Files that `energon prepare` writes: shards with their sizes, splits, and how samples are read.
 ENERGON_FILES = (".nv-meta/.info.*", ".nv-meta/split.*", ".nv-meta/dataset.*")
 ENERGON_SUFFIXES = ("json", "yaml", "yml")
 
 
 def content[P: (Path, EPath)](files: Iterable[P], root: P) -> str:
-    """A digest of some files, by their names below `root` and their bytes."""
+    """Compute a digest of files from their names below `root` and their bytes."""
     digest = hashlib.sha256()
     for path in sorted(files):
         name, data = str(path.relative_to(root)).encode(), path.read_bytes()
@@ -29,19 +29,19 @@ def content[P: (Path, EPath)](files: Iterable[P], root: P) -> str:
 
 
 def content_of_folder(folder: str, patterns: Iterable[str]) -> str:
-    """`content` of the files of a folder that fit a pattern; empty for no folder."""
+    """Compute `content` of the files of a folder that match a pattern; empty without a folder."""
     root = Path(folder)
     files = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
     return content(files, root) if folder else ""
 
 
 def content_of_data(path: str) -> str:
-    """Digest of the data set at a path for Energon: a prepared folder, a blend in YAML, or a file of samples.
+    """Compute the digest of a data set for Energon: a prepared folder, a blend in YAML, or a file of samples.
 
-    A prepared folder may hold terabytes: its index stands for it, and the length of a file for the file. The path may
-    be one that Energon opens on remote storage (`msc://`).
+    A prepared folder may hold terabytes, so only its index is read, and only the length of a file of samples. The path
+    may be one that Energon opens on remote storage (`msc://`).
     """
-    # Energon takes seconds to import, and data sets without it use this module, too.
+    # Energon takes seconds to import, and data sets without it use this module too.
     from megatron.energon.epathlib import EPath
 
     place = EPath(path)

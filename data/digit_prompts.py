@@ -1,7 +1,7 @@
-"""Prompts `digits`: numbers to read from scans of handwritten digits, as `data.digits` shows them, without the answer.
+"""Prompts `digits`: numbers to read from scans of handwritten digits, shown as in `data.digits` but without the answer.
 
-Images are 8-bit pictures. Numbers of the train split are a pure function of seed and place; those of the held-out split
-are the fixed list of `data.digits`, whose scans never occur in the train split.
+Images are 8-bit pictures. Numbers of the train split are a pure function of seed and index. The held-out split is the
+fixed list of `data.digits`, whose scans never occur in the train split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data.digits import Config
 from mimo.protocols import ImageProcessing, TokenSpec
 from mimo.rl.prompts import Normalisation, Prompt
 
-# Set prompts apart from the samples of supervised training, and a prompt's pixels from its number.
+# Random streams of their own: prompts differ from the samples of supervised training, and pixels from numbers.
 NUMBERS, PIXELS = 2, 3
 
 
@@ -27,7 +27,7 @@ class DigitPrompts:
     Attributes:
         end_token_id: ends a completion.
         pad_token_id: fills rows.
-        normalisation: of pictures, that of supervised training.
+        normalisation: mean and deviation of pictures, as in supervised training.
     """
 
     end_token_id = digits.EOS
@@ -37,7 +37,7 @@ class DigitPrompts:
         """Check the configuration.
 
         Raises:
-            ValueError: naming flags and values, for what cannot work.
+            ValueError: the flags cannot work; the message names them and their values.
         """
         digits.check(config, tokens, split)
         if config.digits_words_fraction:
@@ -48,7 +48,7 @@ class DigitPrompts:
         self.normalisation = Normalisation((digits.PIXEL_MEAN,) * channels, (digits.PIXEL_STD,) * channels)
 
     def prompt(self, index: int) -> Prompt:
-        """The number at a place."""
+        """Return the number at an index."""
         config, tokens = self._config, self._tokens
         rng = np.random.default_rng([self._seed, index, NUMBERS])
         scans, text_only = digits.choose_scans(config, self._split, index, rng)
@@ -62,11 +62,11 @@ class DigitPrompts:
             partial(self._pictures, () if text_only else scans, index))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion: its digits as a number, other words apart."""
+        """Decode a completion: its digits as one number, other words separated by spaces."""
         return digits.provider.decode(self._config, list(token_ids))
 
     def _pictures(self, scans: Sequence[int], index: int) -> list[np.ndarray]:
-        """The images of a prompt, uint8 `[height, width, channels]` each."""
+        """Draw the images of a prompt, uint8 `[height, width, channels]` each."""
         changed = self._config.digits_augment and self._split == "train"
         rng = np.random.default_rng([self._seed, index, PIXELS]) if changed else None
         drawn = digits.draw_number(self._config, self._tokens, scans, rng)
@@ -80,25 +80,25 @@ class DigitPrompts:
 
 
 class DigitPromptsProvider:
-    """The prompts `digits`; see the module's text."""
+    """The prompts `digits`; see the docstring of this module."""
 
     Config: ClassVar[type] = Config
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
-        """Raise ValueError, naming flags and values, for what cannot work."""
+        """Raise ValueError, with flags and values, if the flags cannot work."""
         for split in ("train", "valid"):
             self.open(config, tokens, split, 0)
 
     def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
-        """The flags as they are, as in supervised training."""
+        """Return the flags unchanged, as in supervised training."""
         return digits.provider.with_image_processing(config, find)
 
     def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
-        """Settings by which an engine processes images of the encoder's size."""
+        """Return the settings by which an engine processes images of the encoder's size."""
         return digits.provider.image_processing(config, tokens)
 
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> DigitPrompts:
-        """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
+        """Open a split, `train` or `valid`. Raises the errors of `validate`."""
         return DigitPrompts(config, tokens, split, seed)
 
 

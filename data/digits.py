@@ -25,9 +25,9 @@ WORDS = {word: FIRST_DIGIT + 10 + position for position, word in enumerate(PROMP
 NUM_WORDS = FIRST_DIGIT + 10 + len(WORDS)
 
 SCAN_SIDE = 8
-# Mean and standard deviation of all pixels of the 1,797 scans, scaled to 0..1.
+# Mean and standard deviation of all pixels of the 1,797 scans in 0..1.
 PIXEL_MEAN, PIXEL_STD = 0.30526, 0.37605
-# Fixes the held-out split and the validation numbers; a run's --seed must not move them.
+# Fixes the held-out split and the validation numbers, which --seed must not change.
 SPLIT_SEED = 1797
 
 
@@ -57,8 +57,8 @@ class Config:
 
 @lru_cache(maxsize=1)
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """All scans, float32 `[1797, 8, 8]` in 0..1, and their digits, int64 `[1797]`."""
-    from sklearn.datasets import load_digits  # a second to import, and --help needs none of it
+    """Load all scans, float32 `[1797, 8, 8]` in 0..1, and their digits, int64 `[1797]`."""
+    from sklearn.datasets import load_digits  # takes a second to import, and --help does not need it
 
     bundle = load_digits()
     return (bundle.images / 16).astype(np.float32), bundle.target.astype(np.int64)
@@ -66,7 +66,7 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=8)
 def split_scans(valid_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Scan numbers of the train split and of the held-out split, stratified by digit."""
+    """Return the scan numbers of the train split and of the held-out split, stratified by digit."""
     rng = np.random.default_rng(SPLIT_SEED)
     _, digits = load_scans()
     train, valid = [], []
@@ -80,7 +80,10 @@ def split_scans(valid_fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=8)
 def valid_numbers(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The validation numbers as tuples of held-out scans, each scan used once; the last number may reuse a few."""
+    """Return the validation numbers as tuples of held-out scans.
+
+    Each scan is used once; the last number may reuse a few.
+    """
     rng = np.random.default_rng([SPLIT_SEED, 1])
     scans = rng.permutation(split_scans(config.digits_valid_fraction)[1])
     numbers, used = [], 0
@@ -92,7 +95,7 @@ def valid_numbers(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 def check(config: Config, tokens: TokenSpec, split: str) -> None:
-    """Raise ValueError, naming flags and values, for a configuration that cannot work."""
+    """Raise ValueError, with flags and values, if the configuration cannot work."""
     if not 1 <= config.digits_min <= config.digits_max:
         raise ValueError(f"--digits-min {config.digits_min} --digits-max {config.digits_max}: need 1 <= min <= max")
     if not 0 <= config.digits_text_only_fraction <= 1:
@@ -118,7 +121,7 @@ def check(config: Config, tokens: TokenSpec, split: str) -> None:
 
 
 def check_sides(config: Config, tokens: TokenSpec) -> None:
-    """Raise ValueError, naming flags and values, for images that scans do not fit in."""
+    """Raise ValueError, with flags and values, if the scans do not fit in the images."""
     height, width = tokens.image_shape
     sides = {"--vision-image-size": height, "--vision-image-width": width}
     if height == width:
@@ -134,7 +137,10 @@ def check_sides(config: Config, tokens: TokenSpec) -> None:
 
 
 def image_size(config: Config, tokens: TokenSpec) -> tuple[int, int]:
-    """Height and width in pixels of every image. A strip for an encoder of one fixed size is drawn inside that size."""
+    """Return height and width in pixels of every image.
+
+    For an encoder of one fixed size, a strip is drawn inside it.
+    """
     if tokens.image_size:
         return tokens.image_shape
     width = config.digits_max if config.digits_strip else 1
@@ -149,7 +155,7 @@ def augment(scan: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def lay_out(scans: list[np.ndarray], cells: int, size: tuple[int, int]) -> np.ndarray:
-    """Lay scans side by side, enlarged by an integer factor, on black: float32 `[height, width]` in 0..1.
+    """Lay scans side by side on black, enlarged by an integer factor: float32 `[height, width]` in 0..1.
 
     Args:
         scans: `[8, 8]` each, in 0..1; at most `cells` of them.
@@ -172,12 +178,12 @@ def draw(scans: list[np.ndarray], cells: int, size: tuple[int, int], num_channel
 
 def draw_number(config: Config, tokens: TokenSpec, scans: Sequence[int], rng: np.random.Generator | None) -> (
         list[np.ndarray]):
-    """The images of a number, float32 `[height, width]` in 0..1: one strip, or one for each digit.
+    """Draw the images of a number, float32 `[height, width]` in 0..1: one strip, or one for each digit.
 
     Args:
         config: the data set's flags.
-        tokens: what images the model takes.
-        scans: scan numbers of the digits; none give no image.
+        tokens: size and channels of the model's images.
+        scans: scan numbers of the digits; without any there is no image.
         rng: augments the scans; None leaves them as they are.
     """
     pixels, _ = load_scans()
@@ -188,19 +194,19 @@ def draw_number(config: Config, tokens: TokenSpec, scans: Sequence[int], rng: np
 
 
 def normalise(image: np.ndarray, num_channels: int) -> np.ndarray:
-    """A grey image `[height, width]` in 0..1, normalised and repeated: float32 `[num_channels, height, width]`."""
+    """Normalise a grey image `[height, width]` in 0..1 and repeat it: float32 `[num_channels, height, width]`."""
     normalised = (image - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)
     return np.repeat(normalised[None], num_channels, axis=0)
 
 
 def choose_scans(config: Config, split: str, index: int, rng: np.random.Generator) -> tuple[tuple[int, ...], bool]:
-    """Scan numbers of the sample at an index, and whether it shows them in words only.
+    """Return the scan numbers of the sample at an index, and whether it shows them only in words.
 
     Args:
         config: the data set's flags.
-        split: `train` draws them from `rng`; `valid` counts on in the fixed list.
+        split: `train` draws them from `rng`; `valid` takes them from the fixed list.
         index: global sample index.
-        rng: of this sample.
+        rng: random generator of this sample.
     """
     if split == "valid":
         numbers = valid_numbers(config)
@@ -212,23 +218,25 @@ def choose_scans(config: Config, split: str, index: int, rng: np.random.Generato
 
 
 def question(config: Config, tokens: TokenSpec, number: Sequence[int], text_only: bool) -> list[int]:
-    """Token ids that ask for a number: one placeholder for each image, or its digits in words."""
+    """Return the token ids that ask for a number: one placeholder for each image, or its digits in words."""
     num_images = 1 if config.digits_strip else len(number)
     shown = [WORDS[NAMES[digit]] for digit in number] if text_only else [tokens.image_token_id] * num_images
     return [BOS, *shown, *(WORDS[word] for word in PROMPT)]
 
 
 def answer_words(config: Config, lane: Lane, index: int, number: Sequence[int]) -> list[int]:
-    """Token ids of a number: its digits, or for some train samples their names."""
+    """Return the token ids of a number: its digits or, for some train samples, their names."""
     if config.digits_words_fraction and lane.split == "train":
-        # Of its own, so that the flag does not change which numbers are shown; a last 0 would give the same again.
+        # A random stream of its own, so that the flag does not change which numbers are shown. A last 0 in the seed
+        # would
+    # give the stream of the sample again.
         if np.random.default_rng([lane.seed, index, 1]).random() < config.digits_words_fraction:
             return [WORDS[NAMES[digit]] for digit in number]
     return [FIRST_DIGIT + digit for digit in number]
 
 
 def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
-    """The sample at a global index: for train a pure function of (seed, index), for valid of the index alone."""
+    """Return the sample at a global index, a pure function of (seed, index) or, for validation, of the index."""
     rng = np.random.default_rng([lane.seed, index])
     if lane.split == "valid":
         index %= len(valid_numbers(config))
@@ -252,34 +260,34 @@ def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> S
 
 
 class DigitsProvider:
-    """The `digits` data set; see the module's text."""
+    """The `digits` data set; see the docstring of this module."""
 
     Config: ClassVar[type] = Config
 
     def validate(self, config: Any, tokens: TokenSpec) -> None:
-        """Raise ValueError, naming the flag, for a configuration that cannot work."""
+        """Raise ValueError, with the flag, if the configuration cannot work."""
         check(config, tokens, "train")
 
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
-        """Open one lane. Raises ValueError, naming the flag, for a configuration that cannot work."""
+        """Open one lane. Raises ValueError, with the flag, if the configuration cannot work."""
         check(config, tokens, lane.split)
         return IndexedStream(lane, partial(build_sample, config, tokens, lane))
 
     def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
-        """The flags as they are: scans are drawn at the encoder's size, with a mean and deviation of their own."""
+        """Return the flags unchanged: scans have the encoder's size and their own mean and deviation."""
         return config
 
     def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
-        """Settings by which an engine sees images of the encoder's size as training does."""
+        """Return the settings by which an engine sees images of the encoder's size as training does."""
         return ImageProcessing("dynamic" if tokens.packs_patches else "stretch", (PIXEL_MEAN,), (PIXEL_STD,),
                                min_patches=1, max_patches=1024, source="the digits data set")
 
     def num_samples(self, config: Any, split: str) -> int | None:
-        """Validation has a fixed list of numbers; train combines scans anew without end."""
+        """Return the length of validation's fixed list. Training combines scans without end."""
         return len(valid_numbers(config)) if split == "valid" else None
 
     def decode(self, config: Any, tokens: list[int]) -> str:
-        """Token ids up to the end-of-sequence token as text: digits run together, other words stand apart."""
+        """Decode the tokens before the end: digits become one number, other words are separated by spaces."""
         names = {identifier: word for word, identifier in WORDS.items()} | {FIRST_DIGIT - 1: "<image>"}
         text = ""
         for token in tokens[: tokens.index(EOS) if EOS in tokens else None]:

@@ -1,10 +1,10 @@
-"""GSM8K (arXiv:2110.14168), or any questions with a number as answer, from files of a folder: prompts for train_rl.py.
+"""Prompts from GSM8K (arXiv:2110.14168), or other questions with a number as answer, in the files of a folder.
 
-The folder has files `train.jsonl` or `train-*.jsonl`, and `test` likewise, or .parquet, whose rows have the fields
-`question` and `answer`; an answer is a number, or ends with `#### <number>`. That is how the folders
-`grade_school_math/data` of github.com/openai/grade-school-math and `main` of openai/gsm8k on the Hugging Face Hub are.
-Other files, such as `train_socratic.jsonl` with the same questions, are not read. Held-out prompts are those of the
-test files.
+The folder has files `train.jsonl` or `train-*.jsonl`, and `test` likewise, or .parquet files of these names. Rows have
+the fields `question` and `answer`. An answer is a number, or ends with `#### <number>`. The folders
+`grade_school_math/data` of github.com/openai/grade-school-math and `main` of openai/gsm8k on the Hugging Face Hub have
+this format. Other files, such as `train_socratic.jsonl` with the same questions, are not read. The test files are held
+out.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """A row.
+    """Row of a file.
 
     Attributes:
         question: the problem.
-        answer: with the number.
+        answer: text with the number.
     """
 
     question: str
@@ -61,20 +61,20 @@ class Gsm8k:
     Attributes:
         end_token_id: ends a completion.
         pad_token_id: fills rows.
-        problems: in the order of the files, those that are left out included.
+        problems: all problems in the order of the files, including those that are left out.
     """
 
     def __init__(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> None:
         """Read the files of a split and open the tokenizer.
 
         Raises:
-            ValueError: naming flags and values, or file and row, for what cannot work.
+            ValueError: the data cannot work; the message names flags and values, or file and row.
         """
         self.problems = read_problems(config.data_path, split)
         self._config, self._split, self._seed = config, split, seed
         self._kept = np.arange(len(self.problems))
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
+        from data.prompts import load_tokenizer  # takes seconds to import, and --help does not need it
 
         self._tokenizer = load_tokenizer(config.tokenizer)
         largest = max(self._tokenizer.get_vocab().values())
@@ -93,20 +93,20 @@ class Gsm8k:
 
             self._template = ChatTemplate(f"--tokenizer {config.tokenizer}", str(self._tokenizer.get_chat_template()),
                                           self._tokenizer)
-        self.prompt(0)  # a template that refuses it does so now
+        self.prompt(0)  # A template that refuses it raises its error now.
 
     @property
     def num_prompts(self) -> int:
-        """Problems of a pass."""
+        """Number of problems of a pass."""
         return len(self._kept)
 
     def leave_out(self, keys: Collection[str]) -> None:
-        """Go on without the problems of these names; the others keep theirs."""
+        """Leave out the problems of these names. The others keep their names."""
         self._kept = np.array([number for number in self._kept if self._key(number) not in keys], np.int64)
         self._order = (-1, np.empty(0, np.int64))
 
     def prompt(self, index: int) -> Prompt:
-        """The problem at a place; every pass over the files has an order of its own."""
+        """Return the problem at an index. Every pass over the files has an order of its own."""
         number = self._row(index)
         problem = self.problems[number]
         said = f"{problem.question.strip()} {self._config.gsm8k_instruction}".strip()
@@ -122,15 +122,15 @@ class Gsm8k:
                       {"question": problem.question})
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
+        """Decode a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:
-        """Name of a row."""
+        """Return the name of a row."""
         return f"gsm8k/{self._split}/{number:06d}"
 
     def _row(self, index: int) -> int:
-        """Number of the row at a place."""
+        """Return the number of the row at an index."""
         epoch, place = divmod(index, len(self._kept))
         if self._order[0] != epoch:
             rng = np.random.default_rng([self._seed, list(FILES).index(self._split), epoch])
@@ -138,7 +138,7 @@ class Gsm8k:
         return int(self._order[1][place])
 
     def _chat(self, said: str) -> str:
-        """Render a user's turn by the template, up to where the model goes on."""
+        """Render a user's turn by the template, up to where the model continues."""
         try:
             text, _ = self._template.render([self._template.message("user", said)], add_generation_prompt=True,
                                             enable_thinking=self._config.gsm8k_thinking)
@@ -151,35 +151,35 @@ class Gsm8k:
 
 
 class Gsm8kProvider:
-    """The `gsm8k` prompts; see the module's text."""
+    """The `gsm8k` prompts; see the docstring of this module."""
 
     Config: ClassVar[type] = Config
 
     def stream_fields(self, config: Config) -> dict[str, Any]:
-        """All fields; for paths the content of the tokenizer and of the problems to train on."""
+        """Return all fields, with digests of the tokenizer and of the training problems in place of their paths."""
         return vars(config) | {
             "data_path": content(problem_files(config.data_path, "train"), Path(config.data_path)),
             "tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
-        """Raise ValueError, naming flags and values, for what cannot work. Reads both splits."""
+        """Raise ValueError, with flags and values, if the flags cannot work. Reads both splits."""
         for split in FILES:
             self.open(config, tokens, split, 0)
 
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> Gsm8k:
-        """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
+        """Open a split, `train` or `valid`. Raises the errors of `validate`."""
         return Gsm8k(config, tokens, split, seed)
 
 
 def read_problems(folder: str, split: str) -> list[Problem]:
-    """All rows of a split, in the order of file names.
+    """Read all rows of a split, in the order of file names.
 
     Args:
         folder: `--data-path`.
         split: `train` or `valid`.
 
     Raises:
-        ValueError: there is no such folder or file, a row is not what it should be, or files repeat a question.
+        ValueError: there is no such folder or file, a row cannot be used, or files repeat a question.
     """
     if not folder:
         raise ValueError("--data-path: give the folder of the data set gsm8k")
@@ -200,14 +200,14 @@ def read_problems(folder: str, split: str) -> list[Problem]:
 
 
 def problem_files(folder: str, split: str) -> list[Path]:
-    """The files of a split, in the order of their names."""
-    # Not everything that begins so: beside train.jsonl there may be train_socratic.jsonl with the same questions.
+    """Return the files of a split, in the order of their names."""
+    # Other files may begin with the same word, such as train_socratic.jsonl with the same questions.
     return sorted(path for separator in ".-" for path in Path(folder).glob(f"{FILES[split]}{separator}*")
                   if path.suffix in SUFFIXES)
 
 
 def _refuse_repeats(by_file: Mapping[Path, Sequence[Problem]]) -> None:
-    """Raise ValueError where two files have a question in common: its problems would count twice."""
+    """Raise ValueError if two files share a question, which would count twice."""
     first: dict[str, Path] = {}
     for path, problems in by_file.items():
         for problem in problems:
@@ -238,7 +238,7 @@ def _parquet_rows(path: Path) -> list[Any]:
                          "none") from error
     try:
         rows: list[Any] = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own are one or the other
+    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
         raise ValueError(f"{path}: cannot be read: {error}") from error
     return rows
 

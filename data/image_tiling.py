@@ -1,15 +1,14 @@
-"""Image tiling: an image becomes the tiles that an encoder takes, their sizes from its header, their pixels from its
-content.
+"""Turn an image into the tiles that an encoder takes: their sizes from its header, their pixels from its content.
 
-The ways of `--image-tiling`:
+The values of `--image-tiling`:
 
 - stretch: one tile of the encoder's size, whatever the image's aspect ratio (Hugging Face's SiglipImageProcessor).
 - crop: the shorter side is resized to the encoder's size, then the centre is cut out (CLIPImageProcessor).
 - pad: borders in the mean colour make the image square before it is resized (LlavaImageProcessor with `do_pad`).
 - fixed: a grid of such tiles, its aspect ratio the nearest to the image's (InternVL 1.5, arXiv 2404.16821, section
   3.2), with the whole image as a last tile on request.
-- dynamic: one tile of about the image's own size and aspect ratio, as encoders that pack patches take it. Never a
-  thumbnail: there are as many tiles as images. Sizes are those that vLLM serves Nemotron models with
+- dynamic: one tile of about the image's own size and aspect ratio, for encoders that pack patches. There is no
+  thumbnail, so there are as many tiles as images. vLLM serves Nemotron models with the same sizes
   (`DynamicResolutionImageTiler`), which are those of Megatron's `DynamicResolutionImageTilingStrategy`.
 
 stretch, crop and pad compute what Hugging Face's image processors do with their default backend, torchvision. Their
@@ -35,7 +34,7 @@ from mimo.protocols import TokenSpec
 
 Size = tuple[int, int]
 
-# EXIF 3.0, tag 0x0112: what makes a stored image upright.
+# EXIF 3.0, tag 0x0112: operation that makes a stored image upright.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -49,16 +48,16 @@ UPRIGHT = {
 
 @dataclass(frozen=True)
 class Tiling:
-    """How images become tiles, as plain data that was checked by `tiling_of`.
+    """How images become tiles, as plain data that `tiling_of` has checked.
 
     Attributes:
-        kind: stretch, crop, pad, fixed or dynamic; see the module's text.
+        kind: stretch, crop, pad, fixed or dynamic; see the docstring of this module.
         tile_size: height and width of a tile in pixels; (0, 0) with dynamic.
         patch_size: pixels a side of a patch; 0 unless dynamic.
         size_multiple: height and width of a dynamic tile are multiples of it, and it is a multiple of `patch_size`.
         min_patches: fewest patches of a dynamic tile.
         max_patches: most patches of a dynamic tile.
-        min_side: pixels that the shorter side of a dynamic tile has at least, as far as `max_patches` allows; 0: any.
+        min_side: least pixels of the shorter side of a dynamic tile, as far as `max_patches` allows; 0 for any.
         max_tiles: most tiles of a fixed grid, without the thumbnail.
         use_thumbnail: whether a fixed grid of several tiles is followed by the whole image.
         mean: mean of each channel, of pixels in 0..1.
@@ -85,11 +84,11 @@ class Tiling:
 
 
 def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
-    """The tiling of a data set for a model that takes images.
+    """Return the tiling of a data set for a model that takes images.
 
     Raises:
-        ValueError: naming flags and values, for what cannot work, or for flags that were not filled in from the model
-            (`mimo.config.cli.parse` does so).
+        ValueError: the flags cannot work, or were not filled in from the model (`mimo.config.cli.parse` does so); the
+            message names flags and values.
     """
     if tokens.image_token_id < 0:
         raise ValueError("--image-tiling: the model takes no images")
@@ -147,7 +146,10 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def per_channel(flag: str, values: Sequence[float], num_channels: int) -> tuple[float, ...]:
-    """One value a channel. Raises ValueError, naming `flag`, for another number of values or one that is not finite."""
+    """Return one value for each channel.
+
+    Raises ValueError, with `flag`, for another number of values or infinite ones.
+    """
     if len(values) not in (1, num_channels):
         expected = "1 value" if num_channels == 1 else f"1 or {num_channels} values"
         raise ValueError(f"{flag} {_listed(values)}: the encoder takes {num_channels} channels: need {expected}")
@@ -157,7 +159,7 @@ def per_channel(flag: str, values: Sequence[float], num_channels: int) -> tuple[
 
 
 def check_patches(tiling: Tiling) -> None:
-    """Raise ValueError, naming flags and values, for limits of dynamic tiles that contradict each other."""
+    """Raise ValueError, with flags and values, if limits of dynamic tiles contradict each other."""
     if tiling.size_multiple < 1 or tiling.size_multiple % tiling.patch_size:
         raise ValueError(
             f"--image-tiling dynamic: the model's size multiple {tiling.size_multiple} must be a multiple of its patch "
@@ -179,10 +181,10 @@ def check_patches(tiling: Tiling) -> None:
 
 
 def dynamic_size(height: int, width: int, tiling: Tiling) -> Size:
-    """Height and width in pixels of the one tile of an image.
+    """Return height and width in pixels of the dynamic tile of an image.
 
-    The sizes of vLLM's `DynamicResolutionImageTiler.process_media` and, with `min_side`, of Megatron's
-    `DynamicResolutionImageTilingStrategy`, operation by operation: floating-point rounding decides some of them.
+    This repeats vLLM's `DynamicResolutionImageTiler.process_media` and, with `min_side`, Megatron's
+    `DynamicResolutionImageTilingStrategy` operation by operation, because floating-point rounding decides some sizes.
 
     Raises:
         ValueError: the image is so narrow that it would have no patch.
@@ -210,7 +212,7 @@ def dynamic_size(height: int, width: int, tiling: Tiling) -> Size:
 
 
 def _divisible(count: int, divisor: int, most: int) -> int:
-    """The next multiple of `divisor` if it is at most `most`, or else the one before, but at least one."""
+    """Return the next multiple of `divisor` if it is at most `most`, else the one before, but at least one."""
     rest = count % divisor
     if not rest:
         return count
@@ -219,16 +221,16 @@ def _divisible(count: int, divisor: int, most: int) -> int:
 
 @lru_cache(maxsize=8)
 def tile_grids(max_tiles: int) -> tuple[Size, ...]:
-    """Rows and columns of every grid of at most `max_tiles`, smallest first."""
+    """Return rows and columns of every grid of at most `max_tiles`, smallest first."""
     grids = [(rows, cols) for rows in range(1, max_tiles + 1) for cols in range(1, max_tiles // rows + 1)]
     return tuple(sorted(grids, key=lambda grid: (grid[0] * grid[1], grid[1])))
 
 
 def fixed_grid(height: int, width: int, tiling: Tiling) -> Size:
-    """Rows and columns of tiles whose grid is the nearest to the image in width over height.
+    """Return rows and columns of the grid of tiles whose aspect ratio is nearest to the image's.
 
-    Of equally near grids, such as 1 x 1 and 2 x 2, the largest of whose area the image fills more than half
-    (`find_closest_aspect_ratio` of InternVL 1.5).
+    If several grids are equally near, such as 1 x 1 and 2 x 2, the largest wins of whose area the image fills more than
+    half (`find_closest_aspect_ratio` of InternVL 1.5).
     """
     best, best_error = (1, 1), math.inf
     tile_height, tile_width = tiling.tile_size
@@ -241,12 +243,12 @@ def fixed_grid(height: int, width: int, tiling: Tiling) -> Size:
 
 
 def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
-    """The tiles of an image, from its size alone, so that packing needs no pixels.
+    """Return the tiles of an image from its size alone, so that packing needs no pixels.
 
     Args:
-        height: of the upright image, in pixels: see `oriented_size`.
-        width: likewise.
-        tiling: from `tiling_of`.
+        height: height of the upright image in pixels; see `oriented_size`.
+        width: its width.
+        tiling: a result of `tiling_of`.
 
     Returns:
         Height and width in pixels of each tile, in the order of `tile_image`.
@@ -271,15 +273,15 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 (upright) to 8, of an image whose pixels were not read yet.
+    """Return the EXIF orientation, 1 (upright) to 8, of an image whose pixels have not been read.
 
-    As far as it stands before the pixels: a PNG may have it behind them, where a header's reader does not come. Unknown
-    or unreadable orientations count as upright, as in viewers.
+    Only an orientation before the pixels counts. A PNG may have it after them, where a reader of headers does not get.
+    Unknown or unreadable orientations count as upright, as in viewers.
     """
     if isinstance(image, TiffImageFile):
-        return 1  # Pillow gives the upright size and turns the pixels itself
+        return 1  # Pillow returns the upright size and turns the pixels itself
     try:
-        # Not the method of PngImageFile, which reads all pixels first.
+        # The method of PngImageFile would read all pixels first.
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     except (SyntaxError, ValueError, struct.error):
         return 1
@@ -287,13 +289,13 @@ def orientation(image: Image.Image) -> int:
 
 
 def oriented_size(image: Image.Image) -> Size:
-    """Height and width in pixels of the upright image, from its header alone."""
+    """Return height and width in pixels of the upright image, from its header alone."""
     width, height = image.size
     return (width, height) if orientation(image) >= 5 else (height, width)
 
 
 def to_channels(image: Image.Image, num_channels: int) -> Image.Image:
-    """The image as 8-bit grey (`L`) or `RGB`, on white where it is transparent.
+    """Convert an image to 8-bit grey (`L`) or `RGB`, on white where it is transparent.
 
     Raises:
         ValueError: its pixels have no known range, or no known conversion.
@@ -316,14 +318,14 @@ def to_channels(image: Image.Image, num_channels: int) -> Image.Image:
 
 
 def covering_size(height: int, width: int, side: int) -> Size:
-    """Height and width of an image whose shorter side is resized to `side`; the longer one is rounded down."""
+    """Return height and width of an image whose shorter side is resized to `side`. The longer one is rounded down."""
     return (side, int(side * width / height)) if height <= width else (int(side * height / width), side)
 
 
 def square_tile(image: Image.Image, tiling: Tiling) -> np.ndarray:
-    """The one tile of an image that is stretched, cropped or padded, uint8 `[tile height, tile width, channels]`.
+    """Return the tile of an image that is stretched, cropped or padded, uint8 `[height, width, channels]`.
 
-    Operation by operation as the Hugging Face processors of the module's text, with torchvision as their backend.
+    This repeats the Hugging Face processors named above operation by operation, with torchvision as their backend.
     """
     pixels = np.asarray(image).reshape(image.height, image.width, tiling.num_channels)
     height, width = tiling.tile_size
@@ -342,10 +344,10 @@ def square_tile(image: Image.Image, tiling: Tiling) -> np.ndarray:
 
 
 def torch_resized(pixels: np.ndarray, size: Size, resample: str) -> np.ndarray:
-    """uint8 `[height, width, channels]` at another size, with antialiasing, as `torchvision.transforms.v2` resizes."""
+    """Resize uint8 `[height, width, channels]` with antialiasing, as `torchvision.transforms.v2` does."""
     if pixels.shape[:2] == size:
         return pixels
-    import torch  # what only looks at sizes does without it
+    import torch  # programs that only need sizes do not need it
 
     image = torch.from_numpy(np.array(pixels)).permute(2, 0, 1)[None]
     image = torch.nn.functional.interpolate(image, size, mode=resample, align_corners=False, antialias=True)
@@ -353,14 +355,14 @@ def torch_resized(pixels: np.ndarray, size: Size, resample: str) -> np.ndarray:
 
 
 def resized(image: Image.Image, size: Size, resample: str) -> Image.Image:
-    """The image at a height and width; itself where it has them, so that its pixels stay what they are."""
+    """Resize an image. If it has that size already, it is returned unchanged."""
     height, width = size
     return image if image.size == (width, height) else image.resize(
         (width, height), Image.Resampling[resample.upper()])
 
 
 def normalised(image: Image.Image | np.ndarray, tiling: Tiling) -> np.ndarray:
-    """8-bit pixels as `(x / 255 - mean) / std`, float32 `[C, height, width]`."""
+    """Normalise 8-bit pixels to `(x / 255 - mean) / std`, float32 `[C, height, width]`."""
     pixels = np.asarray(image, np.float32)
     pixels = pixels.reshape(*pixels.shape[:2], tiling.num_channels).transpose(2, 0, 1) / np.float32(255)
     mean, std = (np.array(values, np.float32)[:, None, None] for values in (tiling.mean, tiling.std))
@@ -368,19 +370,19 @@ def normalised(image: Image.Image | np.ndarray, tiling: Tiling) -> np.ndarray:
 
 
 def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
-    """The tiles of an image: turned upright, converted to the encoder's channels, resized, normalised.
+    """Make the tiles of an image: turn it upright, convert it to the encoder's channels, resize it, normalise it.
 
     Args:
-        image: as `PIL.Image.open` gives it, its pixels not read yet; of an animation the first frame counts.
-        tiling: from `tiling_of`.
+        image: `PIL.Image.open` whose pixels have not been read; of an animation only the first frame counts.
+        tiling: a result of `tiling_of`.
 
     Returns:
-        float32 `[C, height, width]` each, of the sizes that `tile_sizes` tells from `oriented_size(image)`: rows of
+        float32 `[C, height, width]` each, with the sizes that `tile_sizes` returns for `oriented_size(image)`: rows of
         tiles from the top, then the thumbnail.
 
     Raises:
-        ValueError: pixels that cannot be converted; see `to_channels`.
-        OSError: what Pillow raises for pixels that it cannot decode.
+        ValueError: the pixels cannot be converted; see `to_channels`.
+        OSError: Pillow cannot decode the pixels.
     """
     turn = UPRIGHT.get(orientation(image))
     size = oriented_size(image)
@@ -394,7 +396,7 @@ def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     rows, cols = fixed_grid(*size, tiling)
     height, width = tiling.tile_size
     whole = normalised(resized(upright, (rows * height, cols * width), tiling.resample), tiling)
-    # Copies: a view would keep the whole grid alive in every tile.
+    # These are copies, because a view would keep the whole grid alive in every tile.
     tiles = [
         whole[:, row * height : (row + 1) * height, col * width : (col + 1) * width].copy()
         for row in range(rows)

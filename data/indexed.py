@@ -1,4 +1,4 @@
-"""A lane of any data set whose sample is a function of its global index."""
+"""Lane of a data set whose samples are a function of their global index."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mimo.protocols import Lane, Sample
 
 
 class IndexedStream:
-    """The samples of one lane: global indices `lane.index`, `lane.index + lane.count`, ...
+    """Samples of one lane: global indices `lane.index`, `lane.index + lane.count`, ...
 
     Args:
-        lane: which lane.
-        build: the sample at a global index, counted from 0 without end.
+        lane: the lane.
+        build: function that returns the sample at a global index, counted from 0 without end.
 
     Raises:
         ValueError: the seed is negative, which NumPy's generators refuse.
@@ -36,19 +36,19 @@ class IndexedStream:
         return sample
 
     def skip(self, count: int) -> None:
-        """Pass over `count` samples without building them."""
+        """Skip `count` samples without building them."""
         self._consumed += count
 
     def state_dict(self) -> dict[str, Any]:
-        """Samples of this lane handed out so far, and the number of lanes they were counted in."""
+        """Return the number of delivered samples of this lane, and the number of lanes."""
         return {"consumed": self._consumed, "lanes": self._lane.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, by the same lane or, as all lanes stand at the same place, by any other.
+        """Continue from a state of any lane, because all lanes have the same position.
 
         Raises:
-            ValueError: the state is of another kind of data set; or the lane count changed and the samples consumed by
-                all lanes do not divide over the new one.
+            ValueError: the state belongs to another kind of data set, or the number of lanes has changed and the
+                consumed samples cannot be divided over the new number.
         """
         if not {"consumed", "lanes"} <= state.keys():
             raise ValueError(f"the checkpoint's data state is not of an indexed data set: it holds "

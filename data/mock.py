@@ -1,4 +1,4 @@
-"""Random tokens and images of any size, without end: for benchmarks and for tests of uneven batches.
+"""Random tokens and images of any size without end, for benchmarks and for tests of uneven batches.
 
 Lengths, image counts and image positions vary from sample to sample on purpose. There is nothing to learn.
 """
@@ -34,7 +34,7 @@ class Config:
 
 
 def check(config: Config, tokens: TokenSpec) -> None:
-    """Raise ValueError, naming flags and values, for a configuration that cannot work."""
+    """Raise ValueError, with flags and values, if the configuration cannot work."""
     if not 2 <= config.mock_min_length <= config.mock_max_length:
         given = f"--mock-min-length {config.mock_min_length} --mock-max-length {config.mock_max_length}"
         raise ValueError(f"{given}: need 2 <= min <= max")
@@ -49,13 +49,13 @@ def check(config: Config, tokens: TokenSpec) -> None:
 
 
 def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
-    """The sample at a global index: a pure function of (seed, split, index)."""
+    """Build the sample at a global index, a pure function of (seed, split, index)."""
     rng = np.random.default_rng([lane.seed, SPLITS.index(lane.split), index])
     no_images = tokens.image_token_id < 0 or config.mock_images_max == 0
     text_only = no_images or rng.random() < config.mock_text_only_fraction
     num_images = 0 if text_only else int(rng.integers(1, config.mock_images_max + 1))
     length = int(rng.integers(config.mock_min_length, config.mock_max_length + 1))
-    # Any id but 0, which pads, and the image placeholder.
+    # Any id except 0, which pads, and the image placeholder.
     text = rng.integers(1, tokens.vocab_size - (0 < tokens.image_token_id < tokens.vocab_size), size=length)
     text += (tokens.image_token_id > 0) & (text >= tokens.image_token_id)
     answer = int(rng.integers(1, length))
@@ -74,25 +74,25 @@ def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> S
 
 
 class MockProvider:
-    """The `mock` data set; see the module's text."""
+    """The `mock` data set; see the docstring of this module."""
 
     Config: ClassVar[type] = Config
 
     def validate(self, config: Any, tokens: TokenSpec) -> None:
-        """Raise ValueError, naming the flag, for a configuration that cannot work."""
+        """Raise ValueError, with the flag, if the configuration cannot work."""
         check(config, tokens)
 
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
-        """Open one lane. Raises ValueError, naming the flag, for a configuration that cannot work."""
+        """Open one lane. Raises ValueError, with the flag, if the configuration cannot work."""
         check(config, tokens)
         return IndexedStream(lane, partial(build_sample, config, tokens, lane))
 
     def num_samples(self, config: Any, split: str) -> int | None:
-        """None: neither split has an end."""
+        """Return None, because neither split has an end."""
         return None
 
     def decode(self, config: Any, tokens: list[int]) -> str:
-        """Token ids, separated by spaces."""
+        """Write token ids, separated by spaces."""
         return " ".join(str(token) for token in tokens)
 
 

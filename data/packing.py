@@ -1,7 +1,7 @@
-"""Which samples share a row of `--seq-length` tokens.
+"""Choose which samples share a row of `--seq-length` tokens.
 
 First-fit-decreasing (Johnson, 1973) needs at most 11/9 of the fewest packs plus one. Balanced packing keeps that number
-of packs and evens the image tokens, which are what an encoder works for, so that no lane waits for another's images:
+of packs and evens their image tokens, which are the encoder's work, so that no lane waits for another's images:
 longest-processing-time-first (Graham, 1969) or, where the packs are too full for it, MULTIFIT (Coffman, Garey and
 Johnson, 1978); then exchanges between the heaviest pack and the others.
 """
@@ -16,14 +16,15 @@ import numpy as np
 
 Rng = np.random.Generator | random.Random
 
-# What balancing may cost, as nothing is read meanwhile: for 1024 samples about 2 ms a bound and 0.2 ms an exchange.
+# Limits for the time of balancing, because nothing is read meanwhile. For 1024 samples a bound takes about 2 ms and an
+# exchange 0.2 ms.
 MAX_BOUNDS = 7
 MAX_EXCHANGES = 150
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """The samples among which packs are chosen.
+    """Samples from which packs are chosen.
 
     Attributes:
         lengths: tokens of each sample, int64 `[N]`.
@@ -36,12 +37,12 @@ class Buffer:
     capacity: int
 
     def loads(self, pack_of: np.ndarray, num_packs: int) -> np.ndarray:
-        """Image tokens of each pack, int64 `[num_packs]`, from the pack of each sample."""
+        """Sum the image tokens of each pack, int64 `[num_packs]`, from the pack of each sample."""
         return np.bincount(pack_of, self.costs, num_packs).astype(np.int64)
 
 
 def shuffled(count: int, rng: Rng) -> np.ndarray:
-    """The numbers below `count` in random order, int64."""
+    """Return the numbers below `count` in random order, int64."""
     if isinstance(rng, random.Random):
         order = list(range(count))
         rng.shuffle(order)
@@ -50,7 +51,7 @@ def shuffled(count: int, rng: Rng) -> np.ndarray:
 
 
 def checked(lengths: Sequence[int], costs: Sequence[int], capacity: int) -> Buffer:
-    """The samples as a buffer. Raises ValueError, naming the index, for a length that is not within 1 to `capacity`."""
+    """Make a buffer of samples. Raises ValueError, with the index, for a length that is not within 1 to `capacity`."""
     sizes, weights = (np.asarray(values, np.int64).reshape(-1) for values in (lengths, costs))
     assert sizes.shape == weights.shape and (weights >= 0).all(), (sizes.shape, weights.shape)
     wrong = np.flatnonzero((sizes < 1) | (sizes > capacity))
@@ -61,7 +62,7 @@ def checked(lengths: Sequence[int], costs: Sequence[int], capacity: int) -> Buff
 
 
 def grouped(pack_of: np.ndarray, num_packs: int) -> list[list[int]]:
-    """Indices of each pack, ascending, from the pack of each index."""
+    """Return the indices of each pack, ascending, from the pack of each index."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     for index, pack in enumerate(pack_of.tolist()):
         packs[pack].append(index)
@@ -69,10 +70,10 @@ def grouped(pack_of: np.ndarray, num_packs: int) -> list[list[int]]:
 
 
 def first_fit(buffer: Buffer, order: list[int], num_packs: int, bound: int) -> np.ndarray | None:
-    """Samples in the given order, each to the first pack that has room and stays within `bound` image tokens.
+    """Assign each sample, in the given order, to the first pack that has room and stays within `bound` image tokens.
 
     Returns:
-        The pack of each sample, int64 `[N]`; None where a sample fits in none of `num_packs`.
+        The pack of each sample, int64 `[N]`; None if a sample fits in none of `num_packs`.
     """
     free = np.full(num_packs, buffer.capacity, np.int64)
     left = np.full(num_packs, bound, np.int64)
@@ -89,7 +90,7 @@ def first_fit(buffer: Buffer, order: list[int], num_packs: int, bound: int) -> n
 
 
 def first_fit_decreasing(buffer: Buffer, rng: Rng) -> tuple[list[int], np.ndarray, int]:
-    """Samples by falling length, equal ones in random order; the pack of each; the number of packs.
+    """Return samples by falling length (equal ones in random order), the pack of each, and the number of packs.
 
     Packs are numbered at random.
     """
@@ -102,28 +103,28 @@ def first_fit_decreasing(buffer: Buffer, rng: Rng) -> tuple[list[int], np.ndarra
 
 
 def select_packs(lengths: Sequence[int], capacity: int, rng: Rng) -> list[list[int]]:
-    """Packs by first-fit-decreasing; equal lengths and the order of the packs are shuffled.
+    """Choose packs by first-fit-decreasing. Equal lengths and the order of the packs are shuffled.
 
     Args:
         lengths: tokens of each sample.
         capacity: most tokens of a pack.
-        rng: the only source of randomness; the caller seeds it.
+        rng: only source of randomness, seeded by the caller.
 
     Returns:
         Indices into `lengths` of each pack, ascending; every index is in exactly one.
 
     Raises:
-        ValueError: a length is not within 1 to `capacity`, naming the index.
+        ValueError: a length is not within 1 to `capacity`; the message names the index.
     """
     _, pack_of, num_packs = first_fit_decreasing(checked(lengths, [0] * len(lengths), capacity), rng)
     return grouped(pack_of, num_packs)
 
 
 def spread(buffer: Buffer, num_packs: int) -> np.ndarray | None:
-    """Costliest samples first, each to the pack with fewest image tokens that has room: longest-processing-time-first.
+    """Assign the costliest samples first, each to the pack with room that has the fewest image tokens.
 
     Returns:
-        The pack of each sample, int64 `[N]`; None where a sample finds no room.
+        The pack of each sample, int64 `[N]`; None if there is no room for a sample.
     """
     free = np.full(num_packs, buffer.capacity, np.int64)
     loads = np.zeros(num_packs, np.int64)
@@ -140,16 +141,16 @@ def spread(buffer: Buffer, num_packs: int) -> np.ndarray | None:
 
 
 def bounded(buffer: Buffer, order: list[int], num_packs: int, heaviest: int) -> np.ndarray | None:
-    """First-fit within the lowest bound on a pack's image tokens for which the packs suffice: MULTIFIT.
+    """First-fit within the lowest bound on a pack's image tokens for which the packs suffice (MULTIFIT).
 
     Args:
         buffer: the samples.
         order: samples by falling length.
         num_packs: number of packs.
-        heaviest: image tokens of a pack that are known to suffice, and to be bettered.
+        heaviest: bound that is known to suffice and is to be improved.
 
     Returns:
-        The pack of each sample, int64 `[N]`; None where no bound tried sufficed.
+        The pack of each sample, int64 `[N]`; None if no tried bound sufficed.
     """
     low, high = max(-(-int(buffer.costs.sum()) // num_packs), int(buffer.costs.max())), heaviest
     best = None
@@ -166,13 +167,13 @@ def bounded(buffer: Buffer, order: list[int], num_packs: int, heaviest: int) -> 
 
 
 def even_out(buffer: Buffer, pack_of: np.ndarray, num_packs: int) -> None:
-    """Exchange samples, or move one, between the heaviest pack and another while that evens image tokens; in place.
+    """Exchange samples in place, or move one, between the heaviest pack and others while this evens image tokens.
 
-    Each step takes what lowers the sum of squares most and makes no pack as heavy as the heaviest was. A pack that
-    nothing helps is left for the next heaviest, and tried again when any other changed: the heaviest counts most. At
+    Each step takes the exchange that lowers the sum of squares most and makes no pack as heavy as the heaviest was. If
+    no exchange helps a pack, the next heaviest is tried, and this one again when another pack has changed. There are at
     most `MAX_EXCHANGES` steps.
     """
-    # A sample without length and cost stays in each pack: to exchange it is to move the other.
+    # Each pack has a sample without length and cost. Exchanging it means moving the other sample.
     nothing = np.zeros(num_packs, np.int64)
     lengths, costs = np.concatenate([buffer.lengths, nothing]), np.concatenate([buffer.costs, nothing])
     places = np.concatenate([pack_of, np.arange(num_packs)])
@@ -211,15 +212,15 @@ def select_balanced(
         lengths: tokens of each sample, image tokens included.
         image_tokens: image tokens of each sample.
         capacity: most tokens of a pack.
-        rng: the only source of randomness; the caller seeds it.
+        rng: only source of randomness, seeded by the caller.
 
     Returns:
-        Indices into `lengths` of each pack, ascending; every index is in exactly one. And the image tokens of the pack
-        that `select_packs` with an equal `rng` has in each one's place: they are the imbalance before, and that of the
-        packs is never above it.
+        Indices into `lengths` of each pack, ascending; every index is in exactly one. Also, for each pack, the image
+        tokens of the pack that `select_packs` with an equal `rng` has in its place. The imbalance of the packs is never
+        above theirs.
 
     Raises:
-        ValueError: a length is not within 1 to `capacity`, naming the index.
+        ValueError: a length is not within 1 to `capacity`; the message names the index.
     """
     buffer = checked(lengths, image_tokens, capacity)
     order, plain, num_packs = first_fit_decreasing(buffer, rng)
@@ -230,7 +231,7 @@ def select_balanced(
     if starts[0] is None:
         starts = [bounded(buffer, order, num_packs, int(before.max())), plain.copy()]
     numbers = shuffled(num_packs, rng)
-    # An assignment that leaves a pack empty does with fewer packs: it happens, but rows must correspond.
+    # An assignment may leave a pack empty, but then rows would not correspond.
     full = [start for start in starts if start is not None and np.bincount(start, minlength=num_packs).all()]
     candidates = [plain] + [numbers[start] for start in full]
     for candidate in candidates[1:]:
@@ -240,13 +241,13 @@ def select_balanced(
 
 
 def utilisation(packs: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
-    """Share of the packs' room that holds tokens, 0 to 1; 1.0 without packs, which waste nothing."""
+    """Return the share of the packs' room that holds tokens, 0 to 1; 1.0 without packs."""
     if not packs:
         return 1.0
     return sum(int(lengths[index]) for pack in packs for index in pack) / (len(packs) * capacity)
 
 
 def imbalance(costs: Sequence[int]) -> float:
-    """Largest over mean, at least 1; 1.0 where there are no costs, or all are zero."""
+    """Return the largest cost over the mean, at least 1; 1.0 if there are no costs or all are zero."""
     total = sum(costs)
     return float(max(costs) * len(costs) / total) if total else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What stands before and after each image.
+# Text before and after each image.
 IMAGE_TAGS = {
     "none": ("", ""),
     "internvl": ("<img>", "</img>"),
@@ -18,10 +18,10 @@ class PromptFormat:
     """How turns are written.
 
     Attributes:
-        template: Jinja chat template; what the model learns to write stands between {% generation %} tags. Empty
-            for the tokenizer's own.
+        template: Jinja chat template, with {% generation %} tags around the text that the model learns to write; empty
+            for the tokenizer's own template.
         tokens: special tokens that the tokenizer must have, `eos_token` for its own.
-        marks: what stands before and ends each answer, in a template without {% generation %} tags.
+        marks: text before each answer and at its end, in a template without {% generation %} tags.
     """
 
     template: str
@@ -30,7 +30,7 @@ class PromptFormat:
 
 
 def _headed(header: str, end: str, after: str = "", *, start: str = "", content: str = "message['content']") -> str:
-    """A template whose turns are a header with the role, the content and an end of turn; all are Jinja expressions."""
+    """Return a template whose turns are a header with the role, the content and an end. All are Jinja expressions."""
     after = "{{ " + after + " }}" if after else ""
     return (
         f"{start}{{% for message in messages %}}{{% set role = message['role'] %}}{{{{ {header} }}}}"
@@ -56,7 +56,7 @@ _NEMOTRON_H = (
     "{% else %}{{ '<SPECIAL_11>Assistant\\n' }}{% generation %}{{ content + END }}{% endgeneration %}{{ AFTER }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<SPECIAL_11>Assistant\\n' }}{% endif %}"
 )
-# Users switch thinking on and off with words that the model is not shown.
+# Users switch thinking on and off with words that are removed from the text.
 _WITHOUT_SWITCHES = (
     "(message['content'] if message['role'] == 'assistant' else "
     "message['content'].replace('/think', '').replace('/no_think', ''))"
@@ -76,7 +76,7 @@ _LLAMA3_FORMAT = PromptFormat(
     ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 )
 
-# Names as in Megatron-LM's multimodal and SFT tokenizers; plain has no roles, its turns are lines.
+# Names as in Megatron-LM's multimodal and SFT tokenizers. plain has no roles; its turns are lines.
 PROMPT_FORMATS = {
     "chatml": _CHATML_FORMAT,
     "qwen2p0": _CHATML_FORMAT,
@@ -101,7 +101,7 @@ PROMPT_FORMATS = {
         _NEMOTRON_H.replace("CONTENT", _WITHOUT_SWITCHES).replace("END", "'<SPECIAL_12>'").replace("AFTER", "'\\n'"),
         ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
     ),
-    # The tokenizer's own template, and what Megatron's tokenizer learns of it: all between these two.
+    # The tokenizer's own template. Megatron's tokenizer learns the text between these two marks.
     "nemotron6-moe": PromptFormat(
         "", ("<|im_start|>", "<|im_end|>"), marks=("<|im_start|>assistant\n", "<|im_end|>")
     ),

@@ -1,4 +1,4 @@
-"""Conversations to token ids and a loss mask: a Hugging Face tokenizer with a prompt format and image tags."""
+"""Turn conversations into token ids and a loss mask, with a Hugging Face tokenizer, a prompt format and image tags."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from mimo.protocols import TokenSpec
 
 ROLES = ("system", "user", "assistant", "tool")
-# How families of vision-language models write the token that becomes an image.
+# Image tokens of families of vision-language models.
 IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|patch|>", "<|image|>")
-# Tokenizer classes of transformers that take tokenizer.json as it is.
+# Tokenizer classes of transformers that use tokenizer.json unchanged.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def check_characters(text: str) -> None:
-    """Raise ValueError for half a character, which JSON may hold as an escape."""
+    """Raise ValueError for half a character, which JSON may contain as an escape."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -36,14 +36,14 @@ def check_characters(text: str) -> None:
 
 
 def content_parts(content: Any) -> list[str | None]:
-    """The text parts of a turn's content, None for each image between them.
+    """Return the text parts of a turn's content, with None for each image between them.
 
     Args:
         content: text in which each `<image>` stands for an image, or parts `{"type": "text", "text": ...}` and
             `{"type": "image"}`, whose text is taken literally.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the content has neither form.
     """
     if isinstance(content, str):
         check_characters(content)
@@ -72,18 +72,18 @@ def content_parts(content: Any) -> list[str | None]:
 class Tokenizer:
     """A tokenizer with a prompt format and image tags, for one model.
 
-    The whole text of a sample is tokenised at once, with its image tokens in it, as a processor of transformers does:
-    many tokenizers treat the first word of a text differently, so a text must not be cut at its images.
+    The whole text of a sample is tokenised at once, with its image tokens in it, as a processor of transformers does.
+    Many tokenizers treat the first word of a text differently, so a text must not be cut at its images.
 
     Args:
-        folder: where a Hugging Face tokenizer was saved; nothing is downloaded and none of its code is run.
+        folder: folder of a Hugging Face tokenizer; nothing is downloaded and none of its code is run.
         prompt_format: `tokenizer` for its own chat template, or a key of `PROMPT_FORMATS`.
         image_tag_type: a key of `IMAGE_TAGS`.
         tokens: the model's vocabulary and image placeholder.
         append_eos: write the end-of-sequence token after each answer, for a chat template that ends none.
 
     Raises:
-        ValueError: naming flags and values, for what cannot work.
+        ValueError: the flags cannot work; the message names them and their values.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Tokenizer:
         self.name = f"--tokenizer {folder} --prompt-format {prompt_format}"
         self._hf = load_tokenizer(folder)
         self._backend = self._hf.backend_tokenizer
-        # tokenizer.json may hold either, and what transformers would reset at each call, the backend does not.
+        # tokenizer.json may set both. transformers resets them at each call, but the backend does not.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._tags = IMAGE_TAGS[image_tag_type]
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @property
     def rewrites_history(self) -> bool:
-        """Whether the template writes an answer differently once other turns follow, so that it is not learned."""
+        """Whether the template writes an answer differently once other turns follow. Such an answer is not learned."""
         return self._renderer.rewrites_history
 
     def _find_template(self, folder: str, prompt_format: str) -> ChatTemplate:
@@ -155,7 +155,7 @@ class Tokenizer:
         )
 
     def _check_images(self, image_tag_type: str) -> None:
-        """Compare what the template writes for an image with the flags, and take over its tags for documents."""
+        """Compare the template's text for an image with the flags, and use its tags for documents."""
         written = self._template.image_text
         if not written:
             return
@@ -176,18 +176,18 @@ class Tokenizer:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = (), tools: Sequence[Any] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation as tokens.
+        """Tokenise a conversation.
 
         Args:
             messages: turns with `role` and `content`, see `content_parts`; the assistant's may have `tool_calls`.
-            tiles: placeholders of each image, in order.
-            tools: those that the conversation offers, as the chat template takes them.
+            tiles: number of placeholders of each image, in order.
+            tools: tools that the conversation offers, in the form that the chat template takes.
 
         Returns:
             Tokens int64 `[T]`, and bool `[T]`, True on the answers and their ends of turn.
 
         Raises:
-            ValueError: what is wrong with the conversation.
+            ValueError: the conversation cannot be used; the message says why.
         """
         if not messages:
             raise ValueError("empty conversation")
@@ -214,11 +214,11 @@ class Tokenizer:
         return tokens, mask
 
     def encode_document(self, content: Any, tiles: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Text without turns, between the tokens of its beginning and end, if the tokenizer has them.
+        """Tokenise text without turns, between the tokenizer's tokens for beginning and end, if it has them.
 
         Args:
             content: see `content_parts`.
-            tiles: placeholders of each image, in order.
+            tiles: number of placeholders of each image, in order.
 
         Returns:
             Tokens int64 `[T]`, and bool `[T]`, True on all but the first and the images with their tags.
@@ -245,7 +245,7 @@ class Tokenizer:
         used = {"tools"} if tools else set()
         used |= {"tool_calls" for turn in turns if "tool_calls" in turn.fields}
         used |= {"turns of role tool" for turn in turns if turn.role == "tool"}
-        # Prompt formats know no tools: several would write a result as an answer.
+        # Prompt formats do not know tools, and several would write a tool's result as an answer.
         lost = sorted(used & self._renderer.unwritten_tools if used and self._template_is_own else used)
         if lost:
             raise ValueError(
@@ -262,7 +262,7 @@ class Tokenizer:
     def _tokenise(
         self, rendered: Rendered, is_target: np.ndarray, tags: tuple[str, str], tiles: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a text with its images in it, and which of them have a character where `is_target`.
+        """Tokenise a text with its images, and find the tokens that have a character where `is_target` is true.
 
         Raises:
             ValueError: the beginning or end of an answer lies inside a token.
@@ -302,9 +302,9 @@ class Tokenizer:
         return tokens, mask & ~is_image
 
     def _image_token(self, text: str, *, has_images: bool) -> tuple[Any, str, int]:
-        """A tokenizer for a text and the image token in it: how it is written there, and its id.
+        """Return a tokenizer for a text, the name of the image token in the text, and its id.
 
-        That is the tokenizer's own image token, unless it has none or the text spells its name.
+        They are the tokenizer's own, unless it has no image token or the text contains its name.
         """
         if self._image_text not in text if self._image_text else not has_images:
             return self._backend, self._image_text, self._image_id
@@ -314,7 +314,7 @@ class Tokenizer:
         return self._stand_ins[word]
 
     def _stand_in(self, word: str) -> tuple[Any, str, int]:
-        """A copy of the tokenizer whose image token is written as a word that no text has."""
+        """Copy the tokenizer, with a word that no text contains as the name of its image token."""
         if not self._image_text:
             backend = type(self._backend).from_str(self._backend.to_str())
             backend.add_special_tokens([AddedToken(word, special=True, normalized=False)])
@@ -336,10 +336,10 @@ class Tokenizer:
 
 
 def _check_boundaries(text: str, offsets: np.ndarray, is_target: np.ndarray, mask: np.ndarray) -> None:
-    """Refuse a token that holds the end of a prompt and the start of an answer, or the end of one and what follows.
+    """Refuse tokens across the border of an answer: with the end of its prompt, or with the text that follows it.
 
-    White space is no matter: a token " yes" behind "ASSISTANT:" is what the model gives, though the template wrote the
-    space. But nobody can prompt the model with half a token.
+    White space does not matter: the model does generate a token " yes" after "ASSISTANT:", although the template wrote
+    the space. But nobody can prompt the model with half a token.
     """
     lengths = offsets[:, 1] - offsets[:, 0]
     targets_before = np.concatenate([[0], np.cumsum(is_target)])
@@ -355,22 +355,22 @@ def _check_boundaries(text: str, offsets: np.ndarray, is_target: np.ndarray, mas
 
 
 def too_small(folder: str, tokenizer: Any, tokens: TokenSpec) -> str:
-    """The error message for a vocabulary with fewer tokens than the tokenizer's."""
+    """Return the error message for a vocabulary with fewer tokens than the tokenizer's."""
     largest = max(tokenizer.get_vocab().values())
     return f"--tokenizer {folder}: has token ids up to {largest}, the model's --vocab-size is {tokens.vocab_size}"
 
 
 def check_image_token(folder: str, tokenizer: Any, tokens: TokenSpec, image_text: str) -> None:
-    """Refuse an image token that is not the tokenizer's, or that text gives, too.
+    """Refuse an image token that is not the tokenizer's, or that ordinary text produces too.
 
     Args:
-        folder: of the tokenizer.
-        tokenizer: Hugging Face's.
+        folder: folder of the tokenizer.
+        tokenizer: the Hugging Face tokenizer.
         tokens: the model's vocabulary and image placeholder.
-        image_text: what the chat template writes for an image; empty if it writes none.
+        image_text: text that the chat template writes for an image; empty if it writes none.
 
     Raises:
-        ValueError: naming flags and values.
+        ValueError: the image token cannot be used; the message names flags and values.
     """
     vocabulary, image_id = tokenizer.get_vocab(), tokens.image_token_id
     size = max(vocabulary.values()) + 1
@@ -394,9 +394,9 @@ def check_image_token(folder: str, tokenizer: Any, tokens: TokenSpec, image_text
 
 
 def image_tokens(folder: str, tokenizer: Any, image_text: str) -> dict[str, int]:
-    """The tokens of a tokenizer that may stand for an image, with their ids: most often one, or none if it has none.
+    """Return the tokens of a tokenizer that may stand for an image, with their ids. Most often there is one, or none.
 
-    They are what its files say, else what the chat template writes for an image, else names that families use.
+    They come from its files, else from the chat template's text for an image, else from the names that families use.
     """
     names = [tokenizer.special_tokens_map.get("image_token")]
     saved = Path(folder) / "processor_config.json"
@@ -414,13 +414,13 @@ def load_tokenizer(folder: str) -> Any:
     """Load the fast Hugging Face tokenizer of a folder as AutoTokenizer does, with the chat template of its processor.
 
     Raises:
-        ValueError: there is none, or transformers would read it wrongly; names --tokenizer.
+        ValueError: there is none, or transformers would read it wrongly; the message names --tokenizer.
     """
     if not folder:
         raise ValueError("--tokenizer: give the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
         raise ValueError(f"--tokenizer {folder}: there is no such folder")
-    # Seconds to import, and --help needs none of it.
+    # Takes seconds to import, and --help does not need it.
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
@@ -428,7 +428,7 @@ def load_tokenizer(folder: str) -> Any:
     try:
         saved, named = Path(folder) / "tokenizer.json", _tokenizer_class(folder)
         if saved.is_file() and named in GENERIC_CLASSES:
-            # AutoTokenizer gives the same after an import of many seconds, for which every rank would wait.
+            # AutoTokenizer returns the same after an import of many seconds, for which every rank would wait.
             logging.set_verbosity_error()
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
@@ -452,20 +452,20 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def _tokenizer_class(folder: str) -> str:
-    """The class that transformers uses; empty if only the model's config.json tells."""
+    """Return the class that transformers uses; empty if only the model's config.json names it."""
     path = Path(folder) / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
-    if "auto_map" in config:  # a class in the folder itself, whose code is not run
+    if "auto_map" in config:  # The class is in the folder itself, and its code is not run.
         return GENERIC_CLASSES[0]
     has_model = (Path(folder) / "config.json").is_file()
     return str(config.get("tokenizer_class") or ("" if has_model else GENERIC_CLASSES[0]))
 
 
 def _check_class(folder: str, tokenizer: Any, named: str) -> None:
-    """Refuse a tokenizer class under which ordinary text has other tokens than in tokenizer.json.
+    """Refuse a tokenizer class with which ordinary text has other tokens than in tokenizer.json.
 
-    transformers builds some classes anew from the vocabulary alone. That is right for their own vocabularies, and for
-    others, such as a byte-level one under the name LlamaTokenizer, text is lost.
+    transformers rebuilds some classes from the vocabulary alone. That is right for their own vocabularies. With others,
+    such as a byte-level vocabulary under the name LlamaTokenizer, text is lost.
     """
     file = type(tokenizer.backend_tokenizer).from_file(str(Path(folder) / "tokenizer.json"))
     text = "Two words, 3.14 and\n  na\u00efve lines"
@@ -479,12 +479,12 @@ def _check_class(folder: str, tokenizer: Any, named: str) -> None:
 
 
 def _checked_turn(position: int, message: Any, *, own_lines: bool) -> Turn:
-    """Role, content parts and tool calls of a turn.
+    """Read role, content parts and tool calls of a turn.
 
     Args:
-        position: of the turn, from 1.
-        message: with `role` and `content`.
-        own_lines: the template writes images, so a line break beside the marker of one is part of the marker.
+        position: number of the turn, from 1.
+        message: the turn, with `role` and `content`.
+        own_lines: whether the template writes images, so that a line break beside a marker belongs to the marker.
 
     Raises:
         ValueError: an unknown role, an empty turn, an image in an answer, tool calls that cannot be read.
@@ -515,7 +515,7 @@ def _checked_turn(position: int, message: Any, *, own_lines: bool) -> Turn:
 
 
 def _tool_calls(position: int, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as chat templates take them: their arguments are an object, where OpenAI's are JSON."""
+    """Convert tool calls for chat templates, which take arguments as an object. OpenAI's are JSON."""
     if not isinstance(calls, (list, tuple)):
         raise ValueError(f"turn {position}: tool_calls is {type(calls).__name__}, expected a list")
     read = []

@@ -1,4 +1,4 @@
-"""Samples of Energon's types, and crude ones, as conversations."""
+"""Read samples of Energon's types, and crude ones, as conversations."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from data.conversations import IMAGE_MARKER, Conversation, captioned, from_parts
 
 @edataclass
 class ParsedSample(EnergonSample):
-    """A sample of a crude data set, parsed."""
+    """Parsed sample of a crude data set."""
 
     conversation: Conversation
 
 
 class TextDecoder(FileStoreDecoder):
-    """Parses the json and txt parts of a sample; everything else stays bytes.
+    """Parse the json and txt parts of a sample. Everything else stays bytes.
 
-    So do further parts of these kinds, such as meta.json, where they cannot be parsed: nothing may want to read them.
+    Further parts of these kinds, such as meta.json, stay bytes too if they cannot be parsed, because nothing may read
+    them.
     """
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         return {name: self.decode(name, part) for name, part in sample.items()}
 
     def decode(self, fname: str, data: Any) -> Any:
-        """Parse one part. Raises ValueError, naming it, where `json` or `txt` is not what it says."""
+        """Parse one part. Raises ValueError, with its name, if `json` or `txt` cannot be parsed."""
         extension = fname.rpartition(".")[2]
         if not isinstance(data, bytes) or extension not in ("json", "txt"):
             return data
@@ -55,13 +56,13 @@ class TextDecoder(FileStoreDecoder):
 
 @stateless
 def cook(sample: dict[str, Any]) -> ParsedSample:
-    """A crude sample, parsed. Raises ValueError for what is wrong with it."""
+    """Parse a crude sample. Raises ValueError if it cannot be used."""
     parts = {name: part for name, part in sample.items() if not name.startswith("__")}
     return ParsedSample(**basic_sample_keys(sample), conversation=from_parts(sample["__key__"], parts))
 
 
 def conversation_of(sample: EnergonSample) -> Conversation:
-    """Read the content of a sample of any supported type. Raises ValueError for what is wrong with it."""
+    """Read the content of a sample of any supported type. Raises ValueError if it cannot be used."""
     if isinstance(sample, ParsedSample):
         return sample.conversation
     if isinstance(sample, CaptioningSample):
@@ -86,7 +87,7 @@ def conversation_of(sample: EnergonSample) -> Conversation:
 
 
 def best_answer(sample: VQASample) -> Any:
-    """The answer of the highest weight, the first of equal ones. Raises ValueError where there is none."""
+    """Return the answer of the highest weight, the first of equal ones. Raises ValueError if there is none."""
     answers = [sample.answers] if isinstance(sample.answers, str) else list(sample.answers or ())
     if not answers:
         raise ValueError("no text: the question has no answer")

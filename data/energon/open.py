@@ -1,4 +1,4 @@
-"""Opens Energon data sets. What is wrong with a path, a split or its size becomes one ValueError with the flag."""
+"""Open Energon data sets. An unusable path, split or size becomes one ValueError with the flag."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from data.conversations import is_image, is_read
 from data.energon.provider import Config, check_path, path_of
 
-# What Energon raises for a folder, a YAML or a split that it cannot use.
+# Errors that Energon raises for a folder, a YAML or a split that it cannot use.
 OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, TypeError, ryml.ryml.ExceptionBasic)
-# Parts in Energon's index that are looked at for images.
+# Number of parts in Energon's index that are examined for images.
 CHECKED_PARTS = 10_000
 SPLIT_NAMES = {"train": "train", "valid": "val"}
-# Shards that stay open, over all sources of a blend: in a worker process, and for a lane that is read in the training
-# process. Each costs a file handle, of which processes often get 1024.
+# Number of shards that stay open over all sources of a blend: in a worker process, and for a lane that is read in the
+# training process. Each needs a file handle, and processes often have 1024.
 OPEN_SHARDS, OPEN_SHARDS_IN_PROCESS = 512, 32
 
 
 def _discard(*_: Any, **__: Any) -> None:
-    """In place of `print` in Energon: bad samples are logged by the trainer, and slices of shards interest nobody."""
+    """Replace `print` in Energon. The trainer logs bad samples itself, and slices of shards are of no interest."""
 
 
 vars(energon_errors)["print"] = _discard
@@ -65,7 +65,7 @@ def naming(flag: str, path: str, split: str) -> Iterator[None]:
 
 
 def check_prepared(config: Config, split: str) -> None:
-    """Raise ValueError unless the path of a split exists and is something that Energon opens."""
+    """Raise ValueError unless the path of a split exists and Energon can open it."""
     check_path(config, split)
     flag, path = path_of(config, split)
     with naming(flag, path, split):
@@ -81,7 +81,7 @@ def check_prepared(config: Config, split: str) -> None:
         return
     if not place.with_suffix(IJSONL_SUFFIX).is_file():
         raise ValueError(f"{flag} {path}: is not indexed; run `energon prepare {path}`")
-    # Energon gives the whole file for every split: a run would validate on what it trains on.
+    # Energon returns the whole file for every split, so the run would validate on its training samples.
     if split == "valid" and not config.valid_data_path:
         raise ValueError(f"--data-path {path}: a JSONL file has no val split; name another file with "
                          "--valid-data-path, or a metadataset YAML with a train and a val split, or leave out "
@@ -89,7 +89,7 @@ def check_prepared(config: Config, split: str) -> None:
 
 
 def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
-    """The data sets at the bottom of a tree of wrappers, which read shards."""
+    """Return the data sets at the bottom of a tree of wrappers, which read shards."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         yield dataset
     elif isinstance(dataset, BaseWrapperDataset):
@@ -98,7 +98,10 @@ def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
 
 
 class OpenShards(dict[int, Any]):
-    """A reader's open tar files. Each forgets the members it has read: its list of them would grow with every pass."""
+    """Open tar files of a reader.
+
+    Each forgets the members that it has read, because that list would grow with every pass.
+    """
 
     def __getitem__(self, shard: int) -> Any:
         tar = super().__getitem__(shard)
@@ -109,8 +112,9 @@ class OpenShards(dict[int, Any]):
 def keep_open(dataset: SavableDataset, most: int) -> None:
     """Let a data set keep `most` shards open, but no fewer than Energon would.
 
-    Energon keeps 16, reads 16 at a time, and closes the one opened first. A new one closes one that is still read, and
-    that closes the next when it is opened again: more than one open a shard even in the first pass.
+    Energon keeps 16 shards open, reads 16 at a time, and closes the one that was opened first. A new shard then closes
+    one that is still being read, which closes another one when it is opened again. So shards are opened more than once
+    even in the first pass.
     """
     readers = [reader for leaf in leaves(dataset) for reader in leaf.join_readers if isinstance(reader, ITarReader)]
     for reader in readers:
@@ -119,16 +123,16 @@ def keep_open(dataset: SavableDataset, most: int) -> None:
 
 
 def leaf_range(leaf: WebdatasetSampleLoaderDataset) -> range:
-    """Which samples of its shards a data set of one worker in all reads."""
+    """Return which samples of its shards a data set reads if there is one worker in total."""
     (offsets,) = leaf.workers_slice_offsets
     return range(int(offsets[0]), int(offsets[-1]))
 
 
 def split_sizes(config: Config, split: str) -> list[int]:
-    """Samples in one pass over each source of a split.
+    """Count the samples in one pass over each source of a split.
 
     Raises:
-        ValueError: it cannot be opened, naming flag and path.
+        ValueError: it cannot be opened; the message names flag and path.
     """
     check_prepared(config, split)
     flag, path = path_of(config, split)
@@ -137,7 +141,7 @@ def split_sizes(config: Config, split: str) -> list[int]:
 
 
 def open_sources(config: Config, split: str) -> list[Any]:
-    """Energon's factories of the data sets that a split blends. Raises ValueError where they cannot be opened."""
+    """Return Energon's factories of the data sets that a split blends. Raises ValueError if they cannot be opened."""
     flag, path = path_of(config, split)
     alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
     with naming(flag, path, split):
@@ -150,11 +154,11 @@ def open_sources(config: Config, split: str) -> list[Any]:
 def refuse_images(config: Config, split: str) -> None:
     """Refuse a split with images for a run that has no encoder.
 
-    Looks at sample types and, in data sets without one, at the first parts in Energon's index. Images that these do not
-    show, such as those inside a JSON part, end the run when they are read.
+    The function examines sample types and, in data sets without one, the first parts in Energon's index. Images that
+    these do not show, such as those inside a JSON part, end the run when they are read.
 
     Raises:
-        ValueError: naming flag, path and a part.
+        ValueError: there are images; the message names flag, path and a part.
     """
     flag, path = path_of(config, split)
     for source in open_sources(config, split):
@@ -165,7 +169,7 @@ def refuse_images(config: Config, split: str) -> None:
 
 
 def image_part(source: Any) -> str:
-    """Name what shows that a source of samples has images; empty if nothing does."""
+    """Return a part that shows that a source of samples has images; empty if there is none."""
     if issubclass(source.__sample_type__, (CaptioningSample, VQASample, InterleavedSample)):
         return f"its samples are of type {source.__sample_type__.__name__}"
     if source.__sample_type__ is not CrudeSample:
@@ -175,7 +179,7 @@ def image_part(source: Any) -> str:
 
 
 def indexed_parts(source: Any) -> Iterator[tuple[str, str]]:
-    """Names of the first parts in the index of a source of samples, each with its folder; none without an index."""
+    """Return the first part names in the index of a source of samples, each with its folder; none without an index."""
     for folder in source.paths:
         index = folder / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME
         if not folder.is_local() or not index.is_file():
@@ -184,7 +188,7 @@ def indexed_parts(source: Any) -> Iterator[tuple[str, str]]:
         try:
             parts = database.execute(
                 f"SELECT DISTINCT part_name FROM (SELECT part_name FROM sample_parts LIMIT {CHECKED_PARTS})").fetchall()
-        except sqlite3.OperationalError:  # prepared by a version of Energon that made no list of parts
+        except sqlite3.OperationalError:  # prepared by a version of Energon that wrote no list of parts
             continue
         finally:
             database.close()
@@ -192,14 +196,14 @@ def indexed_parts(source: Any) -> Iterator[tuple[str, str]]:
 
 
 def unread_parts(config: Config, split: str) -> list[str]:
-    """Names of parts of crude samples that are neither text nor images, by what the index of a split tells."""
+    """Return the names of parts of crude samples that are neither text nor images, from the index of a split."""
     found = {part for source in open_sources(config, split) if source.__sample_type__ is CrudeSample
              for part, _ in indexed_parts(source) if not is_read(part)}
     return sorted(found)
 
 
 def check_size(config: Config, num_lanes: int) -> list[int]:
-    """Sizes of the training split's sources. Raises ValueError where there are workers without a sample."""
+    """Return the sizes of the training split's sources. Raises ValueError if a worker would have no sample."""
     sizes = split_sizes(config, "train")
     workers = num_lanes * max(config.num_workers, 1)
     if sum(sizes) < workers:
@@ -211,8 +215,8 @@ def check_size(config: Config, num_lanes: int) -> list[int]:
 
 
 def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> SavableDataset:
-    """Energon's data set of the training split, endless. Raises ValueError where it cannot be opened."""
-    # Without shuffling Energon reads one slice of a shard after the other.
+    """Open Energon's endless data set of the training split. Raises ValueError if it cannot be opened."""
+    # Without shuffling, Energon reads the slices of a shard one after the other.
     order = {} if config.shuffle else {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
     with naming("--data-path", config.data_path, "train"):
         dataset = get_train_dataset(
@@ -231,7 +235,10 @@ def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEnco
 
 
 def valid_datasets(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> list[SavableDataset]:
-    """Energon's data sets of the validation split, one a source. Raises ValueError where they cannot be opened."""
+    """Open Energon's data sets of the validation split, one for each source.
+
+    Raises ValueError if they cannot be opened.
+    """
     flag, path = path_of(config, "valid")
     with naming(flag, path, "valid"):
         loaded = load_dataset(path).get_datasets(

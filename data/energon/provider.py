@@ -103,7 +103,7 @@ def check_path(config: Config, split: str) -> None:
 
 
 def check(config: Config, request: DataRequest) -> None:
-    """Raise ValueError, naming flags and values, for numbers that cannot work. Looks at no file."""
+    """Raise ValueError, with flags and values, for numbers that cannot work. Reads no file."""
     for name, least in (("num_workers", 0), ("packing_buffer_size", 0), ("shuffle_buffer_size", 0),
                         ("max_samples_per_sequence", 1), ("max_bad_samples", 0), ("max_image_pixels", 1)):
         value = vars(config)[name]
@@ -119,14 +119,14 @@ def check(config: Config, request: DataRequest) -> None:
 
 
 def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
-    """The flags with everything about images filled in that they leave to the model.
+    """Return the flags with the settings of images that they leave to the model filled in.
 
     Args:
         config: the flags.
         find: returns what the model's files specify, one entry a folder; called only if the flags leave something open.
 
     Raises:
-        ValueError: nothing was found, or two folders disagree; or as `find`.
+        ValueError: nothing was found, two folders disagree, or `find` raised it.
     """
     if config.image_tiling == "resize":
         config = replace(config, image_tiling="stretch")
@@ -148,7 +148,7 @@ def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing
 
 
 def _open_flags(config: Config) -> list[str]:
-    """Flags that the model's image processor is asked for."""
+    """Return the flags whose values come from the model's image processor."""
     tiling = config.image_tiling
     is_open = {
         "image_tiling": tiling == "auto",
@@ -163,7 +163,7 @@ def _open_flags(config: Config) -> list[str]:
 
 
 def _filled(config: Config, processing: ImageProcessing) -> Config:
-    """The flags with what they leave open from one processor."""
+    """Return the flags with the open ones filled in from one processor."""
     if config.image_tiling == "auto":
         config = replace(config, image_tiling=processing.tiling)
         if processing.tiling == "fixed":
@@ -191,20 +191,20 @@ def _shown(value: Any) -> str:
 
 
 def unpacked(config: Config) -> Config:
-    """The flags for the validation split, whose samples are counted one by one."""
+    """Return the flags for the validation split, whose samples are counted one by one."""
     return replace(config, packing_buffer_size=0, packing_balance=False)
 
 
 class EnergonProvider:
-    """The `energon` data set; see the module's text."""
+    """The `energon` data set; see the docstring of this module."""
 
     Config: ClassVar[type] = Config
 
     def validate(self, config: Any, request: DataRequest) -> None:
-        """Raise ValueError, naming flags, for what cannot work: numbers, paths, splits, tokenizer, image tiling."""
+        """Raise ValueError, with the flags, if numbers, paths, splits, the tokenizer or image tiling cannot work."""
         check(config, request)
         check_path(config, request.split)
-        # Energon and torch take seconds to import, and --help needs neither.
+        # Energon and torch take seconds to import, and --help needs neither of them.
         from data.energon.open import check_size, refuse_images, split_sizes
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
 
@@ -218,11 +218,11 @@ class EnergonProvider:
             refuse_images(config, request.split)
 
     def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
-        """The flags with every value that is taken from the model filled in; see `with_image_flags`."""
+        """Return the flags with the model's values filled in; see `with_image_flags`."""
         return with_image_flags(config, find)
 
     def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
-        """How images become pixels under flags that are filled in."""
+        """Return how images become pixels under flags that are filled in."""
         tiling, resample = config.image_tiling, config.image_resample
         assert tiling not in ("auto", "resize") and resample != "auto", config
         return ImageProcessing(
@@ -231,7 +231,7 @@ class EnergonProvider:
             use_thumbnail=config.use_thumbnail, source="the flags of the data")
 
     def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
-        """Open some lanes. Raises ValueError as `validate` does."""
+        """Open some lanes. Raises the errors of `validate`."""
         check(config, request)
         from data.energon.reader import Encoding, EnergonReader
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder, to_sample
@@ -250,7 +250,7 @@ class EnergonProvider:
             config, request, lanes, encoding)
 
     def num_samples(self, config: Any, split: str) -> int | None:
-        """Samples in one pass over a split; training starts over without end, and packs as it goes."""
+        """Return the samples in one pass over a validation split. Training repeats its split without end."""
         if split == "train":
             return None
         from data.energon.open import split_sizes
@@ -258,7 +258,7 @@ class EnergonProvider:
         return sum(split_sizes(config, split))
 
     def stream_fields(self, config: Any) -> dict[str, Any]:
-        """Fields that decide the samples; of --num-workers the product with the lanes counts, which readers check."""
+        """Return the fields that decide the samples, but not --num-workers: readers check its product with lanes."""
         from data.digests import TOKENIZER_FILES, content_of_data, content_of_folder
 
         return {name: value for name, value in vars(config).items() if name not in NOT_STREAMED} | {
@@ -266,12 +266,11 @@ class EnergonProvider:
             "tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
 
     def max_bad_samples(self, config: Any) -> int:
-        """`--max-bad-samples`."""
         limit: int = config.max_bad_samples
         return limit
 
     def decode(self, config: Any, tokens: list[int]) -> str:
-        """Token ids up to the end of the sequence as text."""
+        """Decode the tokens before the end of the sequence."""
         from data.prompts import load_tokenizer
 
         tokenizer = load_tokenizer(config.tokenizer)

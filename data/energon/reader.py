@@ -1,4 +1,4 @@
-"""Reads lanes of Energon shards: the training split through workers, the validation split by index."""
+"""Read lanes of Energon shards: the training split through workers, the validation split by index."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mimo.protocols import DataRequest, Sample
 logger = logging.getLogger("mimo.data")
 FORMAT = "energon"
 SHOWN_ERRORS = 3
-# Flags without which a worker would not come back to where it was.
+# Flags that must stay the same, so that a worker can resume where it was.
 STATE_FLAGS = ("packing_buffer_size", "packing_balance", "shuffle_buffer_size", "max_samples_per_sequence", "shuffle")
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Rows that the workers make of samples.
+    """How workers turn samples into rows.
 
     Attributes:
         encoder: Energon's task encoder; its rows have `worker`, the global worker id, and `skipped`, messages.
@@ -41,7 +41,7 @@ class Encoding:
 
 
 class BadSamples:
-    """Counts the samples that were passed over, over all workers of a reader, and ends the run above a number."""
+    """Count the skipped samples of all workers of a reader, and end the run above a limit."""
 
     def __init__(self, most: int, count: int = 0) -> None:
         self._most = most
@@ -49,7 +49,7 @@ class BadSamples:
         self._last: deque[str] = deque(maxlen=SHOWN_ERRORS)
 
     def add(self, messages: Sequence[str]) -> None:
-        """Log each. Raises ValueError above the limit, with the last few."""
+        """Log each sample. Raises ValueError above the limit, with the last few samples."""
         for message in messages:
             logger.warning("bad sample passed over: %s", message)
         self._count += len(messages)
@@ -62,7 +62,7 @@ class BadSamples:
 
 
 class EnergonReader:
-    """Some lanes of the training split, without end.
+    """Read some lanes of the training split without end.
 
     Args:
         config: the data set's flags.
@@ -95,7 +95,7 @@ class EnergonReader:
         return range(lane * self._num_workers, (lane + 1) * self._num_workers)
 
     def _open(self, lanes: Sequence[int]) -> WorkerProcesses | InProcess:
-        """The workers of a block of lanes. A worker in this process is worker 0 of 1, and reads what that would."""
+        """Open the workers of a block of lanes. A worker in this process is worker 0 of 1 and reads the same."""
         worker_config = WorkerConfig(
             rank=lanes[0] // len(lanes),
             world_size=self._request.num_lanes // len(lanes),
@@ -116,10 +116,10 @@ class EnergonReader:
             source.start()
 
     def read(self, lane: int) -> Sample:
-        """The next row of a lane.
+        """Return the next row of a lane.
 
         Raises:
-            ValueError: data that cannot be read, or too many samples that cannot be used.
+            ValueError: data cannot be read, or too many samples cannot be used.
             RuntimeError: a worker died; the message names it and what it was reading.
         """
         self._waiting_for = self._router.next_worker(lane)
@@ -129,12 +129,12 @@ class EnergonReader:
         return self._encoding.to_sample(row)
 
     def mark(self) -> Mark:
-        """Where its lanes stand."""
+        """Return the current position of its lanes."""
         return self._router.mark()
 
     def state_dict(self, mark: Mark) -> dict[int, dict[str, Any]]:
-        """State of each lane at one of the last marks: of each worker, how many rows were handed out, and a state of
-        Energon from before that. Rows that wait in queues are not in it: they are read again."""
+        """Return the state of each lane at one of the last marks: how many rows each worker had delivered, and an
+        earlier state of Energon. Queued rows are not part of it, because they are read again."""
         return {lane: self._lane_state(lane, mark) for lane in self._lanes}
 
     def _lane_state(self, lane: int, mark: Mark) -> dict[str, Any]:
@@ -151,10 +151,10 @@ class EnergonReader:
         return flags | ({"seq_length": self._request.seq_length} if self._config.packing_buffer_size else {})
 
     def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Continue from a checkpoint: each worker where it was, whichever lane owns it now.
+        """Continue each worker from a checkpoint, whichever lane owns it now.
 
         Raises:
-            ValueError: the states are of another data set, or of another number of workers in all.
+            ValueError: the states belong to another data set, or to another total number of workers.
         """
         for lane, state in states.items():
             self._check(lane, state)
@@ -190,7 +190,7 @@ class EnergonReader:
                              f"had {state['sizes']}; --no-load-data starts the data anew")
 
     def describe(self) -> str:
-        """The worker that is waited for, then the others, each with what it reads."""
+        """Describe the worker that is waited for, then the others, each with what it reads."""
         waiting = self._waiting_for
         names = {worker: source.name(worker) for source in self._sources for worker in source.workers}
         if waiting is not None:
@@ -206,7 +206,7 @@ class EnergonReader:
 
 
 def check_workers(state: Mapping[str, Any], lanes: int, workers_per_lane: int) -> None:
-    """Raise ValueError, saying what would fit, unless there are as many workers as the state was taken with."""
+    """Raise ValueError, with what would fit, unless there are as many workers as when the state was saved."""
     old_lanes, old_workers = state["lanes"], state["workers_per_lane"]
     total = old_lanes * old_workers
     if total == lanes * workers_per_lane:

@@ -1,9 +1,9 @@
-"""Rows of many workers, sent to the lane that owns the worker: one loader for several lanes.
+"""Send the rows of many workers to the lanes that own them: one loader for several lanes.
 
-A lane owns `num_workers` consecutive global workers and takes their rows in turn: next comes the worker that has given
-the fewest rows, the lowest id among equals. So a lane's order depends on its workers alone, not on which loader runs
-them, on the order in which their rows arrive, or on the other lanes that the loader serves. A loader that reads ahead
-for one lane keeps the rows of the others in queues, in order.
+A lane owns `num_workers` consecutive global workers and takes their rows in turn: the next row comes from the worker
+that has delivered the fewest rows, the lowest id among equals. So a lane's order depends only on its workers, not on
+which loader runs them, on the order in which their rows arrive, or on the other lanes that the loader serves. A loader
+that reads ahead for one lane keeps the rows of the others in queues, in order.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# Rows that one lane's read may take from a loader, a worker: torch's loader asks its workers in turn, so that in sound
-# runs one is enough.
+# Rows for each worker that one read of a lane may take from a loader. torch's loader asks its workers in turn, so one
+# is enough unless something is wrong.
 PULLS_PER_WORKER = 4
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State of a worker from which it can read on.
+    """State from which a worker can continue.
 
     Attributes:
-        index: rows that the worker had given, since the start of the run, when the state was taken.
-        state: Energon's state as plain objects; None: the start of the data set.
+        index: rows that the worker had delivered since the start of the run.
+        state: Energon's state as plain objects; None for the start of the data set.
     """
 
     index: int = 0
@@ -37,9 +37,9 @@ class Arrival:
 
     Attributes:
         worker: global worker id that the loader states.
-        index: place of the row among the worker's rows.
+        index: index of the row among the worker's rows.
         row: the row; its `worker` is the global worker id that the worker itself states.
-        checkpoint: the worker's state after this row, now and then.
+        checkpoint: the worker's state after this row; only some rows have it.
     """
 
     worker: int
@@ -49,23 +49,23 @@ class Arrival:
 
 
 class Source(Protocol):
-    """Runs some workers."""
+    """Interface of what runs workers."""
 
     workers: range
 
     def pull(self, worker: int) -> Arrival:
-        """The next row of any of its workers; of `worker` where it can choose."""
+        """Return the next row of any of its workers, if it can choose of `worker`."""
         ...
 
 
 @dataclass
 class WorkerPosition:
-    """How far one worker's rows have been handed out.
+    """Progress of one worker's rows.
 
     Attributes:
-        count: rows handed out since the start of the run.
-        skipped: bad samples that were passed over on the way to them.
-        checkpoints: states to read on from, oldest first; the first is not after any mark that may still be asked for.
+        count: rows delivered since the start of the run.
+        skipped: bad samples that were skipped before them.
+        checkpoints: states to continue from, oldest first; the first is not after any mark that may still be needed.
     """
 
     count: int = 0
@@ -75,7 +75,7 @@ class WorkerPosition:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where all workers of a router stood: `(count, skipped)` by global worker id."""
+    """Position of all workers of a router: `(count, skipped)` by global worker id."""
 
     positions: Mapping[int, tuple[int, int]]
 
@@ -100,15 +100,15 @@ def lane_blocks(lanes: Sequence[int], num_lanes: int) -> list[range]:
 
 
 class Router:
-    """Hands out rows lane by lane.
+    """Deliver rows lane by lane.
 
     Args:
         sources: what runs the workers of these lanes.
         workers_per_lane: global worker `w` belongs to lane `w // workers_per_lane`.
-        kept_marks: marks whose checkpoints are kept.
+        kept_marks: number of marks whose checkpoints are kept.
 
     Attributes:
-        positions: by global worker id.
+        positions: progress of each worker by global worker id.
     """
 
     def __init__(self, sources: Sequence[Source], workers_per_lane: int, kept_marks: int = 8) -> None:
@@ -120,24 +120,24 @@ class Router:
         self._marks: deque[Mark] = deque(maxlen=kept_marks)
 
     def restore(self, worker: int, position: WorkerPosition) -> None:
-        """Continue a worker after `position.count` rows. Before the first read."""
+        """Continue a worker after `position.count` rows. Call this before the first read."""
         self.positions[worker] = position
         self._received[worker] = position.count
 
     def workers_of(self, lane: int) -> range:
-        """Global ids of a lane's workers."""
+        """Return the global ids of a lane's workers."""
         return range(lane * self._workers_per_lane, (lane + 1) * self._workers_per_lane)
 
     def next_worker(self, lane: int) -> int:
-        """The worker that gives the lane's next row: the first of those that have given fewest."""
+        """Return the worker of the lane's next row: the first one with the fewest delivered rows."""
         return min(self.workers_of(lane), key=lambda worker: self.positions[worker].count)
 
     def read(self, lane: int) -> Any:
-        """The next row of a lane.
+        """Return the next row of a lane.
 
         Raises:
-            RuntimeError: a row without its worker's id, of a worker of another loader or out of order; a worker that
-                gives nothing while the others do.
+            RuntimeError: a row has no worker id, comes from a worker of another loader or is out of order; or a
+                worker delivers nothing while the others do.
         """
         worker = self.next_worker(lane)
         source = self._source_of[worker]
@@ -159,7 +159,7 @@ class Router:
         return arrival.row
 
     def _put(self, source: Source, arrival: Arrival) -> None:
-        """Queue a row for the lane of its worker, after comparing what row and loader say about it."""
+        """Queue a row for the lane of its worker, after comparing the worker ids of row and loader."""
         worker = arrival.worker
         stated = arrival.row.worker if hasattr(arrival.row, "worker") else None
         if worker not in source.workers or stated != worker:
@@ -179,13 +179,13 @@ class Router:
                 position.checkpoints.popleft()
 
     def mark(self) -> Mark:
-        """Where all workers stand now."""
+        """Return the current position of all workers."""
         mark = Mark({worker: (place.count, place.skipped) for worker, place in self.positions.items()})
         self._marks.append(mark)
         return mark
 
     def position_at(self, worker: int, mark: Mark) -> tuple[int, int, Checkpoint]:
-        """`(count, skipped, checkpoint)` of a worker at one of the last few marks; the checkpoint is not after it."""
+        """Return `(count, skipped, checkpoint)` of a worker at one of the last marks, the checkpoint not after it."""
         count, skipped = mark.positions[worker]
         fitting = [checkpoint for checkpoint in self.positions[worker].checkpoints if checkpoint.index <= count]
         assert fitting, f"worker {worker}: the mark at row {count} is older than the last {self._marks.maxlen}"

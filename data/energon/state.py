@@ -1,7 +1,7 @@
-"""State of Energon data sets as plain objects, and back: what `torch.load(weights_only=True)` reads, without pickle.
+"""Convert states of Energon data sets to plain objects, which `torch.load(weights_only=True)` reads, and back.
 
-Numbers, strings, bytes, None and lists stand for themselves. Everything else is a dict with one key, the name of its
-type, such as `{"tuple": [...]}`, so that no dict of the data can be taken for another type.
+Numbers, strings, bytes, None and lists stay as they are. Everything else becomes a dict with one key, the name of its
+type, such as `{"tuple": [...]}`, so that no dict of the data can be mistaken for another type.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _mapping(state: dict[Any, Any]) -> list[list[Any]]:
 
 
 def to_plain(state: Any) -> Any:
-    """A state as plain objects.
+    """Convert a state to plain objects.
 
     Raises:
-        TypeError: it holds an object of a type that is not known here; the message names it.
+        TypeError: the state holds an object of an unknown type; the message names it.
     """
-    kind = type(state)  # exact types: a subclass would come back as something else
+    kind = type(state)  # exact types, because a subclass would come back as another type
     if kind in SCALARS:
         return state
     if kind is list:
@@ -43,7 +43,7 @@ def to_plain(state: Any) -> Any:
         return {kind.__name__: _mapping(state)}
     if kind is np.ndarray and state.dtype.kind in "biuf":
         return {"ndarray": [state.dtype.str, list(state.shape), state.tobytes()]}
-    if kind is torch.Tensor and state.dtype is torch.uint8:  # generators' states; others would need their dtype
+    if kind is torch.Tensor and state.dtype is torch.uint8:  # generators' states; other dtypes would have to be stored
         return {"tensor": state.numpy().tobytes()}
     if kind in DATACLASSES.values():
         fields = [[field.name, to_plain(vars_of(state)[field.name])] for field in dataclasses.fields(state)]
@@ -52,15 +52,15 @@ def to_plain(state: Any) -> Any:
 
 
 def vars_of(state: Any) -> dict[str, Any]:
-    """Fields of a data class with slots, which has no `__dict__`, not copied."""
+    """Return the fields of a data class with slots, which has no `__dict__`, without copying them."""
     return {field.name: object.__getattribute__(state, field.name) for field in dataclasses.fields(state)}
 
 
 def from_plain(plain: Any) -> Any:
-    """The state that `to_plain` was given, of new objects.
+    """Convert plain objects back to a state of new objects.
 
     Raises:
-        TypeError: a type is not known here; the message names it.
+        TypeError: a type is unknown; the message names it.
     """
     if type(plain) in SCALARS:
         return plain

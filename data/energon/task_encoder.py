@@ -1,8 +1,9 @@
-"""From a WebDataset sample to a row: what Energon's workers do with image-text samples.
+"""Turn WebDataset samples into rows, in Energon's workers.
 
-A sample is parsed, written as a conversation and tokenised when it is read; of its images only the headers are read
-then, for their sizes. Pixels are decoded once a sample is part of a row, so a packing buffer holds compressed images
-and each image is decoded once. What stands in a buffer is a function of the sample alone: Energon restores it by key.
+When a sample is read, it is parsed, written as a conversation and tokenised, and only the headers of its images are
+read, for their sizes. Pixels are decoded when a sample becomes part of a row. So a packing buffer holds compressed
+images, and each image is decoded once. An entry of a buffer depends only on its sample, because Energon restores it by
+key.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from mimo.protocols import DataRequest, Sample
 if TYPE_CHECKING:
     from data.energon.provider import Config
 
-# --max-image-pixels is checked instead, with the sample's name.
+# --max-image-pixels is checked instead, and its error names the sample.
 Image.MAX_IMAGE_PIXELS = None
-# No format whose decoder starts a program, as that of EPS does.
+# Formats whose decoder starts a program, such as EPS, are left out.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-# What Pillow's decoders raise for bytes that are not the image they claim. SyntaxError would end Energon's worker.
+# Errors of Pillow's decoders for bytes that are not the image they claim to be. SyntaxError would end Energon's worker.
 UNDECODABLE = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError, struct.error, zlib.error)
 
 
 @edataclass
 class Row(EnergonSample):
-    """Row that a worker emits: one sample, or a pack of several. See `mimo.protocols.Sample`.
+    """Row of a worker: one sample, or a pack of several. See `mimo.protocols.Sample`.
 
     Attributes:
         tokens: int64 `[T]`, one placeholder for each image or tile.
         target_mask: bool `[T]`.
         image_sizes: height and width in pixels of each image or tile.
         images: float32 `[C, height, width]` each.
-        lengths: of a pack, how many of `tokens` each of its samples has; empty without packing.
+        lengths: in a pack, the number of tokens of each sample; empty without packing.
         skipped: bad samples since the worker's last row.
-        unbalanced_image_tokens: of a balanced pack, the image tokens that its place would have had without balancing.
+        unbalanced_image_tokens: in a balanced pack, the image tokens of the pack in its place without balancing.
         worker: global worker id.
     """
 
@@ -67,7 +68,7 @@ class Row(EnergonSample):
     worker: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """From a worker to the trainer all pixels travel as one tensor.
+        """Send all pixels from a worker to the trainer as one tensor.
 
         Each tensor that crosses would keep a file handle open on both sides, and a row may have dozens of images.
         """
@@ -78,7 +79,7 @@ class Row(EnergonSample):
 
 
 def _unpack_row(fields: dict[str, Any], pixels: torch.Tensor | None) -> Row:
-    """A row that `Row.__reduce__` took apart; its images share the memory of `pixels`."""
+    """Rebuild a row from the parts of `Row.__reduce__`. Its images share the memory of `pixels`."""
     fields |= {name: torch.from_numpy(fields[name]) for name in ("tokens", "target_mask")}
     sizes = fields["image_sizes"]
     if pixels is None:
@@ -90,7 +91,7 @@ def _unpack_row(fields: dict[str, Any], pixels: torch.Tensor | None) -> Row:
 
 
 def to_sample(row: Row) -> Sample:
-    """A row as the trainer takes it; its arrays share the row's memory."""
+    """Convert a row for the trainer. The arrays share the row's memory."""
     return Sample(
         key=row.__key__,
         tokens=row.tokens.numpy(),
@@ -105,7 +106,7 @@ def to_sample(row: Row) -> Sample:
 
 @edataclass
 class EncodedSample(EnergonSample):
-    """A tokenised sample with compressed images: what stands in a packing buffer.
+    """Tokenised sample with compressed images, as an entry of a packing buffer.
 
     Attributes:
         tokens: int64 `[T]`, one placeholder for each image or tile.
@@ -125,7 +126,7 @@ class EncodedSample(EnergonSample):
 
 
 def open_image(name: str, data: Any) -> Image.Image:
-    """An image whose header is read and whose pixels are not. Raises ValueError, naming it, where it is none."""
+    """Open an image without reading its pixels. Raises ValueError, with its name, if it is no image."""
     if not isinstance(data, bytes):
         raise ValueError(f"image {name} is {type(data).__name__}, expected the bytes of an image file")
     try:
@@ -135,14 +136,14 @@ def open_image(name: str, data: Any) -> Image.Image:
 
 
 def global_worker_id() -> int:
-    """The number of the active worker among all of the run. In the training process it is that of its one worker."""
+    """Return the number of the active worker among all workers of the run, also in the training process."""
     worker = WorkerConfig.active_worker_config
     assert worker is not None
     return int(worker.global_worker_id() if worker.num_workers else worker.rank)
 
 
 class VlmTaskEncoder(TaskEncoder):
-    """Samples to rows, for one model; see the module's text.
+    """Turn samples into rows for one model; see the docstring of this module.
 
     Args:
         config: the data set's flags.
@@ -150,10 +151,10 @@ class VlmTaskEncoder(TaskEncoder):
         errors: the error handler of the `WorkerConfig` that the data set is built with.
 
     Raises:
-        ValueError: naming flags, for what cannot work.
+        ValueError: the flags cannot work; the message names them.
     """
 
-    # Energon would end a worker after so many bad samples in a row; `ErrorLog` counts instead.
+    # Energon would end a worker after this many bad samples in a row. `ErrorLog` counts them instead.
     __default_failure_tolerance__ = 0
     decoder = TextDecoder()
     cookers = (Cooker(cook),)
@@ -168,7 +169,7 @@ class VlmTaskEncoder(TaskEncoder):
         self._tiling = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
 
     def _image_sizes(self, name: str, data: Any) -> list[tuple[int, int]]:
-        """Sizes of the tiles of an image, from its header."""
+        """Return the sizes of the tiles of an image, from its header."""
         if self._tiling is None:
             raise ValueError(f"has image {name}, but the model takes no images")
         image = open_image(name, data)
@@ -180,7 +181,7 @@ class VlmTaskEncoder(TaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: EnergonSample) -> EncodedSample:
-        """Tokenise a sample and read the headers of its images. Raises ValueError for what is wrong with it."""
+        """Tokenise a sample and read the headers of its images. Raises ValueError if it cannot be used."""
         conversation = conversation_of(sample)
         tiles = [self._image_sizes(name, data) for name, data in conversation.images]
         counts = [len(sizes) for sizes in tiles]
@@ -208,7 +209,7 @@ class VlmTaskEncoder(TaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: EncodedSample) -> Row:
-        """Decode the images of a sample. Raises ValueError for one that cannot be decoded."""
+        """Decode the images of a sample. Raises ValueError if one cannot be decoded."""
         images: list[torch.Tensor] = []
         for name, data in sample.images:
             assert self._tiling is not None
@@ -230,18 +231,18 @@ class VlmTaskEncoder(TaskEncoder):
             skipped=() if self._config.packing_buffer_size else self.errors.take(),
             worker=global_worker_id(),
         )
-        # Shards number their samples as they like: only with set and shard a key names one sample of a blend.
+        # Shards may use the same keys, so a sample of a blend is named by set, shard and key.
         row.__key__ = sample_name(sample, None).replace(" ", "/", 1)
         return row
 
     def select_packs(self, samples: Sequence[EncodedSample]) -> tuple[list[list[EncodedSample]], list[int]]:
-        """Samples of each pack, and with balancing the image tokens of each pack without it.
+        """Choose the samples of each pack. With balancing, also return the image tokens of each pack without it.
 
-        The same for the same worker and buffer, however many workers share its process.
+        The result depends only on worker and buffer, not on how many workers share the process.
         """
         worker = WorkerConfig.active_worker_config
         assert worker is not None
-        # Energon numbers buffers over the workers of its loader, which has those of several lanes where it is routed.
+        # Energon numbers buffers over the workers of its loader. A routed loader has the workers of several lanes.
         buffer = (self.current_sample_index - worker.rank_worker_id()) // max(worker.num_workers, 1)
         rng = np.random.default_rng([self._request.seed, global_worker_id(), buffer])
         lengths = [sample.length for sample in samples]
@@ -254,12 +255,12 @@ class VlmTaskEncoder(TaskEncoder):
         return [[samples[index] for index in pack] for pack in packs], unbalanced
 
     def select_samples_to_pack(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
-        """Samples of each pack."""
+        """Choose the samples of each pack."""
         return self.select_packs(samples)[0]
 
     @stateless
     def pack_selected_samples(self, samples: list[Row]) -> Row:
-        """Rows of single samples as one. Skips a pack whose samples all had undecodable images."""
+        """Join rows of single samples into one. Skips a pack if no sample's images could be decoded."""
         if not samples:
             raise SkipSample
         return Row(
@@ -277,7 +278,7 @@ class VlmTaskEncoder(TaskEncoder):
         )
 
     def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
-        """Build Energon's data set, in which the shard reader counts bad samples like everything else."""
+        """Build Energon's data set, whose shard reader reports bad samples like every other stage."""
         without_tolerance(dataset)
         return super().build_encode_sample(dataset, worker_config=worker_config)
 
@@ -285,7 +286,7 @@ class VlmTaskEncoder(TaskEncoder):
         self, dataset: Any, *, batch_size: int | None, batch_drop_last: bool = False,
         packing_buffer_size: int | None = None, worker_config: WorkerConfig,
     ) -> Any:
-        """Build Energon's data set, whose packs know what they would have been without balancing."""
+        """Build Energon's data set, whose packs record what they would have been without balancing."""
         assert batch_size is None, batch_size
         assert (packing_buffer_size or 0) == self._config.packing_buffer_size, packing_buffer_size
         if packing_buffer_size:
@@ -296,7 +297,7 @@ class VlmTaskEncoder(TaskEncoder):
 
 
 def without_tolerance(dataset: Any) -> None:
-    """Let no stage of a pipeline end a worker for bad samples in a row: Energon's readers allow 100, unasked."""
+    """Keep every stage of a pipeline from ending a worker for bad samples in a row. Energon's readers allow 100."""
     if isinstance(dataset, MapDataset):
         dataset._map_failure_handler.tolerance = 0
     if isinstance(dataset, BaseWrapperDataset):
@@ -305,10 +306,10 @@ def without_tolerance(dataset: Any) -> None:
 
 
 class PackedRows(PackingDataset):
-    """Energon's packing, without its progress bar and with what each pack of a buffer was before balancing.
+    """Energon's packing, without its progress bar, recording what each pack was before balancing.
 
-    Energon reads the next buffer while it hands out the packs of this one. Bad samples are handed out with the packs of
-    the buffer for which they were read: the run has not passed over them before.
+    Energon reads the next buffer while it delivers the packs of this one. Bad samples are reported with the packs of
+    the buffer for which they were read, because the run has not skipped them before.
     """
 
     _savable_fields = (*PackingDataset._savable_fields, "_unbalanced", "_skipped", "_skipped_ahead")
@@ -331,14 +332,13 @@ class PackedRows(PackingDataset):
         )
 
     def reset_state_own(self) -> None:
-        """Reset the state, as Energon does."""
         super().reset_state_own()
         self._unbalanced: list[int] = []
         self._skipped: list[str] = []
         self._skipped_ahead: list[str] = []
 
     def restore_state(self, state: FlexState) -> None:
-        """Restore Energon's state; states of earlier versions have no skipped samples."""
+        """Restore Energon's state. States of earlier versions have no skipped samples."""
         super().restore_state(FlexState({"_skipped": [], "_skipped_ahead": [], **state}))
 
     def _select(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
@@ -352,7 +352,7 @@ class PackedRows(PackingDataset):
         try:
             return bool(super()._fill_reading_buffer(source_iter, log_progress=False))
         except FatalSampleError as error:
-            self._failure = error  # raised after the packs that were read before
+            self._failure = error  # raised after the packs that were read before it
             return False
         finally:
             self._skipped_ahead += self._encoder.errors.take()
@@ -360,7 +360,7 @@ class PackedRows(PackingDataset):
     def __iter__(self) -> Iterator[Row]:
         for row in super().__iter__():
             if self._unbalanced:
-                # The packs that are left stand at the end.
+                # The packs that are left are at the end.
                 row.unbalanced_image_tokens = self._unbalanced[-1 - len(self._pre_packing_lengths)]
             row.skipped = (*self._skipped, *row.skipped)
             self._skipped = []

@@ -1,4 +1,4 @@
-"""The validation split, sample by sample, in the order in which it lies."""
+"""Read the validation split sample by sample, in its own order."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FORMAT = "energon valid"
 
 
 class ValidReader:
-    """Some lanes of the validation split, which starts over at its end: lane l of L holds samples l, l + L, l + 2L, ...
+    """Some lanes of the validation split, which repeats without end: lane l of L holds samples l, l + L, l + 2L, ...
 
-    Reads in this process, and of the shards nothing but the samples of its lanes. A sample that cannot be used keeps
-    its place, as a row without targets, so that no other sample moves to another lane or is counted twice.
+    It reads in this process, and only the samples of its lanes. A sample that cannot be used becomes a row without
+    targets, so that no other sample moves to another lane or is counted twice.
 
     Args:
         config: the data set's flags, without packing.
         request: what the run asks of it.
         lanes: lane numbers.
-        encoding: what becomes of samples.
+        encoding: how samples become rows.
 
     Raises:
         ValueError: the split cannot be opened, or is empty.
@@ -58,10 +58,10 @@ class ValidReader:
         self._positions = dict.fromkeys(sorted(lanes), 0)
 
     def start(self) -> None:
-        """There is no worker to start."""
+        """Do nothing: there is no worker to start."""
 
     def read(self, lane: int) -> Sample:
-        """The next row of a lane. Raises ValueError for a shard that cannot be read, and too many bad samples."""
+        """Return the next row of a lane. Raises ValueError for a shard that cannot be read, or too many bad samples."""
         index = (lane + self._request.num_lanes * self._positions[lane]) % self._starts[-1]
         row = self._row(index)
         self._positions[lane] += 1
@@ -71,11 +71,11 @@ class ValidReader:
         return self._encoding.to_sample(row)
 
     def _row(self, index: int) -> Any:
-        """The row of a sample; None for one that cannot be used or that the split excludes."""
+        """Return the row of a sample, or None if it cannot be used or the split excludes it."""
         source = bisect_right(self._starts, index) - 1
         place = self._ranges[source].start + index - self._starts[source]
         leaf = self._leaves[source]
-        # A slice of this one sample is what its single worker reads.
+        # Its single worker reads a slice with this one sample.
         leaf.reset_state_own()
         leaf.slice_offsets = (place, place + 1)
         with ONE_WORKER:
@@ -86,23 +86,22 @@ class ValidReader:
                 self._worker_config.worker_deactivate()
 
     def _empty(self, index: int) -> Sample:
-        """A row without targets."""
+        """Return a row without targets."""
         token = 1 if self._request.tokens.image_token_id == 0 else 0
         return Sample(f"valid/{index} (not usable)", np.array([token]), np.array([False]), images=[])
 
     def mark(self) -> dict[int, int]:
-        """Rows that each lane has read."""
+        """Return the number of rows that each lane has read."""
         return dict(self._positions)
 
     def state_dict(self, mark: dict[int, int]) -> dict[int, dict[str, Any]]:
-        """State of each lane."""
         return {
             lane: {"format": FORMAT, "lanes": self._request.num_lanes, "position": position}
             for lane, position in mark.items()
         }
 
     def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Continue each lane. Raises ValueError for another data set's states, or another number of lanes."""
+        """Continue each lane. Raises ValueError for states of another data set, or another number of lanes."""
         for state in states.values():
             if state.get("format") != FORMAT:
                 raise ValueError(f"not the state of a validation split: it holds {', '.join(sorted(map(str, state)))}")
@@ -112,12 +111,10 @@ class ValidReader:
             self._positions[lane] = int(states[lane]["position"])
 
     def describe(self) -> str:
-        """Describe what it reads."""
         _, seconds, text = self._statuses.read(0)
         return f"validation split, read in the training process, for {seconds:.0f} s: {text}"
 
     def close(self) -> None:
-        """Close the shards."""
         for leaf in self._leaves:
             for reader in leaf.join_readers:
                 reader.close()

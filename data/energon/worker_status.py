@@ -1,4 +1,4 @@
-"""Status of each Energon worker, in memory that its trainer sees: names for stalls, deaths and broken shards."""
+"""Status of each Energon worker in memory that the trainer reads, to name a worker that stalls or dies."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 from megatron.energon.wrappers.packing_dataset import PackingDataset
 
-HEADER = struct.Struct("<qdH")  # pid, time of the note, bytes of the text
+HEADER = struct.Struct("<qdH")  # process id, time of the note, length of the text in bytes
 SLOT_BYTES = 512
-# What a damaged shard raises on its way through Energon's reader: a short tar, a wrong index.
+# Errors of a damaged shard in Energon's reader: a short tar, a wrong index.
 DAMAGE = (tarfile.TarError, ValueError, EOFError, IndexError, struct.error)
-# A missing file, or a disk or network that fails, is nothing that a sample can be blamed for.
+# If a file is missing, or a disk or the network fails, the sample is not at fault.
 READ_ERRORS = (OSError, *DAMAGE)
 
 
 class DamagedSampleError(ValueError):
-    """A sample that its shard no longer holds as it was prepared."""
+    """The shard no longer holds this sample as it was prepared."""
 
 
 class WorkerStatusTable:
@@ -45,14 +45,14 @@ class WorkerStatusTable:
         self._memory = mmap.mmap(-1, SLOT_BYTES * len(self._places))
 
     def write(self, worker: int, text: str) -> None:
-        """Say what `worker`, which is this process, does from now on."""
+        """Note what `worker`, which is this process, does from now on."""
         data = text.encode()[: SLOT_BYTES - HEADER.size]
         place = self._places[worker]
         HEADER.pack_into(self._memory, place, os.getpid(), time.monotonic(), len(data))
         self._memory[place + HEADER.size : place + HEADER.size + len(data)] = data
 
     def read(self, worker: int) -> tuple[int, float, str]:
-        """Process id, seconds since its last note, and the note; process id 0 before the first one."""
+        """Return process id, seconds since the last note, and the note; the process id is 0 before the first one."""
         place = self._places[worker]
         pid, noted, size = HEADER.unpack_from(self._memory, place)
         if not pid:
@@ -66,7 +66,7 @@ class WorkerStatus:
 
     Attributes:
         worker: global worker id, set when its iteration starts; -1 before.
-        place: shard and sample that it has read last.
+        place: shard and sample that it read last.
     """
 
     def __init__(self, statuses: WorkerStatusTable) -> None:
@@ -75,17 +75,17 @@ class WorkerStatus:
         self.place = "nothing was read"
 
     def write(self, text: str) -> None:
-        """Write to this worker's line; outside of a worker, for example while a data set is built, to none."""
+        """Write to this worker's line. Does nothing outside of a worker, for example while a data set is built."""
         if self.worker >= 0:
             self._statuses.write(self.worker, text)
 
 
 class WatchedReader:
-    """A shard reader that notes what it reads, and whose errors name the shard.
+    """Shard reader that notes what it reads, and whose errors name the shard.
 
     Args:
         reader: Energon's reader of one data set's shards.
-        status: where to note it.
+        status: where it writes notes.
     """
 
     def __init__(self, reader: Any, status: WorkerStatus) -> None:
@@ -96,14 +96,13 @@ class WatchedReader:
         return len(self._reader)
 
     def close(self) -> None:
-        """Close the shards that are open."""
         self._reader.close()
 
     def __str__(self) -> str:
         return str(self._reader)
 
     def source_of(self, index: int) -> tuple[int, SourceInfo]:
-        """The place of a sample in its shard, and the shard; the whole reader where it has no list of shards."""
+        """Return a sample's index in its shard, and the shard, or the whole reader if it has no list of shards."""
         if isinstance(self._reader, IJsonlReader):
             path = self._reader.jsonl_path
             return index, SourceInfo(dataset_path=path, index=index, shard_name=path.name, file_names=())
@@ -117,10 +116,10 @@ class WatchedReader:
         return index - starts[shard], source
 
     def __getitem__(self, index: int) -> Any:
-        """The raw sample; None for one that the split excludes.
+        """Return the raw sample, or None if the split excludes it.
 
         Raises:
-            DamagedSampleError: the shard is short, or not the one that was prepared.
+            DamagedSampleError: the shard is too short, or not the one that was prepared.
             ValueError: the shard is missing or cannot be read.
         """
         number, source = self.source_of(index)
@@ -145,9 +144,9 @@ class WatchedReader:
 
 
 def pass_over_damage(leaf: WebdatasetSampleLoaderDataset) -> None:
-    """Let a data set report the samples of a damaged shard as bad ones and go on, where Energon would end.
+    """Let a data set report the samples of a damaged shard as bad ones and continue. Energon would end.
 
-    A sample that a checkpoint's buffer holds cannot be passed over: restoring it raises as before.
+    A sample that a checkpoint's buffer holds cannot be skipped: restoring it raises an error as before.
     """
     load, readers = leaf._get_sample, leaf.join_readers
 
@@ -179,7 +178,7 @@ def _noting(function: Callable[[Any], Any], status: WorkerStatus) -> Callable[[A
 
 
 def watch(dataset: SavableDataset, status: WorkerStatus) -> None:
-    """Make every shard read and every encoder of a tree of wrappers write a note first."""
+    """Make every shard reader and every encoder of a tree of wrappers write a note before it works."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         dataset.join_readers = [WatchedReader(reader, status) for reader in dataset.join_readers]
         pass_over_damage(dataset)
@@ -188,9 +187,9 @@ def watch(dataset: SavableDataset, status: WorkerStatus) -> None:
             watch(inner, status)
     if isinstance(dataset, PackingDataset) and dataset.sample_encoder is not None:
         dataset.sample_encoder = _noting(dataset.sample_encoder, status)
-    # The innermost map takes the raw sample, of which the reader has just written.
+    # The innermost map gets the raw sample, which the reader has just noted.
     elif isinstance(dataset, MapDataset) and not isinstance(dataset.dataset, WebdatasetSampleLoaderDataset):
-        # Energon asks whether a mapping is a generator function, which a wrapper of one is not.
+        # Energon checks whether a mapping is a generator function. A wrapper of one is not.
         if not inspect.isgeneratorfunction(dataset.map_fn):
             dataset.map_fn = _noting(dataset.map_fn, status)
 

@@ -1,9 +1,9 @@
-"""Energon's worker processes: a data set that is read, saved and restored worker by worker.
+"""Run Energon's worker processes, whose data set is read, saved and restored worker by worker.
 
-Energon's own savable loader asks its workers for their state when a checkpoint is written: it waits until each is
-between two rows, and after a restore it forgets the rows that it passed over. Here a worker sends its state along with
-every few rows. The trainer keeps what it may still need, so a checkpoint waits for nobody, and is exact right after a
-restore, too. The data set, its seeds, its shards and its order are Energon's.
+Energon's own savable loader asks its workers for their state when a checkpoint is written. It waits until each of them
+is between two rows, and after a restore it forgets the rows that it skipped. Here a worker sends its state along with
+every few rows, and the trainer keeps the states that it may still need. So a checkpoint does not wait, and it is exact
+right after a restore too. The data set, its seeds, its shards and its order are Energon's.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from data.energon.router import Arrival, Checkpoint
 from data.energon.state import from_plain, to_plain
 from data.energon.worker_status import WorkerStatus, WorkerStatusTable, is_bad_data
 
-# Rows between two states: what is read again, at most, after a restore.
+# Rows between two states: at most this many are read again after a restore.
 CHECKPOINT_EVERY = 16
 PREFETCHED_ROWS = 2  # of each worker
-STOP_S = 2.0  # what workers get to end by themselves
+STOP_S = 2.0  # time that workers have to end by themselves
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Energon keeps the worker that runs in a process in class variables: two in one process take turns.
+# Energon keeps the worker of a process in class variables, so two workers in one process take turns.
 ONE_WORKER = threading.Lock()
-# --num-workers says how many; torch warns of more than there are cores.
+# --num-workers sets their number; torch warns if there are more than cores.
 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's last words, in place of a row.
+    """Last message of a worker, in place of a row.
 
     Attributes:
         worker: global worker id.
         text: the error.
-        bad_data: the data is at fault.
+        bad_data: whether the data is at fault.
     """
 
     worker: int
@@ -64,11 +64,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a worker begins.
+    """Starting point of a worker.
 
     Attributes:
         checkpoint: state to begin from.
-        count: rows that were handed out; those from the checkpoint to here are built and dropped.
+        count: number of rows that were delivered; rows between the checkpoint and this number are built and dropped.
     """
 
     checkpoint: Checkpoint = Checkpoint()
@@ -76,12 +76,12 @@ class Start:
 
 
 class RowStream(IterableDataset):
-    """The rows of whichever worker iterates, in a worker process or in this one.
+    """Rows of the worker that iterates, in a worker process or in this one.
 
     Args:
-        dataset: Energon's data set, whose worker configuration tells the workers.
-        starts: by global worker id; without an entry, a worker begins at the beginning.
-        status: where a worker says what it does.
+        dataset: Energon's data set, whose worker configuration names the workers.
+        starts: starting points by global worker id; a worker without one begins at the beginning.
+        status: where a worker notes what it does.
     """
 
     def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], status: WorkerStatus) -> None:
@@ -98,7 +98,7 @@ class RowStream(IterableDataset):
             return
         try:
             yield from self._rows(worker)
-        except Exception as error:  # of whatever type: it ends the worker, and the trainer raises it with its name
+        except Exception as error:  # Any error ends the worker, and the trainer raises it with the worker's name.
             bad_data = is_bad_data(error)
             text = str(error) if bad_data else "".join(traceback.format_exception(error))
             yield Failure(worker, text or repr(error), bad_data)
@@ -110,7 +110,7 @@ class RowStream(IterableDataset):
             state: SavableDatasetState = from_plain(start.checkpoint.state)
             self._dataset.restore_state(state.dataset_state)
             rng = state.rng
-        # In the trainer's process these generators are the trainer's.
+        # In the trainer's process these generators belong to the trainer.
         if in_worker and rng is not None:
             SystemRng.restore_state(rng)
         elif in_worker:
@@ -123,7 +123,7 @@ class RowStream(IterableDataset):
         rows = iter(self._dataset)
         while (row := self._next(rows, count)) is not None:
             count += 1
-            if count <= start.count:  # handed out before the restore
+            if count <= start.count:  # delivered before the restore
                 continue
             checkpoint = None
             if count - saved >= CHECKPOINT_EVERY:
@@ -146,11 +146,11 @@ class RowStream(IterableDataset):
 
 
 def _init_worker(parent: int, _: int) -> None:
-    """Make a fork of the trainer a worker: it stops when the trainer stops, not by the signals meant for it."""
-    # The trainer finishes its step after SIGTERM, which schedulers send to every process; it ends its workers itself.
+    """Make a fork of the trainer a worker, which ends with the trainer but not by signals meant for the trainer."""
+    # Schedulers send SIGTERM to every process. The trainer then finishes its step and ends its workers itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if it is killed, while this one waits for a disk
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if it is killed while this one waits for a disk
     if os.getppid() != parent:
         os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -168,7 +168,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _unchanged(row: Any) -> Any:
-    """In place of torch's conversion, which would make lists of tuples."""
+    """Replace torch's conversion, which would turn tuples into lists."""
     return row
 
 
@@ -176,11 +176,11 @@ class WorkerProcesses:
     """The workers of a block of lanes, one process each.
 
     Args:
-        dataset: for a worker configuration of all of them.
+        dataset: Energon's data set for a worker configuration of all of them.
         workers_per_lane: global worker `w` belongs to lane `w // workers_per_lane`.
-        starts: by global worker id.
-        statuses: what workers write on.
-        status: of the data set.
+        starts: starting points by global worker id.
+        statuses: shared memory that workers write on.
+        status: the data set's status line.
 
     Attributes:
         workers: global worker ids.
@@ -206,35 +206,38 @@ class WorkerProcesses:
     def start(self) -> None:
         """Fork the workers, from the main thread."""
         gc.collect()  # before it is copied
-        # torch's handler of SIGCHLD raises in the main thread, wherever that is; `pull` finds a dead worker itself.
+        # torch's handler of SIGCHLD raises in the main thread wherever that is. `pull` finds dead workers itself.
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD) if in_main else None
         self._rows = iter(self._loader)
         if in_main:
             signal.signal(signal.SIGCHLD, handler)
-        # Before multiprocessing's own, which waits for processes that ignore SIGTERM.
+        # This runs before multiprocessing's own handler, which waits for processes that ignore SIGTERM.
         atexit.register(self.close)
 
     def name(self, worker: int) -> str:
-        """A worker for messages: its id, lane and process, and what it did last."""
+        """Describe a worker for messages: its id, lane and process, and what it did last."""
         pid, seconds, text = self._statuses.read(worker)
         rows = self._rows  # another thread may close it
         pid = pid if pid or rows is None else rows._workers[worker - self.workers.start].pid
         return f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid}), for {seconds:.0f} s: {text}"
 
     def holds_up(self, worker: int) -> int:
-        """The worker that keeps `pull` waiting. Rows come in turn, so it need not be the one whose row is wanted."""
+        """Return the worker that `pull` waits for.
+
+        Rows come in turn, so this may be another worker than the wanted one.
+        """
         rows = self._rows
         if rows is None:
             return worker
         for other, process in zip(self.workers, rows._workers, strict=True):
-            if _is_stopped(process.pid):  # a row of it may be the next to be unpickled, which takes its help
+            if _is_stopped(process.pid):  # the next row to be unpickled may be its own, which needs its help
                 return other
         task = rows._task_info.get(rows._rcvd_idx)
         return self.workers[task[0]] if task else worker
 
     def pull(self, worker: int) -> Arrival:
-        """The next row of any of the workers, which are asked in turn.
+        """Return the next row of any of the workers, which are asked in turn.
 
         Raises:
             ValueError: a worker met data that it cannot read.
@@ -243,7 +246,7 @@ class WorkerProcesses:
         assert self._rows is not None, "not started"
         try:
             item = next(self._rows)
-        except (RuntimeError, OSError, EOFError) as error:  # torch looks after its workers every few seconds
+        except (RuntimeError, OSError, EOFError) as error:  # torch checks its workers every few seconds
             dead = self._dead()
             raise RuntimeError("; ".join(dead) if dead else f"{type(error).__name__}: {error}") from error
         if isinstance(item, Failure):
@@ -252,7 +255,7 @@ class WorkerProcesses:
         return item
 
     def _dead(self) -> list[str]:
-        # A broken connection is seen before the end of the process, and that before its exit code.
+        # A broken connection shows before the end of the process, and that shows before its exit code.
         ended = wait([process.sentinel for process in self._rows._workers], STOP_S)
         dead = []
         for worker, process in zip(self.workers, self._rows._workers, strict=True):
@@ -264,7 +267,7 @@ class WorkerProcesses:
         return dead
 
     def close(self) -> None:
-        """End the workers; those that do not answer are killed."""
+        """End the workers, and kill those that do not answer."""
         atexit.unregister(self.close)
         rows, self._rows = self._rows, None
         if rows is None:
@@ -281,13 +284,13 @@ class WorkerProcesses:
 
 
 class InProcess:
-    """The one worker of a lane, in this process.
+    """Single worker of a lane, in this process.
 
     Args:
-        dataset: for the worker configuration of one lane with one worker.
-        starts: by global worker id.
-        statuses: what it writes on.
-        status: of the data set.
+        dataset: Energon's data set for a worker configuration of one lane with one worker.
+        starts: starting points by global worker id.
+        statuses: shared memory that it writes on.
+        status: the data set's status line.
 
     Attributes:
         workers: its global worker id.
@@ -302,24 +305,23 @@ class InProcess:
         self._rows: Iterator[Any] | None = None
 
     def start(self) -> None:
-        """Open the data set."""
         self._rows = iter(self._stream)
 
     def name(self, worker: int) -> str:
-        """The worker for messages."""
+        """Describe the worker for messages."""
         _, seconds, text = self._statuses.read(worker)
         return f"lane {worker}, read in the training process, for {seconds:.0f} s: {text}"
 
     def holds_up(self, worker: int) -> int:
-        """The worker that keeps `pull` waiting."""
+        """Return the worker that `pull` waits for."""
         return worker
 
     def pull(self, worker: int) -> Arrival:
-        """Its next row. Errors come through as they are."""
+        """Return its next row. Errors are raised unchanged."""
         assert self._rows is not None, "not started"
         with ONE_WORKER:
             return next(self._rows)
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Do nothing: there is no process to end."""
         self._rows = None
