@@ -34,11 +34,11 @@ class Config(DecoderConfig):
 
 
 def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """The configuration of a Hugging Face text model.
+    """Return the configuration of a Hugging Face text model.
 
     Args:
         source: a config.json, its folder, or the configuration as a dict.
-        base: where fields come from that it does not set (dropout, load balancing); default `Config()`.
+        base: source of the fields that it does not set (dropout, load balancing); default `Config()`.
 
     Raises:
         ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
@@ -48,12 +48,12 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
 
 
 def resolve(config: Config) -> Config:
-    """`config` with the sizes of its `hf_config`, if it names one. Raises ValueError as `from_hf`."""
+    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
     return from_hf(config.hf_config, config) if config.hf_config else config
 
 
 class CausalLmProvider(TextProvider):
-    """The `mimo.protocols.ModelProvider` of text models; every method takes unresolved configurations too."""
+    """The `mimo.protocols.ModelProvider` of text models. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = (*hf_config.ARCHITECTURES.values(), "MistralForCausalLM")
@@ -62,11 +62,10 @@ class CausalLmProvider(TextProvider):
     shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         return dataclasses.replace(config, **hf.module_sizes(values, module))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
@@ -74,17 +73,17 @@ class CausalLmProvider(TextProvider):
         return decoder_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Spec of the decoder; `context` is None on ranks that only read its width.
+        """Return the spec of the decoder. `context` is None on ranks that only read its width.
 
         Raises:
-            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
         """
         from providers.common.build import decoder_spec
 
         return decoder_spec(resolve(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Names of a text model's checkpoint; the language part of a LLaVA checkpoint is taken too."""
+        """Return the names of a text model's checkpoint. The language part of a LLaVA checkpoint works too."""
         from providers.common import weights
 
         self.check_module(module)
@@ -92,7 +91,7 @@ class CausalLmProvider(TextProvider):
         return dataclasses.replace(found, ignored=(*found.ignored, weights.LLAVA_VISION_TENSORS))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
-        """The model as a config.json. Raises ValueError where no Hugging Face family has its parts together."""
+        """Return the model as a config.json. Raises ValueError if no Hugging Face family has all its parts."""
         return hf_config.causal_lm_config(resolve(config))
 
 

@@ -35,11 +35,11 @@ class Config(LatentDecoderConfig):
 
 
 def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """The configuration of a Hugging Face `DeepseekV3Config`.
+    """Return the configuration of a Hugging Face `DeepseekV3Config`.
 
     Args:
         source: a config.json, its folder, or the configuration as a dict.
-        base: where fields come from that a `DeepseekV3Config` does not set (dropout, load balancing); default
+        base: source of the fields that a `DeepseekV3Config` does not set (dropout, load balancing); default
             `Config()`.
 
     Raises:
@@ -50,12 +50,12 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
 
 
 def resolve(config: Config) -> Config:
-    """`config` with the sizes of its `hf_config`, if it names one. Raises ValueError as `from_hf`."""
+    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
     return from_hf(config.hf_config, config) if config.hf_config else config
 
 
 class DeepseekV3Provider(TextProvider):
-    """The `mimo.protocols.ModelProvider` of DeepSeek-V3; every method takes unresolved configurations too."""
+    """The `mimo.protocols.ModelProvider` of DeepSeek-V3. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM",)
@@ -64,11 +64,10 @@ class DeepseekV3Provider(TextProvider):
     shapes = staticmethod(latent_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         return dataclasses.replace(config, **deepseek_sizes(dict(values)))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
@@ -76,7 +75,7 @@ class DeepseekV3Provider(TextProvider):
         return latent_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Spec of the decoder; `context` is None on ranks that only read its width.
+        """Return the spec of the decoder. `context` is None on ranks that only read its width.
 
         Raises:
             ValueError: a tensor-parallel grid without sequence parallelism.
@@ -86,14 +85,14 @@ class DeepseekV3Provider(TextProvider):
         return latent_decoder_spec(resolve(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Rules of `language`, against `DeepseekV3ForCausalLM`."""
+        """Return the rules that map the decoder to `DeepseekV3ForCausalLM`."""
         from providers.common.mla_weights import latent_map
 
         self.check_module(module)
         return latent_map(resolve(config))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
-        """The `DeepseekV3Config`. Raises ValueError for what transformers' model has no room for."""
+        """Return the `DeepseekV3Config`. Raises ValueError for values that transformers' model cannot have."""
         return deepseek_config(resolve(config))
 
 

@@ -40,11 +40,11 @@ class Config(VisionConfig, DecoderConfig):
 
 
 def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """The configuration of a Hugging Face `LlavaConfig`.
+    """Return the configuration of a Hugging Face `LlavaConfig`.
 
     Args:
         source: a config.json, its folder, or the configuration as a dict.
-        base: where fields come from that a `LlavaConfig` does not set (dropout, load balancing); default `Config()`.
+        base: source of the fields that a `LlavaConfig` does not set (dropout, load balancing); default `Config()`.
 
     Raises:
         ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
@@ -54,12 +54,12 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
 
 
 def resolve(config: Config) -> Config:
-    """`config` with the sizes of its `hf_config`, if it names one. Raises ValueError as `from_hf`."""
+    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
     return from_hf(config.hf_config, config) if config.hf_config else config
 
 
 class LlavaProvider(VisionLanguageProvider):
-    """The `mimo.protocols.ModelProvider` of LLaVA; every method takes unresolved configurations too."""
+    """The `mimo.protocols.ModelProvider` of LLaVA. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("LlavaForConditionalGeneration",)
@@ -69,26 +69,25 @@ class LlavaProvider(VisionLanguageProvider):
     language_shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         sizes = hf.module_sizes(values, module)
         if module == LANGUAGE and values.get("model_type", "llava" if "text_config" in values else "") == "llava":
             sizes["image_token_id"] = hf.llava_image_token(dict(values))
         return dataclasses.replace(config, **sizes)
 
     def check_encoder_grid(self, config: Config, grid: GridSpec, problems: Problems) -> None:
-        """Note what the encoder grid cannot hold."""
+        """Note sizes that the encoder grid cannot hold."""
         check_vision_grid(config, self._projector_size(config), grid, problems)
 
     def vision_shapes(self, config: Config) -> list[ParameterShape]:
-        """Every parameter of encoder and projector."""
+        """Return every parameter of encoder and projector."""
         return vision_shapes(config, self._projector_size(config), config.hidden_size)
 
     def num_experts(self, config: Config) -> int:
-        """Experts of every decoder layer; 0 for a dense one."""
+        """Return the number of experts of every decoder layer, 0 for a dense one."""
         return resolve(config).num_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
@@ -100,17 +99,17 @@ class LlavaProvider(VisionLanguageProvider):
                 *decoder_components(config)]
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Spec of the decoder; `context` is None on ranks that only read its width.
+        """Return the spec of the decoder. `context` is None on ranks that only read its width.
 
         Raises:
-            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
         """
         from providers.common.build import decoder_spec
 
         return decoder_spec(resolve(config), context)
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Spec of the vision module: a `mimo.model.submodule.VisionSubmodule`."""
+        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.build import vision_spec
 
         self.check_module(module)
@@ -118,7 +117,7 @@ class LlavaProvider(VisionLanguageProvider):
         return vision_spec(config, ENCODER, self._projector_size(config), config.hidden_size, context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Names of a LLaVA checkpoint; a text model's or a vision model's own checkpoint is taken for its module."""
+        """Return the names of a LLaVA checkpoint. For one module, a text or vision model's own checkpoint works too."""
         from providers.common import weights
 
         config = resolve(config)
@@ -128,12 +127,12 @@ class LlavaProvider(VisionLanguageProvider):
         return weights.vision_map(config, ENCODER)
 
     def hf_config(self, config: Config) -> dict[str, Any]:
-        """The model as a `LlavaConfig`. Raises ValueError where none has its parts together."""
+        """Return the model as a `LlavaConfig`. Raises ValueError if none has all its parts."""
         config = resolve(config)
         return hf_config.llava_config(config, config, config.image_token_id)
 
     def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
-        """How images become pixels: as a folder's files say, or as CLIP's (cropped) or SigLIP's (stretched)."""
+        """Return how images become pixels: as a folder's files say, or as in CLIP (cropped) or SigLIP (stretched)."""
         config = resolve(config)
         if folder:
             return hf_processor.read_processing(folder, config.vision_image_size,
@@ -142,7 +141,7 @@ class LlavaProvider(VisionLanguageProvider):
         return dataclasses.replace(own, tiling="dynamic") if config.vision_dynamic_resolution else own
 
     def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
-        """Write preprocessor_config.json; returns why not where no processor makes the pixels of training."""
+        """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
         return hf_processor.write_processing(folder, resolve(config).vision_image_size, processing)
 
     @staticmethod

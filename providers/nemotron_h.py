@@ -42,11 +42,11 @@ class Config(HybridConfig):
 
 
 def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """The configuration of a Hugging Face `NemotronHConfig`.
+    """Return the configuration of a Hugging Face `NemotronHConfig`.
 
     Args:
         source: a config.json, its folder, or the configuration as a dict.
-        base: where fields come from that it does not set (dropout, load balancing); default `Config()`.
+        base: source of the fields that it does not set (dropout, load balancing); default `Config()`.
 
     Raises:
         ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
@@ -56,12 +56,12 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
 
 
 def resolve(config: Config) -> Config:
-    """`config` with the sizes of its `hf_config`, if it names one. Raises ValueError as `from_hf`."""
+    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
     return from_hf(config.hf_config, config) if config.hf_config else config
 
 
 class NemotronHProvider(TextProvider):
-    """The `mimo.protocols.ModelProvider` of Nemotron-H; every method takes unresolved configurations too."""
+    """The `mimo.protocols.ModelProvider` of Nemotron-H. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("NemotronHForCausalLM",)
@@ -70,20 +70,19 @@ class NemotronHProvider(TextProvider):
     shapes = staticmethod(hybrid_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         return dataclasses.replace(config, **language_sizes(values))
 
     def megatron_source(self, config: Config) -> MegatronSource | None:
-        """The checkpoint of --load-nemotron-checkpoint, of which the language model is taken."""
+        """Return the checkpoint of --load-nemotron-checkpoint, whose language model is loaded."""
         path = config.load_nemotron_checkpoint
         return nemotron_source(path, resolve(config)) if path else None
 
     def num_experts(self, config: Config) -> int:
-        """Routed experts of an E layer; 0 where there is none."""
+        """Number of routed experts of an E layer, 0 without one."""
         return resolve(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
@@ -91,24 +90,27 @@ class NemotronHProvider(TextProvider):
         return hybrid_components(resolve(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Spec of the decoder; `context` is None on ranks that only read its width.
+        """Return the spec of the decoder. `context` is None on ranks that only read its width.
 
         Raises:
-            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
         """
         from providers.common.hybrid_build import hybrid_spec
 
         return hybrid_spec(resolve(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Rules of `language`, against `NemotronHForCausalLM`; the language part of a VLM's checkpoint is taken too."""
+        """Return the names of a `NemotronHForCausalLM` checkpoint.
+
+        The language part of a VLM's checkpoint works too.
+        """
         from providers.common.hybrid_weights import text_map
 
         self.check_module(module)
         return text_map(resolve(config))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
-        """The `NemotronHConfig`. Raises ValueError for what transformers' model has no room for."""
+        """Return the `NemotronHConfig`. Raises ValueError for values that transformers' model cannot have."""
         return nemotron_config(resolve(config))
 
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from mimo.weights.rules import WeightMap
 
 ENCODER = "radio"
-# --training-stage to the parts that do not train.
+# Parts that do not train, by --training-stage.
 STAGES = {"": frozenset[str](), "stage1": frozenset({VISION, LANGUAGE}), "stage2": frozenset[str]()}
 PATTERN_20 = "MEMEM*EMEMEM*EMEMEM*"
-# Half of the layers have experts. The order of the published checkpoint is not public: give it with the flag.
+# Half of the layers have experts. The order of layers in the published checkpoint is not public.
 PATTERN_54 = "MEMEME*E" * 6 + "MEMEME"
 
 
@@ -95,7 +95,7 @@ class ConfigTiny(Config):
 
 
 def resolve(config: Config) -> Config:
-    """`config` with the sizes of its `hf_config`, if it names one.
+    """Return `config` with the sizes of its `hf_config`, if it has one.
 
     Raises:
         ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
@@ -106,11 +106,11 @@ def resolve(config: Config) -> Config:
 
 
 class NemotronVlmProvider(VisionLanguageProvider):
-    """The `mimo.protocols.ModelProvider` of one variant; every method takes unresolved configurations too.
+    """The `mimo.protocols.ModelProvider` of one variant. Every method also takes unresolved configurations.
 
     Args:
         config: its flags, with the variant's sizes as defaults.
-        architectures: Hugging Face classes whose folders are taken for this variant.
+        architectures: Hugging Face classes that this variant loads.
     """
 
     checks = (check_hybrid, radio.check_radio)
@@ -120,7 +120,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
     language_shapes = staticmethod(hybrid_shapes)
 
     def vision_shapes(self, config: Config) -> list[ParameterShape]:
-        """Every parameter of encoder and projector."""
+        """Return every parameter of encoder and projector."""
         return radio.radio_shapes(config, config.hidden_size)
 
     def __init__(self, config: type[Config], architectures: tuple[str, ...] = ()) -> None:
@@ -128,11 +128,10 @@ class NemotronVlmProvider(VisionLanguageProvider):
         self.hf_architectures = architectures
 
     def resolved(self, config: Config) -> Config:
-        """Resolve the sizes, as `resolve` does."""
         return resolve(config)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """A resolved configuration with what a config.json says about a module; see `mimo.protocols`."""
+        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         if module != LANGUAGE:
             return dataclasses.replace(config, **encoder_sizes(values))
         # A text model alone does not say which of its tokens stands for an image.
@@ -144,14 +143,14 @@ class NemotronVlmProvider(VisionLanguageProvider):
         return STAGES[config.training_stage]
 
     def megatron_source(self, config: Config) -> MegatronSource | None:
-        """The checkpoint of --load-nemotron-checkpoint."""
+        """Return the checkpoint of --load-nemotron-checkpoint."""
         path = config.load_nemotron_checkpoint
         vision = {VISION: {f"encoders.{ENCODER}.": "vision_model.",
                            "input_projections.0.": "vision_projection.encoder."}}
         return nemotron_source(path, resolve(config), vision) if path else None
 
     def num_experts(self, config: Config) -> int:
-        """Routed experts of an E layer; 0 where there is none."""
+        """Return the number of routed experts of an E layer, 0 without one."""
         return resolve(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
@@ -163,17 +162,17 @@ class NemotronVlmProvider(VisionLanguageProvider):
                 *hybrid_components(config)]
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Spec of the decoder; `context` is None on ranks that only read its width.
+        """Return the spec of the decoder. `context` is None on ranks that only read its width.
 
         Raises:
-            ValueError: experts on a tensor-parallel grid without sequence parallelism.
+            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
         """
         from providers.common.hybrid_build import hybrid_spec
 
         return hybrid_spec(resolve(config), context)
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Spec of the vision module: a `mimo.model.submodule.VisionSubmodule`."""
+        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.radio_build import radio_spec
 
         self.check_module(module)
@@ -181,7 +180,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
         return radio_spec(config, ENCODER, config.hidden_size, context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Names of a `NemotronH_Nano_VL_V2` checkpoint; a text model's or an encoder's own is taken for its module."""
+        """Return the names of a `NemotronH_Nano_VL_V2` checkpoint. For one module, its own checkpoint works too."""
         from providers.common.hybrid_weights import language_map
         from providers.common.radio_weights import radio_map
 
@@ -192,11 +191,11 @@ class NemotronVlmProvider(VisionLanguageProvider):
         return radio_map(config, ENCODER)
 
     def hf_config(self, config: Config) -> dict[str, Any]:
-        """The model as a `NemotronH_Nano_VL_V2` configuration. Raises ValueError where none has its parts together."""
+        """Return the model as a `NemotronH_Nano_VL_V2` configuration. Raises ValueError if none has all its parts."""
         return vlm_config(resolve(config))
 
     def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
-        """How vLLM's processor of the family makes pixels, which reads config.json alone."""
+        """Return how vLLM's processor of the family makes pixels. It reads only config.json."""
         config = resolve(config)
         if not folder:
             return radio_processing({}, config, type(self).__name__)
@@ -205,7 +204,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
         return radio_processing(values, config, str(path)) if values.get("model_type") in VLM_TYPES else None
 
     def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
-        """Write the processing of training to config.json; returns why not where vLLM's processor cannot do it."""
+        """Write the processing of training to config.json, or return the reason why vLLM's processor cannot do it."""
         path = hf.config_path(folder)
         values, note = with_radio_processing(hf.load(path), resolve(config), processing)
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

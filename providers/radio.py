@@ -101,7 +101,7 @@ def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
 
 
 def check_radio(config: RadioConfig, problems: Problems) -> None:
-    """Note what is wrong with the encoder's sizes on any layout."""
+    """Note encoder sizes that no layout can hold."""
     for name in ("vision_image_size", "vision_patch_size", "vision_pixel_shuffle", "vision_hidden_size",
                  "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size", "vision_max_image_size",
                  "projector_hidden_size"):
@@ -142,7 +142,7 @@ def _check_side(config: RadioConfig, name: str, pixels: int, problems: Problems)
 
 
 def check_radio_grid(config: RadioConfig, grid: GridSpec, problems: Problems) -> None:
-    """Note what the encoder grid cannot hold."""
+    """Note sizes that the encoder grid cannot hold."""
     if grid.pp > 1:
         problems.add(f"--encoder-pp {grid.pp}: the RADIO encoder has one pipeline stage; use --encoder-pp 1, and "
                      f"--encoder-tp to split it")
@@ -152,7 +152,7 @@ def check_radio_grid(config: RadioConfig, grid: GridSpec, problems: Problems) ->
 
 
 def radio_shapes(config: RadioConfig, language_size: int) -> list[ParameterShape]:
-    """Every parameter of encoder and projector; `language_size` is the width of the language model."""
+    """Return every parameter of encoder and projector; `language_size` is the width of the language model."""
     hidden, layers, inner = config.vision_hidden_size, config.vision_num_layers, config.vision_ffn_hidden_size
     pixels, projected = config.vision_num_channels * config.vision_patch_size**2, config.projector_hidden_size
 

@@ -22,7 +22,7 @@ from providers.common.vision import VisionConfig
 
 def transformer_config(context: BuildContext | None, kind: type[TransformerConfig] = TransformerConfig,
                        **sizes: object) -> TransformerConfig:
-    """A TransformerConfig with what every module shares.
+    """Return a TransformerConfig with the fields that every module shares.
 
     Args:
         context: the module's grid, groups and precision; None gives a single-process float32 configuration, for ranks
@@ -39,19 +39,19 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True, transformer_impl=impl,
         deterministic_mode=context is not None and context.deterministic,
-        # Variable lengths refuse every other dispatcher, even in a dense model.
+        # Megatron refuses every other dispatcher with variable lengths, even in a dense model.
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
-        # The output layer's weight gradient goes straight into main_grad where apex's kernel is installed; those of
-        # other layers always do (mimo.model.layer_ops).
+        # The weight gradient of the output layer is added straight to main_grad if apex's kernel is installed. Those of
+        # other layers always are (mimo.model.layer_ops).
         gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         bias_dropout_fusion=fused, masked_softmax_fusion=False,
-        # Latent attention has positions on a part of its channels, in another order.
+        # Latent attention has positions only on a part of its channels, in another order.
         apply_rope_fusion=fused and kind is TransformerConfig,
         cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="te",
         **sizes)  # type: ignore[arg-type]
 
 
-# --recompute to Megatron's fields: every layer's input is kept (full), or the attention core is recomputed (selective).
+# Megatron's fields for --recompute: full keeps only each layer's input, selective recomputes the attention core.
 RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -61,7 +61,7 @@ RECOMPUTE: dict[str, dict[str, object]] = {
 
 def decoder_config(config: DecoderConfig, context: BuildContext | None,
                    kind: type[TransformerConfig] = TransformerConfig, **sizes: object) -> TransformerConfig:
-    """Megatron's configuration of the decoder.
+    """Return Megatron's configuration of the decoder.
 
     Args:
         config: its sizes.
@@ -97,7 +97,7 @@ def _moe_fields(config: DecoderConfig, context: BuildContext | None) -> dict[str
 
 
 def expert_fields(context: BuildContext) -> dict[str, object]:
-    """Fields of a TransformerConfig that say how experts are spread and which of their kernels are fused."""
+    """Return the fields of a TransformerConfig that distribute experts and fuse their kernels."""
     return {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp,
             "moe_permute_fusion": context.moe_permute_fusion, "moe_router_fusion": context.moe_router_fusion}
 
@@ -106,7 +106,7 @@ def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleS
     """Spec of the decoder of the Llama, Qwen and Mixtral families.
 
     Raises:
-        ValueError: experts on a tensor-parallel grid without sequence parallelism.
+        ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
     """
     megatron_config = decoder_config(config, context)
     layers = None if context is None else decoder_layer_spec(megatron_config, context.transformer_impl)
@@ -115,7 +115,7 @@ def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleS
 
 def language_model_spec(config: DecoderConfig, context: BuildContext | None, megatron_config: TransformerConfig,
                         layers: TransformerBlockSubmodules | None) -> ModuleSpec:
-    """Spec of a `LanguageModel`.
+    """Return the spec of a `LanguageModel`.
 
     Args:
         config: vocabulary, positions and tying.
@@ -124,7 +124,7 @@ def language_model_spec(config: DecoderConfig, context: BuildContext | None, meg
         layers: this stage's layers; None where `context` is.
 
     Raises:
-        ValueError: experts on a tensor-parallel grid without sequence parallelism.
+        ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
     """
     if context is None:
         return ModuleSpec(module=LanguageModel, params={"config": megatron_config})
@@ -145,7 +145,7 @@ def language_model_spec(config: DecoderConfig, context: BuildContext | None, meg
         "rotary_base": config.rotary_base,
         "rope_scaling": config.use_rope_scaling,
         "rope_scaling_factor": config.rope_scaling_factor,
-        # The merged sequence is scattered, not the text tokens alone: MimoModel does it.
+        # MimoModel scatters the merged sequence itself, not only the text tokens.
         "scatter_embedding_sequence_parallel": False,
         "pg_collection": context.groups,
     })
@@ -153,7 +153,7 @@ def language_model_spec(config: DecoderConfig, context: BuildContext | None, meg
 
 def vision_spec(config: VisionConfig, name: str, projector_size: int, language_size: int,
                 context: BuildContext) -> ModuleSpec:
-    """Spec of a `VisionSubmodule`: a ViT and its projector.
+    """Return the spec of a `VisionSubmodule`: a ViT and its projector.
 
     Args:
         config: encoder sizes.
@@ -180,7 +180,7 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
         "final_layernorm": config.vision_final_layernorm, "pg_collection": context.groups,
         "pre_process": context.pre_process, "post_process": context.post_process,
         "dynamic_resolution": config.vision_dynamic_resolution, "pixel_shuffle": config.vision_pixel_shuffle})
-    # build_module passes a spec's `submodules` on as the keyword of that name.
+    # build_module passes a spec's `submodules` on as a keyword of that name.
     projector = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
         "config": projector_config, "input_size": config.feature_size, "pg_collection": context.groups})
     return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},

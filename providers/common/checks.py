@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-# Why the factor on the weights of routed experts may not be 0.
+# Reason why the factor on the weights of routed experts may not be 0.
 NO_FACTOR = "Megatron Core would leave the factor out, which stands for 1; give one that is not 0"
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of a field."""
+    """Return the command-line spelling of a field."""
     return "--" + name.replace("_", "-")
 
 
 def image_flags(height: int, width: int) -> str:
-    """The flags of an encoder that takes images of `height` by `width` pixels."""
+    """Return the flags of an encoder that takes images of `height` by `width` pixels."""
     return f"--vision-image-size {height}" + (f" --vision-image-width {width}" if width != height else "")
 
 
 def divisors(value: int) -> list[int]:
-    """Positive divisors of `value` (at least 1), ascending."""
+    """Return the positive divisors of `value` (at least 1), ascending."""
     return [candidate for candidate in range(1, value + 1) if value % candidate == 0]
 
 
 class Problems:
-    """Everything found wrong with a configuration, reported at once.
+    """All problems of a configuration, reported at once.
 
     Attributes:
-        found: messages in the order they were added.
+        found: messages in the order in which they were added.
     """
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     def add(self, message: str) -> None:
-        """Note one problem."""
         self.found.append(message)
 
     def positive(self, name: str, value: int) -> None:
@@ -64,6 +63,6 @@ class Problems:
         self.add(f"{flag(name)} {value} is not divisible by {flag(by)} {divisor}; {fits}{f', {hint}' if hint else ''}")
 
     def report(self, source: str = "") -> None:
-        """Raise ValueError with every problem found; `source` says where the sizes came from."""
+        """Raise ValueError with every problem found. `source` names the origin of the sizes."""
         if self.found:
             raise ValueError("\n".join(self.found) + (f"\n(model sizes from {source})" if source else ""))

@@ -1,4 +1,4 @@
-"""Which fields of a configuration decide what a model computes, each at the value that takes effect."""
+"""Find the fields of a configuration that decide what a model computes, with the values that take effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from providers.common.mla import UNUSED as UNUSED_BY_LATENT_ATTENTION
 from providers.common.mla import LatentDecoderConfig
 from providers.radio import RadioConfig
 
-# Where a model comes from, how it is trained and stored, and how long sequences may be; every other field counts.
+# Origin of a model, training, storage and the length of sequences. Every other field decides what it computes.
 NOT_COMPUTED = frozenset({
     "hf_config", "load_nemotron_checkpoint", "training_stage", "hidden_dropout", "attention_dropout",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor",
@@ -22,10 +22,10 @@ NOT_COMPUTED = frozenset({
 VISION_PREFIXES = ("vision_", "projector_")
 YARN = frozenset({"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
                   "mscale_all_dim"})
-# Fields that only layers of one kind read, by the symbol of the kind.
+# Fields that only layers of one kind use, by the symbol of the kind.
 HYBRID_PREFIXES = {MAMBA: ("mamba_",), MOE: ("moe_", "num_experts"), MLP: ("ffn_hidden_size",),
                    ATTENTION: ("num_attention_heads", "num_query_groups", "kv_channels")}
-# Field -> the key of a Hugging Face configuration that says the same, for messages.
+# Field -> key of a Hugging Face configuration with the same meaning, for messages.
 HF_KEYS = {
     "rotary_base": "rope_theta", "use_rope_scaling": "rope_scaling", "rope_scaling_factor": "rope_scaling.factor",
     "rotary_scaling_factor": "rope_scaling.factor", "rope_type": "rope_scaling.rope_type",
@@ -44,13 +44,13 @@ HF_KEYS = {
 
 
 def computed_fields(config: Any, module: str) -> dict[str, Any]:
-    """The fields of a resolved configuration that decide what a module computes.
+    """Return the fields of a resolved configuration that decide what a module computes.
 
-    A field that stands for another one (no query groups: as many as heads) has the other's value, and fields without
-    effect (those of experts in a dense model) are left out, so that equal results mean equal functions.
+    A field whose default refers to another one (no query groups means as many as heads) has that value. Fields without
+    effect, such as those of experts in a dense model, are left out. So equal results mean equal functions.
 
     Args:
-        config: the configuration, the sizes of `--hf-config` in their fields.
+        config: the configuration, with the sizes of `--hf-config` in its fields.
         module: `language`, or the encoder's module, to which the projector belongs.
     """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
@@ -71,7 +71,7 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
         unused |= {"ffn_hidden_size"} if config.num_experts else {
             name for name in values if name.startswith("moe_")}
     elif isinstance(config, HybridConfig):
-        # A model without multi-token prediction takes the weights of one that has it, and computes the same logits.
+        # A model without multi-token prediction can take the weights of one that has it, and computes the same logits.
         values["hybrid_layer_pattern"] = config.layers
         unused = {name for name in values for symbol, prefixes in HYBRID_PREFIXES.items()
                   if name.startswith(prefixes) and symbol not in config.layers}
@@ -81,12 +81,12 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
 
 
 class Computed:
-    """Part of a provider: `mimo.protocols.ComparableProvider` for the configurations of the families here."""
+    """Mixin that implements `mimo.protocols.ComparableProvider` for the configurations of these families."""
 
     def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
-        """The fields that decide what a module computes."""
+        """Return the fields that decide what a module computes."""
         return computed_fields(config, module)
 
     def hf_key(self, field: str) -> str:
-        """The key of a Hugging Face configuration that says what a field says."""
+        """Return the key of a Hugging Face configuration with the meaning of a field."""
         return HF_KEYS.get(field, field)

@@ -1,4 +1,4 @@
-"""A Llama- or Qwen-style decoder as plain data: its flags, what a layout must satisfy, its parameters."""
+"""A Llama- or Qwen-style decoder as plain data: its flags, checks and parameters."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class DecoderConfig:
         return self.head_dim * (self.num_attention_heads + 2 * self.query_groups)
 
     def padded_vocab_size(self, llm_tp: int = 1) -> int:
-        """Rows of embedding and output: the tokens and the padding after them."""
+        """Rows of embedding and output: the tokens, then padding."""
         unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
         return -(-self.vocab_size // unit) * unit
 
 
 def check_decoder(config: DecoderConfig, problems: Problems) -> None:
-    """Note what is wrong with the decoder's sizes on any layout."""
+    """Note decoder sizes that no layout can hold."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "make_vocab_size_divisible_by",
                  "max_position_embeddings"):
         problems.positive(name, getattr(config, name))
@@ -118,10 +118,10 @@ def check_decoder(config: DecoderConfig, problems: Problems) -> None:
 
 
 def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
-    """Note what the language grid cannot hold.
+    """Note sizes that the language grid cannot hold.
 
-    Fewer query groups than tensor-parallel ranks are fine where they divide them: Megatron Core then gathers the fused
-    projection and each rank takes its group.
+    There may be fewer query groups than tensor-parallel ranks if they divide the ranks. Megatron Core then gathers the
+    fused projection, and each rank takes its group.
     """
     problems.divides("num_layers", config.num_layers, "llm_pp", grid.pp)
     problems.divides("num_attention_heads", config.num_attention_heads, "llm_tp", grid.tp)
@@ -141,7 +141,7 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
 
 
 def decoder_shapes(config: DecoderConfig) -> list[ParameterShape]:
-    """Every parameter of the decoder; the vocabulary with its padding rows. Tied embeddings are counted once."""
+    """Return every parameter of the decoder. The vocabulary has its padding rows, and tied embeddings count once."""
     layers, hidden, rows = config.num_layers, config.hidden_size, config.padded_vocab_size()
     shapes = [
         ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp", "first"),

@@ -1,4 +1,4 @@
-"""FLOPs of the model families, as `mimo.observability.flops` counts it."""
+"""Count the FLOPs of the model families for `mimo.observability.flops`."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from providers.radio import RadioConfig
 
 PROJECTOR = "projector"
-# The fused first layer of a gated MLP has the gate beside the inner values.
+# The fused first layer of a gated MLP computes the gate beside the inner values.
 GATED = 2
 
 
 def linear(*sizes: tuple[int, int]) -> float:
-    """FLOPs a token of linear layers, each with its inputs and outputs."""
+    """Count the FLOPs per token of linear layers, given as inputs and outputs."""
     return sum(2.0 * inputs * outputs for inputs, outputs in sizes)
 
 
 def mlp(hidden: int, inner: int, gates: int = 1) -> float:
-    """FLOPs a token of a two-layer MLP, `gates` times as wide in the first layer as in the second."""
+    """Count the FLOPs per token of a two-layer MLP whose first layer is `gates` times as wide as the second."""
     return linear((hidden, gates * inner), (inner, hidden))
 
 
 def scores(query_channels: int, value_channels: int) -> float:
-    """FLOPs a pair of tokens of an attention layer; channels are those of all query heads, whose keys may be shared."""
+    """Count the FLOPs per pair of tokens of an attention layer, over the channels of all query heads."""
     return 2.0 * (query_channels + value_channels)
 
 
 def output_layer(config: DecoderConfig | HybridConfig) -> FlopComponent:
-    """Logits of every token, over the vocabulary with its padding rows."""
+    """Count the logits of every token, over the vocabulary with its padding rows."""
     return FlopComponent(name="output layer", module=LANGUAGE, part=LANGUAGE,
                          linear=linear((config.hidden_size, config.padded_vocab_size())))
 
 
 def decoder_components(config: DecoderConfig) -> list[FlopComponent]:
-    """A Llama-, Qwen- or Mixtral-style decoder."""
+    """Return the components of a Llama-, Qwen- or Mixtral-style decoder."""
     hidden, channels = config.hidden_size, config.num_attention_heads * config.head_dim
     layer = linear((hidden, config.qkv_size), (channels, hidden))
     if config.num_experts:
@@ -57,7 +57,7 @@ def decoder_components(config: DecoderConfig) -> list[FlopComponent]:
 
 
 def latent_components(config: LatentDecoderConfig) -> list[FlopComponent]:
-    """A DeepSeek-V3-style decoder: latent attention whose keys and values are unfolded, as in training."""
+    """Return the components of a DeepSeek-V3-style decoder, whose keys and values are unfolded as in training."""
     hidden, values = config.hidden_size, config.num_attention_heads * config.v_head_dim
     attention = linear((hidden, config.compressed_kv_size), (config.kv_lora_rank, config.kv_size), (values, hidden))
     if config.q_lora_rank:
@@ -75,23 +75,23 @@ def latent_components(config: LatentDecoderConfig) -> list[FlopComponent]:
 
 
 def hybrid_components(config: HybridConfig) -> list[FlopComponent]:
-    """A Nemotron-H-style decoder; each depth of multi-token prediction with its projection, layers and logits."""
+    """Return the components of a Nemotron-H-style decoder, with all depths of multi-token prediction."""
     hidden, logits, depths = config.hidden_size, output_layer(config), config.num_mtp_depths
     found = [_hybrid_layers("layers", config, config.layers)]
     for depth in range(1, depths + 1):
         found += [FlopComponent(name=f"mtp {depth} projection", module=LANGUAGE, part=LANGUAGE,
                                 linear=linear((2 * hidden, hidden))),
                   _hybrid_layers(f"mtp {depth} layers", config, config.mtp_layers)]
-    # The logits of every depth go through the one output layer.
+    # The logits of every depth use the same output layer.
     return [*found, *[logits] * (1 + depths)]
 
 
 def _hybrid_layers(name: str, config: HybridConfig, symbols: str) -> FlopComponent:
-    """The scan of a Mamba-2 layer (Dao and Gu, arXiv:2405.21060, section 6) runs in chunks.
+    """Return the components of the layers. The scan of Mamba-2 (arXiv:2405.21060, section 6) runs in chunks.
 
-    With G groups, H heads of P channels and states of N: a pair of tokens of a chunk takes part in `C B^T` (2 G N) and
-    in the product of that with x (2 H P), both causal; a token adds to its chunk's state (2 N H P) and reads the state
-    before (2 N H P).
+    There are G groups, H heads of P channels, and states of N. A pair of tokens of a chunk costs 2 G N in `C B^T` and
+    2 H P in its product with x, both causal. A token costs 2 N H P to add to its chunk's state, and 2 N H P to read the
+    state before it.
     """
     mamba, attention = symbols.count(MAMBA), symbols.count(ATTENTION)
     inner, state = config.mamba_inner_size, config.mamba_state_dim
@@ -105,7 +105,7 @@ def _hybrid_layers(name: str, config: HybridConfig, symbols: str) -> FlopCompone
 
 
 def hybrid_layer_flops(config: HybridConfig, symbol: str) -> float:
-    """FLOPs a token of a layer's linear layers; of a MoE layer, of the experts that a token is sent to."""
+    """Count the FLOPs per token of a layer's linear layers, in a MoE layer those of the experts of a token."""
     hidden = config.hidden_size
     if symbol == MAMBA:
         return linear((hidden, sum(config.mamba_in_proj_rows)), (config.mamba_inner_size, hidden))
@@ -122,12 +122,12 @@ def hybrid_layer_flops(config: HybridConfig, symbol: str) -> float:
 
 def vision_components(config: VisionConfig | RadioConfig, *, num_extra: int, parallel_patches: bool) -> Iterable[
         FlopComponent]:
-    """A vision transformer, without its projector; a language token is `vision_pixel_shuffle ** 2` patches.
+    """Return the components of a vision transformer. A language token is `vision_pixel_shuffle ** 2` patches.
 
     Args:
         config: its sizes.
         num_extra: class and register tokens before the patches of each image.
-        parallel_patches: the patch embedding is one of Megatron's linear layers.
+        parallel_patches: whether the patch embedding is one of Megatron's linear layers.
     """
     hidden, layers, patches = config.vision_hidden_size, config.vision_num_layers, config.vision_pixel_shuffle**2
     pixels = config.vision_num_channels * config.vision_patch_size**2
@@ -140,13 +140,13 @@ def vision_components(config: VisionConfig | RadioConfig, *, num_extra: int, par
 
 def projector_components(feature_size: int, inner: int, language_size: int, *, has_norm: bool) -> Iterable[
         FlopComponent]:
-    """A two-layer projector, of one token each.
+    """Return the components of a two-layer projector of single tokens.
 
     Args:
-        feature_size: its input.
+        feature_size: width of its input.
         inner: its inner width.
-        language_size: its output.
-        has_norm: a norm with weights lies before it.
+        language_size: width of its output.
+        has_norm: whether a norm with weights comes before it.
     """
     yield FlopComponent(name="projector, first layer", module=VISION, part=PROJECTOR,
                         linear=linear((feature_size, inner)), opens_part=not has_norm)

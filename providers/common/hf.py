@@ -1,6 +1,6 @@
-"""Sizes from Hugging Face configurations, without importing transformers: reading one, a `LlavaConfig`, a text model's.
+"""Read sizes from the Hugging Face configurations of a LLaVA and of text models, without importing transformers.
 
-The defaults of the vision classes stand here, those of the text classes in `hf_text`; see there.
+The defaults of the vision classes are here, those of the text classes in `hf_text`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VISION_DEFAULTS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
-# The encoder of a LlavaConfig that has no vision_config: CLIP ViT-L/14 at 336 pixels.
+# Encoder of a LlavaConfig without vision_config: CLIP ViT-L/14 at 336 pixels.
 LLAVA_VISION: dict[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
@@ -33,13 +33,13 @@ ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": 
 
 
 def config_path(source: str | Path) -> Path:
-    """The config.json that a folder holds; any other path is that of the file."""
+    """Return the config.json of a folder. Any other path is taken as the file itself."""
     path = Path(source)
     return path / "config.json" if path.is_dir() else path
 
 
 def load(source: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A configuration as a dict, from a dict, a config.json or the folder that holds one.
+    """Load a configuration as a dict, from a dict, a config.json or its folder.
 
     Raises:
         ValueError: there is no such file, or it is not a JSON object.
@@ -59,10 +59,10 @@ def load(source: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the `llava` provider's `Config` that a `LlavaConfig` sets.
+    """Return the fields of the `llava` provider's `Config` that a `LlavaConfig` sets.
 
     Args:
-        config: the configuration as a dict, keys left at their default may be absent.
+        config: the configuration as a dict, keys with their default values may be missing.
 
     Raises:
         ValueError: a value the model cannot reproduce; the message names the key.
@@ -74,21 +74,21 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def llava_language(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `llava_sizes` that are the decoder's. Raises ValueError as it."""
+    """Return the decoder's fields of `llava_sizes`. Raises its errors."""
     text = with_defaults(config.get("text_config") or {}, "text_config.", "llama", TEXT_DEFAULTS)
-    # Either place may tie; transformers takes the text model's word where the outer config says nothing.
+    # Both configurations may tie. transformers uses the text model's value if the outer one has none.
     tied = bool(config.get("tie_word_embeddings", False)) or bool(text["tie_word_embeddings"])
     return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied}
 
 
 def llava_image_token(config: dict[str, Any]) -> int:
-    """The token of a LLaVA's vocabulary that stands for an image."""
+    """Return the token of a LLaVA's vocabulary that stands for an image."""
     token: int = renamed(config, "", ALIASES["llava"]).get("image_token_index", 32000)
     return token
 
 
 def llava_vision(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `llava_sizes` that are the encoder's and the projector's. Raises ValueError as it."""
+    """Return the encoder's and the projector's fields of `llava_sizes`. Raises its errors."""
     config = renamed(config, "", ALIASES["llava"])
     allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
     allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
@@ -99,12 +99,12 @@ def llava_vision(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# The tower of a model that has one, where its vision_config does not say.
+# Default tower of a model whose vision_config does not name one.
 TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "llava": "clip_vision_model"}
 
 
 def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Fields of the `llava` provider's `Config` that a configuration sets for one module.
+    """Return the fields of the `llava` provider's `Config` that a configuration sets for one module.
 
     Args:
         values: configuration of a LLaVA, of a text model, of a CLIP or SigLIP model or its tower, or of another model
@@ -126,10 +126,10 @@ def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
 
 
 def causal_lm_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a `DecoderConfig` that the configuration of a text model (`...ForCausalLM`) sets.
+    """Return the fields of a `DecoderConfig` that the configuration of a text model (`...ForCausalLM`) sets.
 
     Args:
-        config: the configuration as a dict, keys left at their default may be absent; `model_type` must be there.
+        config: the configuration as a dict, keys with their default values may be missing; `model_type` must be there.
 
     Raises:
         ValueError: a value the model cannot reproduce; the message names the key.
@@ -148,7 +148,7 @@ def _square(key: str, value: Any) -> int:
 
 def _vision_sizes(vision: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     layers = _feature_layers(config.get("vision_feature_layer", -2), vision["num_hidden_layers"])
-    # `default` drops the first token: CLIP's class token. SigLIP has none to drop.
+    # `default` drops the first token, which is CLIP's class token. SigLIP has none to drop.
     strategy = config.get("vision_feature_select_strategy", "default")
     clip = vision["model_type"] == "clip_vision_model"
     allow("", "vision_feature_select_strategy", strategy, ("default",) if clip else ("full",))
@@ -156,13 +156,13 @@ def _vision_sizes(vision: dict[str, Any], config: dict[str, Any]) -> dict[str, A
         **_tower_sizes(vision, "vision_config."),
         "vision_num_layers": layers,
         "vision_num_unused_layers": vision["num_hidden_layers"] - layers,
-        # transformers hands out a layer's output before post_layernorm, that of the last layer too.
+        # transformers returns a layer's output before post_layernorm, also for the last layer.
         "vision_final_layernorm": False,
     }
 
 
 def _tower_sizes(vision: dict[str, Any], section: str) -> dict[str, Any]:
-    """Fields that a tower of its own sets: all but the layers that run."""
+    """Return the fields that a tower sets, except the number of layers that run."""
     clip = vision["model_type"] == "clip_vision_model"
     allow(section, "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
     return {
@@ -181,7 +181,7 @@ def _tower_sizes(vision: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _feature_layers(index: Any, num_layers: int) -> int:
-    """Layers to run for the `index`-th of the hidden states; number 0 is the embedding."""
+    """Return the number of layers to run for hidden state `index`. Number 0 is the embedding."""
     if not isinstance(index, int):
         raise ValueError(f"--hf-config: vision_feature_layer = {index!r} is not supported; supported: one layer number")
     count = index if index >= 0 else num_layers + 1 + index

@@ -1,6 +1,6 @@
-"""Hugging Face configurations of the models here: the inverse of `hf` and `hf_text`.
+"""Write Hugging Face configurations of the models here: the inverse of `hf` and `hf_text`.
 
-Rotary positions are spelled as transformers 4 and serving engines read them; transformers 5 takes that spelling too.
+Rotary positions are spelt as transformers 4 and serving engines read them. transformers 5 accepts that spelling too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 
 def model_type(config: DecoderConfig) -> str:
-    """The Hugging Face family that has the decoder's parts.
+    """Return the Hugging Face family that has the decoder's parts.
 
     Raises:
-        ValueError: none has them together.
+        ValueError: no family has all of them.
     """
     kind = {(False, False): "llama", (False, True): "qwen3", (True, False): "mixtral", (True, True): "qwen3_moe"}[
         bool(config.num_experts), config.qk_layernorm]
@@ -35,7 +35,7 @@ def model_type(config: DecoderConfig) -> str:
 
 
 def text_config(config: DecoderConfig) -> dict[str, Any]:
-    """A decoder as a text configuration. Raises ValueError as `model_type`."""
+    """Return a decoder as a text configuration. Raises the errors of `model_type`."""
     kind = model_type(config)
     text: dict[str, Any] = {
         "model_type": kind,
@@ -66,16 +66,16 @@ def text_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def causal_lm_config(config: DecoderConfig) -> dict[str, Any]:
-    """A text model as a config.json. Raises ValueError as `model_type`."""
+    """Return a text model as a config.json. Raises the errors of `model_type`."""
     text = text_config(config)
     return {"architectures": [ARCHITECTURES[text["model_type"]]], **text}
 
 
 def vision_config(config: VisionConfig) -> dict[str, Any]:
-    """A tower as the configuration of a CLIP or SigLIP vision model whose every layer runs.
+    """Return a tower as the configuration of a CLIP or SigLIP vision model in which every layer runs.
 
     Raises:
-        ValueError: neither has its parts together.
+        ValueError: neither of them has all its parts.
     """
     clip = config.vision_class_token
     if (config.vision_pre_layernorm, config.vision_patch_bias) != (clip, not clip):
@@ -105,10 +105,10 @@ def vision_config(config: VisionConfig) -> dict[str, Any]:
 
 
 def llava_config(decoder: DecoderConfig, vision: VisionConfig, image_token_id: int) -> dict[str, Any]:
-    """A LLaVA model as a config.json; its tower has the layers that run and no more.
+    """Return a LLaVA model as a config.json. Its tower has only the layers that run.
 
     Raises:
-        ValueError: no LlavaConfig has its parts together; see `model_type` and `vision_config`.
+        ValueError: no LlavaConfig has all its parts; see `model_type` and `vision_config`.
     """
     if vision.vision_dynamic_resolution or vision.vision_pixel_shuffle > 1:
         given = "--vision-dynamic-resolution" if vision.vision_dynamic_resolution else (

@@ -1,4 +1,4 @@
-"""Between a Hugging Face `DeepseekV3Config` and the decoder's flags, without importing transformers."""
+"""Convert between a Hugging Face `DeepseekV3Config` and the decoder's flags, without importing transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from providers.common.checks import NO_FACTOR
 from providers.common.hf_text import allow, rope_of, with_defaults
 from providers.common.mla import LatentDecoderConfig
 
-# Class defaults, which a saved config.json leaves out; a test holds them against the installed transformers.
+# Class defaults, which a saved config.json leaves out; a test compares them with the installed transformers.
 DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
@@ -17,21 +17,21 @@ DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
         "first_k_dense_replace": 3, "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_interleave": True, "attention_bias": False,
-        # As in transformers 5.19; 5.12 knows no such key, and passes over the published model's layer all the same.
+        # As in transformers 5.19. 5.12 does not know this key, and also ignores the published model's layer.
         "num_nextn_predict_layers": 1,
     },
 }
 DEFAULT_ROPE_THETA = 10000.0
-# transformers gives the norms on compressed queries and keys this epsilon whatever rms_norm_eps is.
+# transformers uses this epsilon for the norms on compressed queries and keys, whatever rms_norm_eps is.
 LATENT_NORM_EPSILON = 1e-6
-# Keys whose other values change the computation in a way that the decoder here does not follow. The last four are
-# DeepSeek's own, unknown to transformers, and moe_router_dtype is vLLM's.
+# Keys of which the decoder here supports only these values. The last four
+# are DeepSeek's own, unknown to transformers, and moe_router_dtype is vLLM's.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "norm_topk_prob": (True,), "rope_interleave": (True,),
     "partial_rotary_factor": (None, 1, 1.0), "moe_router_dtype": (None, "float32"), "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }
-# Keys of both names that say the same.
+# Keys that have the same name in both.
 RENAMED = {
     "vocab_size": "vocab_size", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
     "moe_ffn_hidden_size": "moe_intermediate_size", "num_layers": "num_hidden_layers",
@@ -44,10 +44,10 @@ RENAMED = {
 
 
 def deepseek_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a `LatentDecoderConfig` that a `DeepseekV3Config` sets.
+    """Return the fields of a `LatentDecoderConfig` that a `DeepseekV3Config` sets.
 
     Args:
-        config: the configuration as a dict, keys left at their default may be absent.
+        config: the configuration as a dict, keys with their default values may be missing.
 
     Raises:
         ValueError: a value that the model cannot reproduce, such as quantized weights; the message names the key.
@@ -94,17 +94,17 @@ def _rope_sizes(config: dict[str, Any]) -> dict[str, Any]:
         "original_max_position_embeddings": original,
         "beta_fast": float(scaling.get("beta_fast") or 32),
         "beta_slow": float(scaling.get("beta_slow") or 1),
-        # transformers looks at neither unless both are given, and then takes 1 and 0.
+        # transformers ignores both unless both are given; the defaults then are 1 and 0.
         "mscale": float(mscale) if mscale_all_dim else 1.0,
         "mscale_all_dim": float(mscale_all_dim),
     }
 
 
 def deepseek_config(config: LatentDecoderConfig) -> dict[str, Any]:
-    """The decoder as a `DeepseekV3Config`, in the spelling of the published checkpoints.
+    """Return the decoder as a `DeepseekV3Config`, in the spelling of the published checkpoints.
 
     Raises:
-        ValueError: what transformers' model has no room for.
+        ValueError: a value that transformers' model cannot have.
     """
     if config.latent_norm_epsilon != LATENT_NORM_EPSILON:
         raise ValueError(f"--latent-norm-epsilon {config.latent_norm_epsilon}: DeepseekV3ForCausalLM has "
@@ -123,8 +123,8 @@ def deepseek_config(config: LatentDecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
         "hidden_act": "silu", "attention_bias": False, "rope_interleave": True, "num_nextn_predict_layers": 0,
-        # vLLM rounds the router's logits to the model's dtype without it, and sends tokens to other experts than the
-        # trainer and transformers, which route in float32 always.
+        # Without it, vLLM rounds the router's logits to the model's dtype and chooses other experts than the trainer
+        # and transformers, which always route in float32.
         "moe_router_dtype": "float32",
         "rope_theta": config.rotary_base, "rope_scaling": None,
     }

@@ -1,4 +1,4 @@
-"""Between the Hugging Face configurations of the family and the flags, without importing transformers.
+"""Convert between the family's Hugging Face configurations and the flags, without importing transformers.
 
 `NemotronHConfig` is the text model's; `NemotronH_Nano_VL_V2` wraps one in `llm_config`, beside an encoder (`hf_radio`).
 """
@@ -17,12 +17,12 @@ from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, Hyb
 if TYPE_CHECKING:
     from providers.nemotron_moe_vlm import Config
 
-# The published code, Megatron and vLLM draw the first time steps from here on and do not limit them afterwards.
-# transformers 5 limits them to this least value, so that a larger one describes a model which others do not compute.
+# In the published code, Megatron and vLLM this is the least initial time step, and later ones are not limited.
+# transformers 5 limits all time steps to it, so a larger value describes a model that the others do not compute.
 TIME_STEP_MIN = 1e-3
-# For configurations that are written: transformers 5 takes its logarithm, so that it may not be 0.
+# Value in exported configurations. transformers 5 takes its logarithm, so it must not be 0.
 NO_TIME_STEP_MIN = 1e-20
-# Class defaults, which a saved config.json may leave out; a test holds them against the installed transformers.
+# Class defaults, which a saved config.json may leave out; a test compares them with the installed transformers.
 NEMOTRON_DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "vocab_size": 131072, "hidden_size": 4096, "tie_word_embeddings": False, "num_attention_heads": 32,
@@ -36,30 +36,29 @@ NEMOTRON_DEFAULTS: dict[str, dict[str, Any]] = {
         "residual_in_fp32": False, "time_step_min": TIME_STEP_MIN,
     },
 }
-# Of the gated norm inside of Megatron Core's MambaMixer.
+# Epsilon of the gated norm in Megatron Core's MambaMixer.
 MIXER_NORM_EPSILON = 1e-5
 DEFAULT_MTP = "*E"
-# The second has the same language and vision parts, and a sound encoder, which is passed over.
+# The second has the same language and vision parts and a sound encoder, which is ignored.
 VLM_TYPES = ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3")
-# The names that every version of transformers reads, and those that later ones save, at the latest 5.19.
+# Names that every version of transformers reads, and names that later ones save, up to 5.19.
 BLOCKS = {"mamba": MAMBA, "attention": ATTENTION, "moe": MOE, "mlp": MLP}
 LATER_BLOCKS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
-# The published code's own names, which transformers takes too.
+# Names of the published code, which transformers accepts too.
 OLD_NAMES = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
              "mamba_dt_limit": "time_step_limit", "mamba_dt_min": "time_step_min"}
-# Keys whose other values change the computation in a way that the decoder here does not follow; of all layers, and of
-# those of one kind.
+# Keys of which the decoder here supports only these values, for all layers and for layers of one kind.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {"tie_word_embeddings": (False,), "use_bias": (False,), "residual_in_fp32": (False,)},
     MAMBA: {"conv_kernel": (CONV_KERNEL,), "use_conv_bias": (True,), "mamba_hidden_act": ("silu",),
             "mamba_proj_bias": (False,), "layer_norm_epsilon": (MIXER_NORM_EPSILON,)},
     ATTENTION: {"attention_bias": (False,), "sliding_window": (None,)},
-    # Engines multiply the shared expert's width with the number of shared experts, transformers does not.
+    # Engines multiply the shared expert's width by the number of shared experts. transformers does not.
     MOE: {"n_shared_experts": (1,), "n_group": (1,), "topk_group": (1,),
           "mlp_hidden_act": ("relu2",), "mlp_bias": (False,)},
     MLP: {"mlp_hidden_act": ("relu2",), "mlp_bias": (False,)},
 }
-# Keys of both names that say the same.
+# Keys that have the same name in both.
 RENAMED = {
     "vocab_size": "vocab_size", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads", "kv_channels": "head_dim", "num_query_groups": "num_key_value_heads",
@@ -73,13 +72,13 @@ RENAMED = {
 
 
 def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """Fields of a `HybridConfig` that a `NemotronHConfig` sets.
+    """Return the fields of a `HybridConfig` that a `NemotronHConfig` sets.
 
     Multi-token prediction is built where the configuration has it (`num_nextn_predict_layers`).
 
     Args:
-        values: the configuration as a dict, keys left at their default may be absent.
-        section: where it stands in a larger one, with a dot at its end: `llm_config.`.
+        values: the configuration as a dict, keys with their default values may be missing.
+        section: its key in a larger configuration, with a dot at its end: `llm_config.`.
 
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
@@ -107,7 +106,7 @@ def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def _pattern(values: dict[str, Any], section: str, list_key: str, text_key: str) -> str:
-    """Layers as symbols, empty where neither key is there. transformers prefers the list and vLLM the text."""
+    """Return the layers as symbols, empty without either key. transformers prefers the list, vLLM the text."""
     blocks, pattern = values.get(list_key) or [], values.get(text_key) or ""
     symbols = BLOCKS | LATER_BLOCKS
     for block in blocks:
@@ -145,7 +144,7 @@ def _check_fixed(values: dict[str, Any], section: str, pattern: str) -> None:
 
 
 def _check_router(values: dict[str, Any], section: str) -> None:
-    # Megatron normalizes the weights of several experts, and never that of a single one.
+    # Megatron normalizes the weights of several experts, but never a single weight.
     topk, normalized = values["num_experts_per_tok"], values["norm_topk_prob"]
     if topk > 1:
         allow(section, "norm_topk_prob", normalized, (True,))
@@ -160,10 +159,10 @@ def _check_router(values: dict[str, Any], section: str) -> None:
 
 
 def nemotron_config(config: HybridConfig) -> dict[str, Any]:
-    """The decoder as a `NemotronHConfig`; layers in both spellings, of which engines know the text alone.
+    """Return the decoder as a `NemotronHConfig`. It has both spellings of the layers; engines read only the text.
 
     Raises:
-        ValueError: what transformers' model has no room for.
+        ValueError: a value that transformers' model cannot have.
     """
     if not config.untie_embeddings_and_output_weights:
         raise ValueError("--no-untie-embeddings-and-output-weights: NemotronHForCausalLM has an output layer of its "
@@ -195,7 +194,7 @@ def nemotron_config(config: HybridConfig) -> dict[str, Any]:
 
 
 def vlm_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a VLM's configuration that a `NemotronH_Nano_VL_V2` configuration sets: decoder, encoder, placeholder.
+    """Return the fields of a VLM that a `NemotronH_Nano_VL_V2` configuration sets: decoder, encoder, placeholder.
 
     Args:
         values: the configuration as a dict.
@@ -224,7 +223,7 @@ def language_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encoder_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `RadioConfig` that the configuration of a VLM, or of a RADIO encoder of its own, sets.
+    """Return the fields of a `RadioConfig` that the configuration of a VLM or of a RADIO encoder sets.
 
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
@@ -234,17 +233,17 @@ def encoder_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in sizes.items()
                 if name.startswith(("vision_", "projector_"))}
     sizes = radio_sizes({"vision_config": dict(values)})
-    # The encoder alone says nothing about the model around it.
+    # The configuration of an encoder alone does not describe the model around it.
     return {name: value for name, value in sizes.items() if name not in (
         "vision_image_size", "vision_image_width", "vision_dynamic_resolution", "vision_pixel_shuffle",
         "projector_hidden_size", "projector_norm_epsilon")}
 
 
 def vlm_config(config: Config) -> dict[str, Any]:
-    """The VLM as a `NemotronH_Nano_VL_V2` configuration.
+    """Return the VLM as a `NemotronH_Nano_VL_V2` configuration.
 
     Raises:
-        ValueError: what the published model has no room for.
+        ValueError: a value that the published model cannot have.
     """
     return {
         "architectures": [VLM_TYPES[0]],

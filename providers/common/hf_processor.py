@@ -1,4 +1,4 @@
-"""Hugging Face image processors: what their files say of pixels, and files for models that were trained here."""
+"""Read the files of Hugging Face image processors, and write them for models that were trained here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Literal
 from mimo.protocols import ImageProcessing
 
 IMAGE_TOKEN = "<image>"
-# The files in which transformers looks for an image processor: the first one has it under `image_processor`, and wins.
+# Files in which transformers looks for an image processor. The first has it under `image_processor`, and has priority.
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIGLIP_MEAN, SIGLIP_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP = ImageProcessing("crop", CLIP_MEAN, CLIP_STD, source="CLIPImageProcessor")
 SIGLIP = ImageProcessing("stretch", SIGLIP_MEAN, SIGLIP_STD, source="SiglipImageProcessor")
-RESAMPLE = {2: "bilinear", 3: "bicubic"}  # of PIL.Image.Resampling
-# Class defaults, which a file may leave out; a test holds them against the installed transformers.
+RESAMPLE = {2: "bilinear", 3: "bicubic"}  # numbers of PIL.Image.Resampling
+# Class defaults, which a file may leave out; a test compares them with the installed transformers.
 _CLIP_DEFAULTS: dict[str, Any] = {
     "do_resize": True, "size": {"shortest_edge": 224}, "resample": 3, "do_center_crop": True,
     "crop_size": {"height": 224, "width": 224}, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
@@ -40,18 +40,18 @@ WITHOUT_EFFECT = frozenset({
 
 
 def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessing | None:
-    """How a folder's image processor makes pixels.
+    """Read how a folder's image processor makes pixels.
 
     Args:
         folder: a Hugging Face folder or the config.json in it.
         side: pixels a side of the images that the encoder takes.
-        any_size: whether the encoder takes images of any size, for which a file says mean, deviation and kernel alone.
+        any_size: whether the encoder takes images of any size, for which a file has only mean, deviation and kernel.
 
     Returns:
-        None where the folder has no image processor.
+        The processing, or None if the folder has no image processor.
 
     Raises:
-        ValueError: the file is not JSON, or has a value that cannot be followed; the message names file, key and value.
+        ValueError: the file is not JSON, or has a value that is not supported; the message names file, key and value.
     """
     path, values = _read_file(Path(folder))
     if values is None:
@@ -82,10 +82,10 @@ def _allow(path: Path, key: str, value: Any, is_allowed: bool, supported: str) -
 
 
 def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal["stretch", "crop", "pad"]:
-    """The tiling of a processor whose images have `side` pixels a side. Raises ValueError as `read_processing`."""
+    """Return the tiling of a processor for images of `side` pixels a side. Raises the errors of `read_processing`."""
     square = {"height": side, "width": side}
     size, crop = values["size"], values["crop_size"]
-    if isinstance(size, int):  # as earlier releases of transformers have written it
+    if isinstance(size, int):  # spelling of earlier releases of transformers
         size = {"height": size, "width": size} if kind == "SiglipImageProcessor" else {"shortest_edge": size}
     if isinstance(crop, int):
         crop = {"height": crop, "width": crop}
@@ -103,12 +103,12 @@ def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal
 
 
 def three(values: Sequence[float]) -> list[float]:
-    """One value for each of red, green and blue."""
+    """Return one value for each of red, green and blue."""
     return list(values) if len(values) == 3 else [values[0]] * 3
 
 
 def _read_file(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The image processor in a folder's files as transformers finds it, and the file; None where there is none."""
+    """Find the image processor of a folder as transformers does. Return it and its file, or None."""
     folder = folder.parent if folder.name.endswith(".json") else folder
     for path in (folder / PROCESSOR, folder / PREPROCESSOR):
         if not path.is_file():
@@ -125,12 +125,12 @@ def _read_file(folder: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def write_processing(folder: Path, side: int, processing: ImageProcessing) -> str:
-    """Make the image processor in a folder make these pixels; as `ImageProcessingProvider.write_image_processing`."""
+    """Write an image processor that makes these pixels; see `ImageProcessingProvider.write_image_processing`."""
     try:
         if read_processing(str(folder), side, any_size=processing.tiling == "dynamic") == processing:
             return ""
     except ValueError:
-        pass  # what cannot be followed is not what was trained either
+        pass  # an unsupported processor is not the one of training either
     path = folder / PROCESSOR
     outer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     has_nested = outer.pop("image_processor", None) is not None
@@ -157,15 +157,15 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing) -> st
 
 
 def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Write a `LlavaProcessor` for images that have the size of the encoder already, with a tokenizer of made-up words.
+    """Write a `LlavaProcessor` for images of the encoder's size, with a tokenizer of made-up words.
 
-    Prompts are token ids: of the tokenizer only the image token is used. Images are neither resized nor cut.
+    Prompts are token ids, so only the tokenizer's image token is used. Images are neither resized nor cropped.
 
     Args:
         config: the family's flags, resolved.
-        folder: of the model's config.json.
-        mean: of each channel.
-        std: of each channel; pixels are (value / 255 - mean) / std.
+        folder: folder of the model's config.json.
+        mean: mean of each channel.
+        std: deviation of each channel; pixels are (value / 255 - mean) / std.
     """
     from transformers import CLIPImageProcessor, LlavaProcessor
 
@@ -179,7 +179,7 @@ def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[
 
 
 def _tokenizer(vocab_size: int, image_token_id: int) -> Any:
-    """One made-up word for each id, and the image token."""
+    """Return a tokenizer with one made-up word for each id, and the image token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Between a `NemotronH_Nano_VL_V2` configuration's encoder and projector and the RADIO flags, without transformers."""
+"""Convert between a `NemotronH_Nano_VL_V2` configuration and the RADIO flags, without importing transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TIMM_SIZES = {
     "vit_small_patch16_224": (384, 12, 6, 1536), "vit_base_patch16_224": (768, 12, 12, 3072),
     "vit_large_patch16_224": (1024, 24, 16, 4096), "vit_huge_patch16_224": (1280, 32, 16, 5120),
 }
-# Where no timm model has the sizes, they stand here under the names of other vision models.
+# If no timm model has the sizes, they are under these names, which other vision models use.
 SIZE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 NORM_EPSILON, PROJECTOR_EPSILON = 1e-6, 1e-5
-# Keys whose other values change the features in a way that the encoder here does not follow.
+# Keys of which the encoder here supports only these values.
 VISION_FIXED: dict[str, tuple[Any, ...]] = {
     "vitdet_window_size": (None,), "feature_normalizer_config": (None,), "inter_feature_normalizer_config": (None,),
 }
@@ -29,10 +29,10 @@ PIXEL_MEAN, PIXEL_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.2613
 
 
 def radio_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a `RadioConfig` that the configuration of the whole model sets.
+    """Return the fields of a `RadioConfig` that the configuration of the whole model sets.
 
     Args:
-        values: the configuration as a dict; what is about sound and video is passed over.
+        values: the configuration as a dict; keys of sound and video are ignored.
 
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
@@ -42,7 +42,7 @@ def radio_sizes(values: dict[str, Any]) -> dict[str, Any]:
     for key, allowed in VISION_FIXED.items():
         allow("vision_config.", key, vision.get(key), allowed)
     allow("vision_config.args.", "in_chans", args.get("in_chans"), (None, NUM_CHANNELS))
-    # Without it the rows and columns of patches change places.
+    # Other versions exchange rows and columns of patches.
     allow("", "ps_version", values.get("ps_version", "v2"), ("v2",))
     patch_size = vision.get("patch_size") or values.get("patch_size") or PATCH_SIZE
     allow("", "patch_size", values.get("patch_size", patch_size), (patch_size,))
@@ -75,7 +75,7 @@ def _transformer_sizes(vision: dict[str, Any], args: dict[str, Any]) -> dict[str
 
 
 def _image_size(values: dict[str, Any], vision: dict[str, Any], dynamic: bool) -> dict[str, int]:
-    """The one side of a model's images, or else height and width that its encoder prefers."""
+    """Return the side of a model's images, or else the height and width that its encoder prefers."""
     forced = values.get("force_image_size")
     height, width = (forced, forced) if forced else vision.get("preferred_resolution") or (IMAGE_SIZE, IMAGE_SIZE)
     sizes = {"vision_image_size": height}
@@ -90,8 +90,11 @@ def _pixel_shuffle(ratio: float) -> int:
 
 
 def _class_tokens(args: dict[str, Any]) -> int:
-    """One class token, or one for each teacher, and after them registers: a number of them, or up to the next
-    multiple, a whole one where the class tokens are a multiple."""
+    """Count class tokens and registers.
+
+    There is one class token, or one for each teacher. Registers have a given number, or fill up to the next multiple;
+    if the class tokens are a multiple already, a whole one is added.
+    """
     teachers = {teacher["name"] for teacher in args.get("teachers") or []}
     count = len(teachers) if teachers and args.get("cls_token_per_teacher", True) else 1
     multiple = args.get("register_multiple")
@@ -103,10 +106,10 @@ def _class_tokens(args: dict[str, Any]) -> int:
 
 
 def radio_config(config: RadioConfig) -> dict[str, Any]:
-    """Keys of the whole model's configuration that are about encoder and projector.
+    """Return the keys of the whole model's configuration for encoder and projector.
 
     Raises:
-        ValueError: what the published encoder has no room for.
+        ValueError: a value that the published encoder cannot have.
     """
     fixed = {"vision_hidden_act": "gelu", "vision_norm_epsilon": NORM_EPSILON,
              "projector_norm_epsilon": PROJECTOR_EPSILON}
@@ -124,7 +127,7 @@ def radio_config(config: RadioConfig) -> dict[str, Any]:
         raise ValueError(f"--vision-class-token-len {tokens}: NemotronH_Nano_VL_V2 has at least one class token")
     sizes = tuple(getattr(config, name) for name in SIZE_FIELDS)
     model = next((name for name, known in TIMM_SIZES.items() if known == sizes), None)
-    # They are all dropped: which are class tokens and which registers does not matter.
+    # All of them are dropped, so it does not matter which are class tokens and which registers.
     args: dict[str, Any] = {"model": model, "cpe_max_size": config.vision_max_image_size, "teachers": [],
                             "cls_token_per_teacher": False, "register_multiple": tokens if tokens > 1 else None,
                             "model_norm": config.vision_final_layernorm}
@@ -135,7 +138,7 @@ def radio_config(config: RadioConfig) -> dict[str, Any]:
     }
     if config.vision_dynamic_resolution:
         patches = {"min_num_patches": config.vision_pixel_shuffle**2, "max_num_patches": config.num_positions}
-        args.update(patches)  # engines read one place or the other
+        args.update(patches)  # some engines read one, some the other
         vision.update(patches)
     if model is None:
         vision.update(zip(SIZE_KEYS, sizes, strict=True))
@@ -152,10 +155,10 @@ def radio_config(config: RadioConfig) -> dict[str, Any]:
 
 
 def radio_processing(values: dict[str, Any], config: RadioConfig, source: str) -> ImageProcessing:
-    """How vLLM's processor of `NemotronH_Nano_VL_V2` makes pixels (`BaseNanoNemotronVLProcessor`).
+    """Return how vLLM's processor of `NemotronH_Nano_VL_V2` makes pixels (`BaseNanoNemotronVLProcessor`).
 
     Args:
-        values: the configuration as a dict; keys that are not there have the values of the published models.
+        values: the configuration as a dict; missing keys have the values of the published models.
         config: the encoder's flags.
         source: the configuration, for messages.
 
@@ -168,7 +171,7 @@ def radio_processing(values: dict[str, Any], config: RadioConfig, source: str) -
         vision = values.get("vision_config") or {}
         fewest, most = ((vision.get("args") or {}).get(key, vision.get(key))
                         for key in ("min_num_patches", "max_num_patches"))
-        # The engine takes 0 for any number.
+        # For the engine 0 means any number.
         return ImageProcessing("dynamic", mean, std, min_patches=fewest or 0,
                                max_patches=-1 if most is not None and most <= 0 else most or 0, source=source)
     height, width = config.image_shape
@@ -180,7 +183,10 @@ def radio_processing(values: dict[str, Any], config: RadioConfig, source: str) -
 
 def with_radio_processing(values: dict[str, Any], config: RadioConfig, processing: ImageProcessing) -> (
         tuple[dict[str, Any], str]):
-    """A configuration that specifies how a model was trained, and why an engine makes other pixels, if it does."""
+    """Add the image processing of training to a configuration.
+
+    Also return why an engine makes other pixels, if it does.
+    """
     mean, std = (value if len(value) == 3 else value * 3 for value in (processing.mean, processing.std))
     values = values | {"norm_mean": list(mean), "norm_std": list(std)}
     if processing.tiling == "dynamic" and config.vision_dynamic_resolution:

@@ -1,6 +1,6 @@
-"""Sizes of a decoder from a Hugging Face text configuration, without importing transformers.
+"""Read the sizes of a decoder from a Hugging Face text configuration, without importing transformers.
 
-A saved config.json leaves out what equals the class default, so the defaults of each supported class stand here; a test
+A saved config.json leaves out what equals the class default, so the defaults of each supported class are here; a test
 holds them against the installed transformers. A value that the decoder here cannot reproduce is an error that names its
 key.
 """
@@ -20,7 +20,7 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "silu", "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     },
-    # Without its sliding window a Llama, and what is exported is called one.
+    # Without its sliding window it is a Llama, and is exported as one.
     "mistral": {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 131072,
@@ -39,7 +39,7 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8, "router_jitter_noise": 0.0,
     },
 }
-# Other names that transformers takes for a key, and may have saved; a test holds them against it.
+# Aliases that transformers accepts for a key, and may have saved. A test compares them with it.
 ALIASES: dict[str, dict[str, str]] = {
     "qwen3_moe": {"num_local_experts": "num_experts"}, "mixtral": {"num_experts": "num_local_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
@@ -48,10 +48,10 @@ ALIASES: dict[str, dict[str, str]] = {
 }
 DEFAULT_ROPE_THETA = {"mixtral": 1e6}
 OTHER_ROPE_THETA = 10000.0
-# Megatron's rotary embedding has these numbers of Llama 3's scaling built in; the factor is free.
+# Megatron's rotary embedding has these numbers of Llama 3's scaling built in. Only the factor is free.
 LLAMA3_ROPE: dict[str, Any] = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Keys whose other values change the computation in a way that the decoder here does not follow.
+# Keys of which the decoder here supports only these values.
 TEXT_FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False, None),
     "decoder_sparse_step": (1,), "mlp_only_layers": (None, []), "partial_rotary_factor": (1, 1.0, None),
@@ -63,10 +63,10 @@ def allow(section: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError, naming the key, for a value that is not in `allowed`.
 
     Args:
-        section: where the key is, with a dot at its end: `text_config.`; empty at the top.
+        section: section of the key, with a dot at its end: `text_config.`; empty at the top.
         key: the key.
-        value: what the configuration has.
-        allowed: what the model here can reproduce.
+        value: its value in the configuration.
+        allowed: values that the model here can reproduce.
     """
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
@@ -74,7 +74,7 @@ def allow(section: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def refuse_quantized(config: dict[str, Any], section: str) -> None:
-    """Raise ValueError for a configuration of quantized weights; `section` as for `allow`."""
+    """Raise ValueError for a configuration of quantized weights. For `section` see `allow`."""
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -83,7 +83,7 @@ def refuse_quantized(config: dict[str, Any], section: str) -> None:
 
 
 def renamed(config: dict[str, Any], section: str, aliases: dict[str, str]) -> dict[str, Any]:
-    """Return a configuration under the names that are read here.
+    """Return a configuration with the names of keys that this module reads.
 
     Raises:
         ValueError: two names of one key have different values.
@@ -101,27 +101,27 @@ def renamed(config: dict[str, Any], section: str, aliases: dict[str, str]) -> di
 
 def with_defaults(config: dict[str, Any], section: str, default_type: str,
                   known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A configuration with its class defaults filled in.
+    """Return a configuration with its class defaults filled in.
 
     Args:
-        config: keys left at their default may be absent.
+        config: keys with their default values may be missing.
         section: see `allow`.
-        default_type: `model_type` where `config` has none.
+        default_type: `model_type` if `config` has none.
         known: defaults of each supported `model_type`.
 
     Raises:
-        ValueError: another `model_type`, quantized weights, layers whose sizes differ, or as `renamed`.
+        ValueError: another `model_type`, quantized weights, layers whose sizes differ, or an error of `renamed`.
     """
     model_type = config.get("model_type", default_type)
     allow(section, "model_type", model_type, tuple(known))
     refuse_quantized(config, section)
-    # Sizes of single layers, by which transformers 5.19 overrides the model's.
+    # Sizes of single layers, which in transformers 5.19 override the model's.
     allow(section, "per_layer_config", config.get("per_layer_config") or None, (None,))
     return {**known[model_type], **renamed(config, section, ALIASES.get(model_type, {})), "model_type": model_type}
 
 
 def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
-    """Fields of a `DecoderConfig` that a text configuration sets; tying apart.
+    """Return the fields of a `DecoderConfig` that a text configuration sets, without tying.
 
     Args:
         text: the configuration, defaults filled in.
@@ -179,12 +179,12 @@ def rope_of(config: dict[str, Any], section: str, default_theta: float) -> tuple
     """Return the rotary positions of a configuration.
 
     transformers 4 spells them rope_theta and rope_scaling, transformers 5 rope_parameters. A file may have both
-    spellings where they say the same.
+    spellings if they agree.
 
     Args:
         config: the configuration, defaults filled in.
         section: see `allow`.
-        default_theta: the base where neither spelling has one.
+        default_theta: the base if neither spelling has one.
 
     Returns:
         The key that holds the scaling, and its values with `rope_type` and `rope_theta` always among them.
@@ -220,10 +220,10 @@ def rope_of(config: dict[str, Any], section: str, default_theta: float) -> tuple
 
 
 def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
-    """Fields of a `DecoderConfig` for rotary positions.
+    """Return the fields of a `DecoderConfig` for rotary positions.
 
     Raises:
-        ValueError: a scaling that the decoder cannot reproduce, or as `rope_of`.
+        ValueError: a scaling that the decoder cannot reproduce, or an error of `rope_of`.
     """
     default_theta = DEFAULT_ROPE_THETA.get(text["model_type"], OTHER_ROPE_THETA)
     key, scaling = rope_of(text, section, default_theta)

@@ -15,7 +15,7 @@ from providers.common.checks import NO_FACTOR, Problems, flag
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
-CONV_KERNEL = 4  # Megatron Core's MambaMixer has no other
+CONV_KERNEL = 4  # Megatron Core's MambaMixer supports no other value
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class HybridConfig:
 
     @property
     def layers(self) -> str:
-        """Symbols of the decoder's layers, those of multi-token prediction left out."""
+        """Symbols of the decoder's layers, without those of multi-token prediction."""
         return self.hybrid_layer_pattern.split("/")[0]
 
     @property
@@ -111,12 +111,12 @@ class HybridConfig:
 
     @property
     def num_routed_experts(self) -> int:
-        """Routed experts of an E layer; 0 where there is none."""
+        """Number of routed experts of an E layer, 0 without one."""
         return self.num_experts if MOE in self.hybrid_layer_pattern else 0
 
     @property
     def counts(self) -> Counter[str]:
-        """Layers of each kind, those of multi-token prediction left out."""
+        """Number of layers of each kind, without those of multi-token prediction."""
         return Counter(self.layers)
 
     @property
@@ -136,7 +136,7 @@ class HybridConfig:
 
     @property
     def mamba_inner_size(self) -> int:
-        """Channels of a Mamba-2 layer inside, those of z and x each."""
+        """Inner channels of a Mamba-2 layer, the size of z and of x."""
         return self.mamba_num_heads * self.mamba_head_dim
 
     @property
@@ -156,13 +156,13 @@ class HybridConfig:
         return self.moe_latent_size or self.hidden_size
 
     def padded_vocab_size(self, llm_tp: int = 1) -> int:
-        """Rows of embedding and output: the tokens and the padding after them."""
+        """Rows of embedding and output: the tokens, then padding."""
         unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
         return -(-self.vocab_size // unit) * unit
 
 
 def check_hybrid(config: HybridConfig, problems: Problems) -> None:
-    """Note what is wrong with the decoder's sizes on any layout."""
+    """Note decoder sizes that no layout can hold."""
     _check_pattern(config, problems)
     names = ["hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size",
              "make_vocab_size_divisible_by", "max_position_embeddings", "mamba_num_heads", "mamba_head_dim",
@@ -204,7 +204,7 @@ def _check_pattern(config: HybridConfig, problems: Problems) -> None:
 
 
 def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
-    """Note what the language grid cannot hold."""
+    """Note sizes that the language grid cannot hold."""
     layers = config.num_layers
     if layers % grid.pp:
         fits = [stages for stages in range(1, layers + 1) if layers % stages == 0]

@@ -16,14 +16,14 @@ from providers.common.hybrid import MAMBA, MOE, HybridConfig
 
 
 def hybrid_config(config: HybridConfig, context: BuildContext | None) -> TransformerConfig:
-    """Megatron's configuration of the decoder; `context` is None on ranks that do not build it."""
+    """Return Megatron's configuration of the decoder. `context` is None on ranks that do not build it."""
     fused = context is not None and context.transformer_impl == "transformer_engine"
     fields: dict[str, object] = {
         "num_layers": config.num_layers, "is_hybrid_model": True, "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_query_groups,
         "kv_channels": config.kv_channels, "ffn_hidden_size": config.ffn_hidden_size, "normalization": "RMSNorm",
         "layernorm_epsilon": config.norm_epsilon, "gated_linear_unit": False, "add_bias_linear": False,
-        # Experts multiply by the router's weights in the same kernel; Megatron Core knows it by this function.
+        # This function tells Megatron Core that experts multiply by the router's weights in the same kernel.
         "activation_func": compiled_squared_relu if fused else squared_relu, "use_fused_weighted_squared_relu": fused,
         "hidden_dropout": config.hidden_dropout,
         "attention_dropout": config.attention_dropout, "mamba_num_heads": config.mamba_num_heads,
@@ -59,14 +59,14 @@ def _moe_fields(config: HybridConfig, context: BuildContext | None, fused: bool)
 
 
 def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpec:
-    """Spec of the decoder.
+    """Return the spec of the decoder.
 
     Raises:
-        ValueError: experts on a tensor-parallel grid without sequence parallelism.
+        ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
     """
     built = hybrid_config(config, context)
     if MAMBA in config.hybrid_layer_pattern:
-        # The first rank says it, whether it builds the decoder or not.
+        # The first rank logs it, whether it builds the decoder or not.
         log_mamba_kernels()
     if context is None:
         return ModuleSpec(module=HybridLanguageModel, params={"config": built})
@@ -87,14 +87,14 @@ def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpe
         "parallel_output": True,
         "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
         "position_embedding_type": "none",
-        # The merged sequence is scattered, not the text tokens alone: MimoModel does it.
+        # MimoModel scatters the merged sequence itself, not only the text tokens.
         "scatter_embedding_sequence_parallel": False,
         "pg_collection": context.groups,
     })
 
 
 def with_stages(pattern: str, stages: int) -> str:
-    """The pattern with a `|` between equal pipeline stages, as Megatron Core wants it.
+    """Return the pattern with a `|` between equal pipeline stages, the form that Megatron Core reads.
 
     >>> with_stages("MEM*/ME", 2)
     'ME|M*/ME'

@@ -1,4 +1,4 @@
-"""Every parameter of a Nemotron-H-style decoder, for planning."""
+"""Parameters of a Nemotron-H-style decoder, for planning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, Hyb
 
 
 def hybrid_shapes(config: HybridConfig) -> list[ParameterShape]:
-    """Every parameter of the decoder; the vocabulary with its padding rows. Tied embeddings are counted once."""
+    """Return every parameter of the decoder. The vocabulary has its padding rows, and tied embeddings count once."""
     hidden, rows = config.hidden_size, config.padded_vocab_size()
     shapes = [ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp", "first"),
               *layer_shapes(config),
@@ -22,7 +22,7 @@ def hybrid_shapes(config: HybridConfig) -> list[ParameterShape]:
 
 
 def layer_shapes(config: HybridConfig) -> list[ParameterShape]:
-    """Every parameter of the decoder's layers. Planning spreads layers of each kind evenly over the stages."""
+    """Return every parameter of the decoder's layers. Planning spreads layers of each kind evenly over the stages."""
     kinds = {MAMBA: mamba_shapes, ATTENTION: _attention_shapes, MOE: _moe_shapes, MLP: _mlp_shapes}
     return [shape for symbol, shapes in kinds.items() if config.counts[symbol]
             for shape in shapes(config, config.counts[symbol])]
@@ -33,7 +33,7 @@ def _linear(name: str, rows: int, columns: int, count: int, split: str = "tp") -
 
 
 def mamba_shapes(config: HybridConfig, count: int) -> list[ParameterShape]:
-    """Every parameter of `count` Mamba-2 layers."""
+    """Return every parameter of `count` Mamba-2 layers."""
     hidden, heads = config.hidden_size, config.mamba_num_heads
     return [
         ParameterShape("mixer.in_proj.layer_norm_weight", (hidden,), count),
@@ -75,7 +75,7 @@ def _moe_shapes(config: HybridConfig, count: int) -> list[ParameterShape]:
 
 
 def _mtp_shapes(config: HybridConfig) -> list[ParameterShape]:
-    """On the last stage, with a copy of the embedding where that is not the first stage's (not counted here)."""
+    """Return the parameters of multi-token prediction, without the last stage's copy of the embedding."""
     hidden, depths = config.hidden_size, config.num_mtp_depths
     inner = layer_shapes(replace(config, hybrid_layer_pattern=config.mtp_layers))
     names = ("enorm", "hnorm", "final_layernorm")

@@ -16,7 +16,7 @@ from providers.common.weights import TIED_OUTPUT
 
 TEXT = (
     NamingScheme("NemotronHForCausalLM"),
-    # It turns `embeddings` back into the name of the first checkpoints.
+    # This one maps `embeddings` back to the name of the first checkpoints.
     NamingScheme("NemotronHForCausalLM as transformers 5 saves it",
                  ((r"^backbone\.embeddings\.", "backbone.embedding."),)),
 )
@@ -29,12 +29,12 @@ CONVOLUTION_PARTS = PROJECTION_PARTS[1:4]
 
 
 def text_map(config: HybridConfig) -> WeightMap:
-    """Every tensor of the decoder as a text model; the language part of a VLM's checkpoint is taken too."""
+    """Map every tensor of the decoder as a text model. The language part of a VLM's checkpoint works too."""
     return _hybrid_map(config, (*TEXT, *VLM), (VLM_PARTS,))
 
 
 def language_map(config: HybridConfig) -> WeightMap:
-    """Every tensor of the decoder inside a VLM; a text model's checkpoint is taken too."""
+    """Map every tensor of the decoder inside a VLM. A text model's checkpoint works too."""
     return _hybrid_map(config, (*VLM, *TEXT))
 
 
@@ -56,7 +56,7 @@ def _hybrid_map(config: HybridConfig, schemes: Sequence[NamingScheme],
 
 
 def _layer_rules(config: HybridConfig, symbol: str, megatron: str, hf: str) -> list[Rule]:
-    """A layer with the norm before it; the prefixes have a dot at the end."""
+    """Return the rules of a layer with the norm before it. The prefixes have a dot at the end."""
     kinds = {MAMBA: _mamba_rules, ATTENTION: _attention_rules, MOE: _moe_rules, MLP: _mlp_rules}
     norms = {MAMBA: "mixer.in_proj.layer_norm_weight", ATTENTION: "self_attention.linear_qkv.layer_norm_weight",
              MOE: "pre_mlp_layernorm.weight", MLP: "mlp.linear_fc1.layer_norm_weight"}
@@ -87,7 +87,7 @@ def _mlp_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
 
 
 def _two_layers(megatron: str, hf: str) -> list[Rule]:
-    """An MLP without a gate."""
+    """Return the rules of an MLP without a gate."""
     return [Rule(megatron + "linear_fc1.weight", (hf + "up_proj.weight",)),
             Rule(megatron + "linear_fc2.weight", (hf + "down_proj.weight",))]
 
@@ -97,7 +97,7 @@ def _moe_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
     rules = [Rule(mlp + "router.weight", (hf + "gate.weight",)),
              *_two_layers(mlp + "shared_experts.", hf + "shared_experts.")]
     if config.moe_router_enable_expert_bias:
-        # A buffer, which planning does not list: nothing else says its shape.
+        # This buffer is not among the planned parameters, so its shape is given here.
         shape = (config.num_experts,)
         rules.append(Rule(mlp + "router.expert_bias", (hf + "gate.e_score_correction_bias",), Direct(shape, shape),
                           keep_fp32=True))
@@ -110,8 +110,11 @@ def _moe_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
 
 
 def _mtp_rules(config: HybridConfig, depth: int) -> list[Rule]:
-    """One depth of multi-token prediction: its layers are numbered through all depths on the Hugging Face side, where
-    the first also holds what joins embedding and hidden state, and the last the final norm."""
+    """Return the rules of one depth of multi-token prediction.
+
+    In Hugging Face checkpoints, layers are numbered through all depths. The first layer of a depth also has the weights
+    that join embedding and hidden state, and the last one the final norm.
+    """
     count, megatron = len(config.mtp_layers), f"mtp.layers.{depth}."
     first, last = f"mtp.layers.{depth * count}.", f"mtp.layers.{(depth + 1) * count - 1}."
     rules = [Rule(f"{megatron}{name}.weight", (f"{first}{name}.weight",)) for name in ("enorm", "hnorm", "eh_proj")]

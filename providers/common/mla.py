@@ -10,10 +10,10 @@ from mimo.protocols import ParameterShape
 from providers.common.checks import NO_FACTOR, Problems, flag
 from providers.common.decoder import DecoderConfig, check_decoder_grid
 
-# Flags of other decoders that latent attention has no use for.
+# Flags of other decoders that latent attention does not use.
 UNUSED = ("num_query_groups", "kv_channels", "add_qkv_bias", "use_rope_scaling", "rope_scaling_factor",
           "moe_router_pre_softmax")
-# Megatron Core scores a group of experts by its best topk / group_topk experts, DeepSeek-V3 by its best two.
+# Megatron Core scores a group by its best topk / group_topk experts, DeepSeek-V3 by its best two.
 EXPERTS_THAT_SCORE_A_GROUP = 2
 
 
@@ -83,7 +83,7 @@ class LatentDecoderConfig(DecoderConfig):
 
     @property
     def head_dim(self) -> int:
-        """Channels of a value head: of what a head puts out."""
+        """Channels of a value head, and so of a head's output."""
         return self.v_head_dim
 
     @property
@@ -108,12 +108,12 @@ class LatentDecoderConfig(DecoderConfig):
 
     @property
     def limits_groups(self) -> bool:
-        """Whether tokens go to some of the groups of experts only."""
+        """Whether tokens go only to some of the groups of experts."""
         return self.moe_router_group_topk < self.moe_router_num_groups
 
 
 def check_latent(config: LatentDecoderConfig, problems: Problems) -> None:
-    """Note what is wrong with the decoder's sizes on any layout."""
+    """Note decoder sizes that no layout can hold."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size",
                  "make_vocab_size_divisible_by", "max_position_embeddings", "num_experts", "moe_ffn_hidden_size",
                  "moe_shared_expert_intermediate_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
@@ -166,12 +166,12 @@ def _check_router(config: LatentDecoderConfig, problems: Problems) -> None:
 
 
 def check_latent_grid(config: LatentDecoderConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
-    """Note what the language grid cannot hold."""
+    """Note sizes that the language grid cannot hold."""
     check_decoder_grid(config, grid, seq_length, problems)
     problems.divides("ffn_hidden_size", config.ffn_hidden_size, "llm_tp", grid.tp)
     problems.divides("moe_shared_expert_intermediate_size", config.moe_shared_expert_intermediate_size, "llm_tp",
                      grid.tp)
-    # The layers without Transformer Engine split the down projections too.
+    # Layers without Transformer Engine also split the down projections.
     problems.divides("q_lora_rank", config.q_lora_rank, "llm_tp", grid.tp)
     if config.compressed_kv_size % grid.tp:
         problems.add(f"--kv-lora-rank {config.kv_lora_rank} + --qk-pos-emb-head-dim {config.qk_pos_emb_head_dim} = "
@@ -179,7 +179,7 @@ def check_latent_grid(config: LatentDecoderConfig, grid: GridSpec, seq_length: i
 
 
 def latent_shapes(config: LatentDecoderConfig) -> list[ParameterShape]:
-    """Every parameter of the decoder; the vocabulary with its padding rows. Tied embeddings are counted once."""
+    """Return every parameter of the decoder. The vocabulary has its padding rows, and tied embeddings count once."""
     layers, hidden, rows = config.num_layers, config.hidden_size, config.padded_vocab_size()
     shapes = [
         ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp", "first"),
@@ -208,7 +208,7 @@ def latent_shapes(config: LatentDecoderConfig) -> list[ParameterShape]:
 
 
 def _mlp_shapes(config: LatentDecoderConfig) -> list[ParameterShape]:
-    """Planning spreads dense and MoE layers evenly over the pipeline stages."""
+    """Return the parameters of the MLPs. Planning spreads dense and MoE layers evenly over the pipeline stages."""
     hidden, sparse = config.hidden_size, sum(config.moe_layer_freq)
 
     def mlp(name: str, inner: int, count: int, split: str) -> list[ParameterShape]:

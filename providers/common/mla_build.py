@@ -12,12 +12,12 @@ from providers.common.mla import LatentDecoderConfig
 
 
 def latent_decoder_config(config: LatentDecoderConfig, context: BuildContext | None) -> MLATransformerConfig:
-    """Megatron's configuration of the decoder; `context` is None on ranks that do not build it."""
+    """Return Megatron's configuration of the decoder. `context` is None on ranks that do not build it."""
     groups: dict[str, object] = {}
     if config.limits_groups:
         groups = {"moe_router_num_groups": config.moe_router_num_groups,
                   "moe_router_group_topk": config.moe_router_group_topk}
-    # The softmax's scale reads the factor and mscale_all_dim without rope scaling too.
+    # The scale of the softmax uses the factor and mscale_all_dim also without rope scaling.
     factor = config.rotary_scaling_factor if config.rope_type == "yarn" else 1.0
     built = decoder_config(
         config, context, MLATransformerConfig,
@@ -26,7 +26,7 @@ def latent_decoder_config(config: LatentDecoderConfig, context: BuildContext | N
         rotary_base=config.rotary_base, rotary_scaling_factor=factor,
         original_max_position_embeddings=config.original_max_position_embeddings, beta_fast=config.beta_fast,
         beta_slow=config.beta_slow, mscale=config.mscale, mscale_all_dim=config.mscale_all_dim,
-        # A list gives each layer checkpoint keys of its own, which equal layers do not need.
+        # A list would give each layer its own checkpoint keys, which equal layers do not need.
         moe_layer_freq=config.moe_layer_freq if config.first_k_dense_replace else 1,
         moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
         moe_router_score_function=config.moe_router_score_function,
@@ -38,7 +38,7 @@ def latent_decoder_config(config: LatentDecoderConfig, context: BuildContext | N
 
 
 def latent_decoder_spec(config: LatentDecoderConfig, context: BuildContext | None) -> ModuleSpec:
-    """Spec of the decoder.
+    """Return the spec of the decoder.
 
     Raises:
         ValueError: a tensor-parallel grid without sequence parallelism.

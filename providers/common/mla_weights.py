@@ -8,7 +8,7 @@ from providers.common.weights import GATED_MLP, ROTARY_BUFFERS, TIED_OUTPUT, gat
 
 
 def latent_map(config: LatentDecoderConfig) -> WeightMap:
-    """Every tensor of the decoder, in the spelling of `DeepseekV3ForCausalLM`."""
+    """Map every tensor of the decoder to the names of `DeepseekV3ForCausalLM`."""
     rules = outer_rules(config)
     for layer, is_moe in enumerate(config.moe_layer_freq):
         megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
@@ -22,8 +22,11 @@ def latent_map(config: LatentDecoderConfig) -> WeightMap:
 
 
 def _attention_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:
-    """The norm before attention stands alone; those of compressed queries, keys and values belong to the layers after
-    them. Rotary channels are in pairs on both sides."""
+    """Return the rules of attention.
+
+    The norm before it is a layer of its own; those of compressed queries, keys and values belong to the layers after
+    them. Rotary channels are in pairs on both sides.
+    """
     names = {"linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
              "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm",
              "linear_kv_up_proj.weight": "kv_b_proj", "linear_proj.weight": "o_proj"}

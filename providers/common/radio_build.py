@@ -14,7 +14,7 @@ from providers.radio import RadioConfig
 
 
 def radio_spec(config: RadioConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
-    """Spec of a `VisionSubmodule`: RADIO, then RMSNorm, linear layer, squared ReLU and linear layer without biases.
+    """Return the spec of a `VisionSubmodule`: RADIO, then RMSNorm and an MLP with squared ReLU and without biases.
 
     Args:
         config: sizes of encoder and projector.
@@ -29,8 +29,8 @@ def radio_spec(config: RadioConfig, name: str, language_size: int, context: Buil
         normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
         add_qkv_bias=True, activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0,
         attention_dropout=0.0,
-        # 0 prediction layers and none are not the same: only with 0 does Megatron Core put the final norm behind the
-        # last layer of a block that, as RADIO's, is not built as a model's last stage.
+        # 0 prediction layers and None differ. Only with 0 does Megatron Core put the final norm after the last layer of
+        # a block that is not built as a model's last stage, as RADIO's is not.
         mtp_num_layers=0 if config.vision_final_layernorm else None, **RECOMPUTE[context.recompute])
     projector_config = transformer_config(
         context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
@@ -42,7 +42,7 @@ def radio_spec(config: RadioConfig, name: str, language_size: int, context: Buil
         "max_image_size": config.vision_max_image_size, "class_token_len": config.vision_class_token_len,
         "pg_collection": context.groups, "dynamic_resolution": config.vision_dynamic_resolution,
         "pixel_shuffle": config.vision_pixel_shuffle, "cpe_augmentation": config.vision_cpe_augmentation})
-    # build_module passes a spec's `submodules` on as the keyword of that name.
+    # build_module passes a spec's `submodules` on as a keyword of that name.
     projector = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
         "config": projector_config, "input_size": config.feature_size, "pg_collection": context.groups,
         "norm": norm_builder(impl)})

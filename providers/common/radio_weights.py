@@ -20,7 +20,8 @@ RADIO_STYLES = (
     NamingScheme("NemotronH_Nano_VL_V2"),
     NamingScheme("RADIOModel", ((r"^vision_model\.", ""),), optional=(r"^mlp1\.",)),
 )
-# What changes features (layer scale, feature normalizers) is not among these: a checkpoint that has it is refused.
+# Tensors that change features (layer scale, feature normalizers) are not among these, so checkpoints with them are
+# refused.
 RADIO_IGNORED = (
     (r"^(vision_model\.)?radio_model\.input_conditioner\.norm_(mean|std)$",
      "pixels are normalized by the data set"),
@@ -33,10 +34,10 @@ RADIO_IGNORED = (
 
 @dataclass(frozen=True)
 class HeadMajor:
-    """Query, key and value one above the other, made to follow each other head by head.
+    """Reorder stacked query, key and value so that they follow each other head by head.
 
-    The one part holds `3 * heads * channels` rows, all queries first (timm); the Megatron tensor holds query, key and
-    value of head 0, then those of head 1. Axis 0 of weights and biases alike.
+    timm's tensor has `3 * heads * channels` rows, all queries first. Megatron's tensor has query, key and value of head
+    0, then those of head 1. This applies to axis 0 of weights and biases.
 
     Attributes:
         heads: attention heads.
@@ -47,16 +48,16 @@ class HeadMajor:
     channels: int
 
     def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The rows in head order."""
+        """Return the rows in head order."""
         (part,) = parts
         return self._swapped(part, 3, self.heads)
 
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The rows in the order query, key, value."""
+        """Return the rows in the order query, key, value."""
         return [self._swapped(tensor, self.heads, 3)]
 
     def segments(self, rows: int) -> list[Segment]:
-        """Query, key and value of each head."""
+        """Return the segments of query, key and value of each head."""
         return [Segment((head * 3 + kind) * self.channels, self.channels, 0, (kind * self.heads + head) * self.channels)
                 for head in range(self.heads) for kind in range(3)]
 
@@ -69,11 +70,11 @@ class HeadMajor:
 
 
 def radio_map(config: RadioConfig, name: str) -> WeightMap:
-    """Every tensor of the encoder and of its projector.
+    """Map every tensor of the encoder and of its projector.
 
     The norm after the last layer is `model.norm` of the published definition, which is there only with `model_norm` in
     the encoder's arguments. A checkpoint without it is refused by a model with --vision-final-layernorm, and one with
-    it by a model without: neither side's features are the other's, even where the norm's weights are ones and zeros.
+    it by a model without, because their features differ even if the norm's weights are ones and zeros.
 
     Args:
         config: its sizes.
@@ -110,5 +111,5 @@ def _layer_rules(config: RadioConfig, megatron: str, hf: str) -> list[Rule]:
 
 
 def _affine(megatron: str, hf: str) -> list[Rule]:
-    """Weight and bias under two prefixes."""
+    """Return the rules of weight and bias under two prefixes."""
     return [Rule(megatron + kind, (hf + kind,)) for kind in ("weight", "bias")]

@@ -12,14 +12,14 @@ from providers.common.computed import Computed
 
 
 class TextProvider(Computed):
-    """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
+    """Methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
-    A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest.
+    The provider of a family adds `resolved`, its configuration with the sizes of `--hf-config`, and the other methods.
 
     Attributes:
-        check: notes what is wrong with the sizes on any layout.
-        check_grid: notes what the language grid and `--seq-length` cannot hold.
-        shapes: every parameter.
+        check: notes sizes that no layout can hold.
+        check_grid: notes sizes that the language grid and `--seq-length` cannot hold.
+        shapes: returns every parameter.
     """
 
     check: ClassVar[Callable[[Any, Problems], None]]
@@ -27,32 +27,35 @@ class TextProvider(Computed):
     shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
 
     def resolved(self, config: Any) -> Any:
-        """`config` with the sizes of its `hf_config`, if it names one."""
+        """Return `config` with the sizes of its `hf_config`, if it has one."""
         raise AssertionError("a family resolves its own configuration")
 
     def encoders(self, config: Any) -> tuple[str, ...]:
-        """None: there is only the language model."""
+        """Return nothing, because there is only the language model."""
         return ()
 
     def validate_sizes(self, config: Any) -> None:
         """Check sizes against each other.
 
         Raises:
-            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+            ValueError: sizes do not fit; the message has a line for each, with flags, values and what would fit.
         """
         source, problems = config.hf_config, Problems()
         self.check(self.resolved(config), problems)
         problems.report(f"--hf-config {source}" if source else "")
 
     def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, against the grid and against the sequence. Raises as `validate_sizes`."""
+        """Check sizes against each other, against the grid and against the sequence.
+
+        Raises the errors of `validate_sizes`.
+        """
         self.validate_sizes(config)
         source, problems = config.hf_config, Problems()
         self.check_grid(self.resolved(config), layout.language, seq_length, problems)
         problems.report(f"--hf-config {source}" if source else "")
 
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
-        """Every parameter of `language`."""
+        """Return every parameter of `language`."""
         self.check_module(module)
         return self.shapes(self.resolved(config))
 
@@ -61,28 +64,28 @@ class TextProvider(Computed):
         return TokenSpec(self.resolved(config).vocab_size, image_token_id=-1, image_size=0, num_channels=0)
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
-        """No placeholders."""
+        """Return nothing, because there are no placeholders."""
         return {}
 
     def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
-        """Raises ValueError: a text model takes no images."""
+        """Raise ValueError, because a text model takes no images."""
         raise ValueError(f"an image of {height} x {width} pixels: a text model takes no images")
 
     def hidden_size(self, config: Any) -> int:
-        """Width of the language model."""
+        """Return the width of the language model."""
         size: int = self.resolved(config).hidden_size
         return size
 
     def num_experts(self, config: Any) -> int:
-        """Routed experts of a MoE layer; 0 for a dense model."""
+        """Return the number of routed experts of a MoE layer, 0 for a dense model."""
         experts: int = self.resolved(config).num_experts
         return experts
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> Any:
-        """Raises ValueError: there is no encoder."""
+        """Raise ValueError, because there is no encoder."""
         raise ValueError(f"a text model has no encoder {module}")
 
     @staticmethod
     def check_module(module: str) -> None:
-        """Only `language` is asked for."""
+        """Raise an error for a module other than `language`."""
         assert module == LANGUAGE, f"a text model has the module {LANGUAGE}, not {module}"

@@ -59,7 +59,7 @@ class VisionConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image of the size that the encoder was made for."""
+        """Patches of an image of the encoder's own size."""
         return (self.vision_image_size // self.vision_patch_size) ** 2
 
     @property
@@ -69,7 +69,7 @@ class VisionConfig:
 
     @property
     def size_multiple(self) -> int:
-        """Pixels a side of what becomes one language token."""
+        """Pixels a side of the square that becomes one language token."""
         return self.vision_patch_size * self.vision_pixel_shuffle
 
     @property
@@ -79,7 +79,7 @@ class VisionConfig:
 
 
 def image_tokens(config: VisionConfig, height: int, width: int) -> int:
-    """Language tokens of an image of `height` by `width` pixels. Raises ValueError for a size that does not fit."""
+    """Return the language tokens of an image of `height` by `width` pixels. Raises ValueError for other sizes."""
     side, multiple = config.vision_image_size, config.size_multiple
     if config.vision_dynamic_resolution:
         if height < 1 or width < 1 or height % multiple or width % multiple:
@@ -94,7 +94,7 @@ def image_tokens(config: VisionConfig, height: int, width: int) -> int:
 
 
 def check_vision(config: VisionConfig, problems: Problems) -> None:
-    """Note what is wrong with the encoder's sizes on any layout."""
+    """Note encoder sizes that no layout can hold."""
     for name in ("vision_image_size", "vision_patch_size", "vision_pixel_shuffle", "vision_num_channels",
                  "vision_hidden_size", "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size"):
         problems.positive(name, getattr(config, name))
@@ -116,7 +116,7 @@ def check_vision(config: VisionConfig, problems: Problems) -> None:
 
 
 def check_vision_grid(config: VisionConfig, projector_size: int, grid: GridSpec, problems: Problems) -> None:
-    """Note what the encoder grid cannot hold; `projector_size` is the projector's inner width."""
+    """Note sizes that the encoder grid cannot hold. `projector_size` is the projector's inner width."""
     problems.divides("vision_num_layers", config.vision_num_layers, "encoder_pp", grid.pp)
     problems.divides("vision_num_attention_heads", config.vision_num_attention_heads, "encoder_tp", grid.tp)
     problems.divides("vision_ffn_hidden_size", config.vision_ffn_hidden_size, "encoder_tp", grid.tp)
@@ -124,7 +124,7 @@ def check_vision_grid(config: VisionConfig, projector_size: int, grid: GridSpec,
 
 
 def vision_shapes(config: VisionConfig, projector_size: int, language_size: int) -> list[ParameterShape]:
-    """Every parameter of encoder and projector.
+    """Return every parameter of encoder and projector.
 
     Args:
         config: encoder sizes.

@@ -15,19 +15,19 @@ VISION = "vision"
 
 
 class VisionLanguageProvider(Computed):
-    """The methods of `mimo.protocols.ModelProvider` that do not depend on the family.
+    """Methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
-    A provider of a family gives `resolved`, its configuration with the sizes of `--hf-config`, and the rest. The
-    configuration has the flags of an encoder (`vision_...`) with its `image_shape` and
-    `num_tokens`, those of a decoder, and `image_token_id`.
+    The provider of a family adds `resolved`, its configuration with the sizes of `--hf-config`, and the other methods.
+    The configuration has the flags of an encoder (`vision_...`) with its `image_shape` and `num_tokens`, the flags of a
+    decoder, and `image_token_id`.
 
     Attributes:
-        checks: each notes what is wrong with the sizes of a part on any layout.
-        check_language_grid: notes what the language grid and `--seq-length` cannot hold.
-        check_encoder_grid: notes what the encoder grid cannot hold.
-        image_tokens: language tokens of an image of (height, width) pixels; ValueError for a size it cannot take.
-        language_shapes: every parameter of `language`.
-        vision_shapes: every parameter of `vision`, with its projector.
+        checks: each notes sizes of a part that no layout can hold.
+        check_language_grid: notes sizes that the language grid and `--seq-length` cannot hold.
+        check_encoder_grid: notes sizes that the encoder grid cannot hold.
+        image_tokens: returns the language tokens of an image of (height, width) pixels, or raises ValueError.
+        language_shapes: returns every parameter of `language`.
+        vision_shapes: returns every parameter of `vision`, with its projector.
         hf_architectures: Hugging Face classes of the family.
     """
 
@@ -40,18 +40,18 @@ class VisionLanguageProvider(Computed):
     hf_architectures: tuple[str, ...] = ()
 
     def resolved(self, config: Any) -> Any:
-        """`config` with the sizes of its `hf_config`, if it names one."""
+        """Return `config` with the sizes of its `hf_config`, if it has one."""
         raise AssertionError("a family resolves its own configuration")
 
     def encoders(self, config: Any) -> tuple[str, ...]:
-        """The one encoder, `vision`."""
+        """Return the name of the encoder, `vision`."""
         return (VISION,)
 
     def validate_sizes(self, config: Any) -> None:
         """Check sizes against each other.
 
         Raises:
-            ValueError: everything that does not fit, one line each, with flags, values and what would fit.
+            ValueError: sizes do not fit; the message has a line for each, with flags, values and what would fit.
         """
         source, config, problems = config.hf_config, self.resolved(config), Problems()
         for check in self.checks:
@@ -62,7 +62,7 @@ class VisionLanguageProvider(Computed):
         problems.report(f"--hf-config {source}" if source else "")
 
     def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
-        """Check sizes against each other, the grids and the sequence. Raises as `validate_sizes`."""
+        """Check sizes against each other, the grids and the sequence. Raises the errors of `validate_sizes`."""
         self.validate_sizes(config)
         source, config, problems = config.hf_config, self.resolved(config), Problems()
         self.check_language_grid(config, layout.language, seq_length, problems)
@@ -86,11 +86,11 @@ class VisionLanguageProvider(Computed):
                          image_width=width)
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
-        """Placeholder of the encoder's tokens."""
+        """Return the placeholder of the encoder's tokens."""
         return {VISION: self.resolved(config).image_token_id}
 
     def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
-        """Language tokens that encoder `module` makes of an image of `height` by `width` pixels.
+        """Return the language tokens that encoder `module` makes of an image of `height` by `width` pixels.
 
         Raises:
             ValueError: the encoder does not take this size.
@@ -98,17 +98,17 @@ class VisionLanguageProvider(Computed):
         return self.image_tokens(self.resolved(config), height, width)
 
     def hidden_size(self, config: Any) -> int:
-        """Width of the language model."""
+        """Return the width of the language model."""
         size: int = self.resolved(config).hidden_size
         return size
 
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
-        """Every parameter of `language`, or of `vision` with its projector."""
+        """Return every parameter of `language`, or of `vision` with its projector."""
         self.check_module(module)
         return (self.language_shapes if module == LANGUAGE else self.vision_shapes)(self.resolved(config))
 
     def check_processor(self, config: Any) -> None:
-        """Raise ValueError for a family whose image processor is not known, or images that are not red, green, blue."""
+        """Raise ValueError if the family's image processor is unknown, or images are not red, green and blue."""
         if "LlavaForConditionalGeneration" not in self.hf_architectures:
             raise ValueError("an image processor for rollouts is made for --model-provider llava alone, not for "
                              f"{', '.join(self.hf_architectures) or 'this one'}")
@@ -118,20 +118,20 @@ class VisionLanguageProvider(Computed):
                              "of 3 channels, red, green and blue")
 
     def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Write what turns 8-bit images into pixels beside the config.json of this model.
+        """Write the processor that turns 8-bit images into pixels beside the config.json of this model.
 
         Args:
             config: the family's flags.
-            folder: of the config.json.
-            mean: of each channel.
-            std: of each channel; pixels are (value / 255 - mean) / std.
+            folder: folder of the config.json.
+            mean: mean of each channel.
+            std: deviation of each channel; pixels are (value / 255 - mean) / std.
         """
-        from providers.common.hf_processor import write_llava  # what writes the files takes seconds to import
+        from providers.common.hf_processor import write_llava  # takes seconds to import
 
         self.check_processor(config)
         write_llava(self.resolved(config), folder, mean, std)
 
     @staticmethod
     def check_module(module: str) -> None:
-        """Only `vision` and `language` are asked for."""
+        """Raise an error for a module other than `vision` and `language`."""
         assert module in (VISION, LANGUAGE), f"the model has the modules {VISION} and {LANGUAGE}, not {module}"

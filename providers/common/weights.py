@@ -23,7 +23,7 @@ LLAVA_LANGUAGE = (
     NamingScheme("LlavaForConditionalGeneration of transformers 5 in memory",
                  ((r"^model\.", "model.language_model."),)),
 )
-# Older checkpoints hold what is computed from the configuration.
+# Older checkpoints contain values that are computed from the configuration.
 ROTARY_BUFFERS = (r"\brotary_emb\.inv_freq$", "rotary frequencies follow from the configuration")
 TIED_OUTPUT = Repeated(
     r"(^|\.)lm_head\.weight$", "embedding.word_embeddings.weight",
@@ -55,13 +55,13 @@ VISION_IGNORED = (
 
 
 def decoder_map(config: DecoderConfig, schemes: Sequence[NamingScheme] = (CAUSAL_LM,)) -> WeightMap:
-    """Every tensor of a decoder of the Llama, Qwen and Mixtral families.
+    """Map every tensor of a decoder of the Llama, Qwen and Mixtral families.
 
-    Mixture-of-experts layers have Qwen's names where queries and keys are normalized, Mixtral's elsewhere.
+    Mixture-of-experts layers have Qwen's names if queries and keys are normalized, else Mixtral's.
 
     Args:
         config: its sizes.
-        schemes: naming schemes of its checkpoints, the one to export first.
+        schemes: naming schemes of its checkpoints; the first one is used for export.
     """
     rules = []
     for layer in range(config.num_layers):
@@ -78,10 +78,10 @@ def decoder_map(config: DecoderConfig, schemes: Sequence[NamingScheme] = (CAUSAL
 
 
 def outer_rules(config: DecoderConfig) -> list[Rule]:
-    """Embedding, final norm and, where it is not tied, output layer.
+    """Return the rules of embedding, final norm and, unless it is tied, output layer.
 
-    The padding rows are those of a grid whose tensor-parallel size divides --make-vocab-size-divisible-by; loads and
-    exports take what the model or the checkpoint has.
+    The number of padding rows assumes a tensor-parallel size that divides --make-vocab-size-divisible-by. Loads and
+    exports use the number of the model or the checkpoint.
     """
     vocabulary = PaddedRows(config.vocab_size, config.padded_vocab_size())
     rules = [Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),
@@ -92,7 +92,7 @@ def outer_rules(config: DecoderConfig) -> list[Rule]:
 
 
 def attention_rules(config: DecoderConfig, megatron: str, hf: str) -> list[Rule]:
-    """Grouped-query attention and the norm before it; the prefixes are the layer's, with a dot at the end."""
+    """Return the rules of attention and the norm before it. The prefixes are the layer's, with a dot at the end."""
     head = config.head_dim
     fused = Fused(config.query_groups, (config.num_attention_heads // config.query_groups * head, head, head))
     rules = [Rule(megatron + "self_attention.linear_qkv.layer_norm_weight", (hf + "input_layernorm.weight",)),
@@ -112,7 +112,7 @@ MIXTRAL_EXPERT = ("w1", "w3", "w2")
 
 
 def gated_mlp_rules(megatron: str, parts: Sequence[str], inner: int) -> list[Rule]:
-    """An MLP with a gate.
+    """Return the rules of an MLP with a gate.
 
     Args:
         megatron: prefix of `linear_fc1` and `linear_fc2`.
@@ -125,7 +125,7 @@ def gated_mlp_rules(megatron: str, parts: Sequence[str], inner: int) -> list[Rul
 
 
 def moe_rules(config: DecoderConfig, megatron: str, hf: str) -> list[Rule]:
-    """Router, experts and the norm before them; the prefixes are the layer's, with a dot at the end."""
+    """Return the rules of router, experts and the norm before them. Prefixes are the layer's, with a dot at the end."""
     block = hf + ("mlp." if config.qk_layernorm else "block_sparse_moe.")
     rules = [Rule(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
              Rule(megatron + "mlp.router.weight", (block + "gate.weight",))]
@@ -138,7 +138,7 @@ def moe_rules(config: DecoderConfig, megatron: str, hf: str) -> list[Rule]:
 
 
 def vision_map(config: VisionConfig, name: str) -> WeightMap:
-    """Every tensor of a CLIP or SigLIP tower and of its projector.
+    """Map every tensor of a CLIP or SigLIP tower and of its projector.
 
     Args:
         config: its sizes.
@@ -177,12 +177,12 @@ def _vision_layer(config: VisionConfig, megatron: str, hf: str) -> list[Rule]:
 
 
 def _affine(megatron: str, hf: str) -> list[Rule]:
-    """Weight and bias under two prefixes."""
+    """Return the rules of weight and bias under two prefixes."""
     return [Rule(megatron + kind, (hf + kind,)) for kind in ("weight", "bias")]
 
 
 def _unused_parts(config: VisionConfig) -> list[tuple[str, str]]:
-    """Tensors of a pretrained tower behind the features that the language model takes."""
+    """Return the tensors of a pretrained tower after the features that the language model uses."""
     tower = r"^((model\.)?vision_tower\.)?(vision_model\.)?"
     first, count = config.vision_num_layers, config.vision_num_unused_layers
     unused = [(tower + r"head\.", "SigLIP's pooling head")]
