@@ -4,10 +4,10 @@ A frozen encoder gives the same features in any step. So a rank that waits for a
 can run the encoder on microbatches that come later, those of coming iterations included; what follows it (the
 projector) runs in the microbatch's own forward pass.
 
-Where this happens is fixed in the program: in every transfer of the bridge, once its messages are under way, and where
-all ranks sum up the step. So the ranks of a replica run the same microbatches in the same order, and with them the
-tensor-parallel collectives of these. (The published `encoder_prefetch` of Megatron-LM's examples/mimo starts it from a
-thread, and takes no tensor parallelism.)
+The points of the program where this happens are fixed: every transfer of the bridge, once its messages are under way,
+and the sum over all ranks at the end of a step. Therefore the ranks of a replica run the same microbatches, with their
+tensor-parallel collectives, in the same order. (The published `encoder_prefetch` of Megatron-LM's examples/mimo runs in
+a thread and does not support tensor parallelism.)
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Upcoming:
     """A microbatch whose features are still to be computed.
 
     Attributes:
-        side: on the host.
-        index: of the microbatch in its iteration.
-        ahead: whether that is a coming one.
+        side: the encoder's input, on the host.
+        index: index of the microbatch in its iteration.
+        ahead: whether it belongs to a later iteration.
     """
 
     side: EncoderBatch
@@ -49,8 +49,8 @@ class QueuedMicrobatch:
 
     Attributes:
         keys: sample keys of the microbatch.
-        features: as `VisionSubmodule.run_encoder`; None without images.
-        ready: when they are computed, where that is on a stream of their own.
+        features: result of `VisionSubmodule.run_encoder`; None without images.
+        ready: event after their computation, if the encoder has a stream of its own.
     """
 
     keys: tuple[str, ...]
@@ -59,23 +59,23 @@ class QueuedMicrobatch:
 
 
 class EncoderPrefetch:
-    """The queue of one rank's encoder. While a step is under way, all its microbatches take their features from here.
+    """The feature queue of one rank's encoder. During a step, all microbatches take their features from here.
 
-    On a GPU the encoder may have a stream of its own. The queue then holds `depth` microbatches in the device's time,
-    too: however far the host is ahead, the encoder starts on one only when the compute stream has taken a copy of the
-    features that were computed `depth` before it.
+    On a GPU the encoder may have a stream of its own. The limit of `depth` microbatches then holds on the device as
+    well: however far the host is ahead, the encoder starts on a microbatch only after the compute stream has copied the
+    features from `depth` microbatches before.
 
     Args:
         module: the encoder's name.
         submodule: the encoder, frozen, and its projector, on the only pipeline stage.
-        depth: microbatches with images in the queue at most, from 1 on.
-        device: of the encoder.
-        own_stream: run it on a stream of its own; else where it is called. Not where kernels share memory whatever
-            their stream, as matrix products of Transformer Engine do (one workspace a device).
+        depth: most microbatches with images in the queue, at least 1.
+        device: device of the encoder.
+        own_stream: run the encoder on a stream of its own. This is wrong for kernels that share memory across streams,
+            such as Transformer Engine's matrix products with their one workspace for each device.
         trace: told where the rank is.
 
     Attributes:
-        active: a training step is under way.
+        active: whether a training step is under way.
     """
 
     def __init__(self, module: str, submodule: VisionSubmodule, *, depth: int, device: torch.device, own_stream: bool,
@@ -86,25 +86,26 @@ class EncoderPrefetch:
         self._stream = torch.cuda.Stream(device) if own_stream else None
         self._queue: deque[QueuedMicrobatch] = deque()
         self._upcoming: deque[Upcoming] = deque()
-        # Features that the compute stream copies, and when it is through: their memory is the encoder's stream's.
+        # Features that the compute stream still copies, with the event after the copy. Their memory belongs to the
+        # encoder's stream, which must not reuse it before.
         self._copied: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._timer = DeviceTimer()
         self.active = False
 
     def begin_step(self, microbatches: Sequence[Microbatch],
                    coming: Sequence[Sequence[Microbatch]] = ()) -> list[Microbatch]:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            microbatches: its microbatches, on the host.
-            coming: those of the iterations after it, as far as they may be looked at; the same on all ranks of a
-                replica, and later steps have to be these.
+            microbatches: the step's microbatches, on the host.
+            coming: microbatches of later iterations that are known already; the same on all ranks of a replica. Later
+                steps must consist of these.
 
         Returns:
-            The step's microbatches without what the encoder reads of them: that does not go to the device twice.
+            The step's microbatches without the encoder's input, so that it does not go to the device twice.
         """
         if self._stream is not None:
-            # Weights may have been written since; in a training step itself they are not.
+            # Weights may have been written since the last step. During a step nothing writes them.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         upcoming = [Upcoming(batch.encoders[self._module], index, ahead=number > 0)
                     for number, step in enumerate((microbatches, *coming)) for index, batch in enumerate(step)]
@@ -117,7 +118,7 @@ class EncoderPrefetch:
                 for batch in microbatches]
 
     def end_step(self) -> None:
-        """The step's passes are over; what is in the queue stays for those that come."""
+        """End a step. Features in the queue stay there for the next steps."""
         self.active = False
         self._upcoming.clear()
 
@@ -132,12 +133,12 @@ class EncoderPrefetch:
             self._run_next(prefetched=True)
 
     def drain_s(self) -> float:
-        """Seconds of the device since the last call in `launch` and `fill`; what it has not finished counts later."""
+        """Return device seconds of `launch` and `fill` since the last call. Unfinished work counts in a later call."""
         return self._timer.drain_s(wait=False)
 
     @property
     def num_held(self) -> int:
-        """Microbatches whose features are in the queue; one without images has none."""
+        """Number of microbatches with features in the queue. Microbatches without images have none."""
         return sum(entry.features is not None for entry in self._queue)
 
     @property
@@ -145,10 +146,10 @@ class EncoderPrefetch:
         return self.active and bool(self._upcoming) and self.num_held < self._depth
 
     def take(self, side: EncoderBatch) -> torch.Tensor | None:
-        """The features of a microbatch of the step, in order; where none were computed ahead, they are now.
+        """Take the features of the step's next microbatch. If they were not prefetched, compute them now.
 
         Args:
-            side: the next microbatch.
+            side: the encoder's side of the next microbatch.
 
         Returns:
             `[images, tokens, features]`, packed `[1, tokens, features]`; None without images.
@@ -172,7 +173,7 @@ class EncoderPrefetch:
             what += " of a coming iteration"
         with (self._trace.wait(what, Kind.FORWARD, module=self._module, microbatch=upcoming.index, is_work=True),
               self._on_own_stream(), self._timer.measure() if prefetched else nullcontext()):
-            # Copied where it is used: its memory then goes back in the order in which the stream uses it.
+            # The input is copied on the stream that uses it, so that its memory is reused in the order of that stream.
             features = self._submodule.run_encoder(upcoming.side.to(self._device).inputs)
             ready = None if self._stream is None else self._stream.record_event()
         self._queue.append(QueuedMicrobatch(upcoming.side.keys, features, ready))
@@ -190,13 +191,13 @@ class EncoderPrefetch:
             yield
 
     def _handed_over(self, entry: QueuedMicrobatch) -> torch.Tensor | None:
-        """The features for the compute stream."""
+        """Return the features of a queue entry for use on the compute stream."""
         if entry.features is None or entry.ready is None:
             return entry.features
         compute = torch.cuda.current_stream(self._device)
         compute.wait_event(entry.ready)
-        # A copy, not `record_stream`: memory that autograd frees is free at once on the host's clock, and the host is
-        # ahead of the device by as much as a step; the queue would take as much memory as that.
+        # A copy instead of `record_stream`: the host may be a whole step ahead of the device, and with `record_stream`
+        # the memory of all features of that step would be in use at once.
         features = entry.features.clone()
         self._copied.append((entry.features, compute.record_event()))
         return features

@@ -36,7 +36,7 @@ class Evaluation:
 
 
 def vocabulary_argmax(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Index of the largest logit over a vocabulary split across `group`.
+    """Return the index of the largest logit over a vocabulary that is split across `group`.
 
     Args:
         logits: `[..., vocab / tp]`, this rank's slice.
@@ -64,9 +64,10 @@ def _score(
     batch: Microbatch,
     logits: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[loss sum, target tokens, exactly matched samples, samples]` of one microbatch as the schedule's loss report.
+    """Return the schedule's loss triple for one microbatch.
 
-    `counted` yields, for each microbatch in order, which of its samples count.
+    The report is `[loss sum, target tokens, exactly matched samples, samples]`. `counted` yields, for each microbatch
+    in order, which of its samples count.
     """
     text = batch.text
     assert text is not None and group is not None, "logits are computed where text is, on the language grid"
@@ -92,7 +93,7 @@ def _score(
 def forward_logits(
     batches: Iterator[Microbatch], model: Any, consume: Callable[[Microbatch, torch.Tensor], Any]
 ) -> Any:
-    """A `forward_step_func` that hands the last stage's logits to `consume`.
+    """Run a forward step (Megatron Core's `forward_step_func`) and pass the last stage's logits to `consume`.
 
     `consume` returns the schedule's loss triple.
     """
@@ -105,8 +106,8 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
 
     Args:
         parts: this rank's trainer.
-        steps: this rank's side of each global batch, from the start of the split; taken one by one.
-        num_samples: size of the split; samples that wrap around its end are not counted. None: no end.
+        steps: this rank's side of each global batch, from the start of the split; read one by one.
+        num_samples: size of the split; samples that repeat after its end are not counted. None for a split without end.
     """
     layout, rank = parts.grids.layout, parts.grids.rank
     totals = torch.zeros(4, dtype=torch.float64, device=parts.platform.device)
@@ -116,6 +117,7 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
     position = layout.language.coordinates(rank)["dp"] if parts.is_last_language_stage else 0
     with torch.no_grad():
         for microbatches in steps:
+            # Lanes take turns in the order of the split, so that a sample's position there follows from its own.
             plan = []
             for batch in microbatches:
                 samples = range(len(batch.text.keys) if batch.text is not None else 0)
@@ -133,11 +135,8 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
     return Evaluation(loss_sum / max(tokens, 1.0), matched / max(samples_seen, 1.0), int(samples_seen))
 
 
-# Greedy decoding of a few held-out samples, to show a person what the model answers.
-
-
 def _target_span(text: TextBatch, sample: int) -> tuple[int, int]:
-    """First and one past the last position whose label is a target; `(0, 0)` where there is none."""
+    """Return the first position whose label is a target, and one past the last; `(0, 0)` without a target."""
     positions = text.loss_mask[sample].nonzero().flatten().tolist()
     return (positions[0], positions[-1] + 1) if positions else (0, 0)
 
@@ -157,6 +156,7 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
     spans = [[_target_span(text, sample) for sample in range(len(text.keys))] for text in texts]
     longest = torch.tensor([max((stop - start for lane in spans for start, stop in lane), default=0)])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=parts.grids.host)
+    # The expected answer must not be in the input: decoding fills it in, token by token.
     inputs = [text.input_ids.clone() for text in texts]
     for ids, lane in zip(inputs, spans, strict=True):
         for sample, (start, _) in enumerate(lane):
@@ -185,7 +185,7 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
 
 
 def _next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-    """Argmax at every position, int64 `[microbatches, b, s]` on the host, on every language rank."""
+    """Return the argmax at every position, int64 `[microbatches, b, s]` on the host, on every language rank."""
     found: list[torch.Tensor] = []
     groups = parts.grids.collections.get(LANGUAGE)
 
@@ -208,7 +208,7 @@ def _next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> tor
     return tokens.cpu()
 
 
-# Most samples whose images are shown, and most pixels of a side: one rank holds all of them in memory.
+# Limits on the samples whose images are shown and on pixels of a side, because one rank holds all of them in memory.
 MAX_SHOWN_IMAGES, MAX_SHOWN_SIDE = 16, 256
 
 
@@ -220,10 +220,10 @@ def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[
         parts: this rank's trainer.
         provider: the model family.
         steps: this rank's side of the batches that hold the samples.
-        keys: of the samples, on the logging rank; empty elsewhere.
+        keys: keys of the samples, on the logging rank; empty elsewhere.
 
     Returns:
-        uint8 `[height, width, channels]` images by key, each stretched to the whole range of grey; empty elsewhere.
+        Images by key, uint8 `[height, width, channels]`, with contrast stretched to the full range; empty elsewhere.
     """
     grids = parts.grids
     found: dict[str, list[np.ndarray]] = {}
@@ -252,7 +252,7 @@ def _images(config: RunConfig, provider: ModelProvider, module: str,
     pixels = pixels.detach().float().cpu().numpy()
     if pixels.ndim == 4:
         images = list(pixels)
-    elif sizes is None:  # another encoder's own form of images
+    elif sizes is None:  # an encoder whose input is not made of images or patches
         return {}
     else:
         images, side, first = [], spec.patch_size, 0

@@ -1,4 +1,4 @@
-"""Gradients across ranks: reduced inside each module's own groups, then divided by the world's token count."""
+"""Reduces gradients inside each module's own groups, then divides them by the world's number of target tokens."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class GradSync:
 
 
 def expert_biases(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The expert biases of a rank's routers, which `GradSync.finalize` moves beside the optimizer."""
+    """Return the expert biases of a rank's routers, which `GradSync.finalize` updates instead of the optimizer."""
     return [part.expert_bias for part in model.modules() if isinstance(part, TopKRouter) and part.enable_expert_bias]
 
 
 def participation_correction(participants: torch.Tensor, dp: int) -> torch.Tensor:
-    """`dp / participants` where 0 < participants < dp, else 1 (scalar tensor, no host synchronisation)."""
+    """Return `dp / participants` where 0 < participants < dp, else 1, as a scalar tensor without a synchronisation."""
     return torch.where(
         (participants > 0) & (participants < dp), dp / participants.clamp(min=1), torch.ones_like(participants)
     )
@@ -106,7 +106,7 @@ def start_in_order(wrapped: DistributedDataParallel) -> None:
 
 
 class _OrderedStart:
-    """Holds a start back until all earlier ones were made; begins anew after the last."""
+    """Delays each start until all earlier ones were made, and begins again after the last one."""
 
     def __init__(self, starts: list[Callable[[bool], None]]) -> None:
         self._starts = starts

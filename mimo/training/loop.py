@@ -36,8 +36,6 @@ from mimo.training.setup import kept_objects, run_state, setup_trainer
 from mimo.training.step import StepResult, TrainerParts, train_step
 from mimo.training.step_metrics import FlopsMeter, MoeLosses, image_tokens, imbalance, layout_note
 
-# What watches the steps of a run: timeline, its Gantt, profiler.
-
 
 class StepObserver:
     """Timeline and profiler of one run, step by step.
@@ -45,11 +43,11 @@ class StepObserver:
     Args:
         parts: this rank's trainer.
         writer: the logging rank.
-        first, last: the run's iterations here.
+        first, last: the first and last iteration that this process runs.
 
     Attributes:
-        spans: what the rank does.
-        lines: what to tell the reader of the run's log; emptied by whoever tells it.
+        spans: records what this rank does in a step.
+        lines: messages for the run's log; the loop takes them out.
     """
 
     def __init__(self, parts: TrainerParts, writer: int, first: int, last: int) -> None:
@@ -64,28 +62,28 @@ class StepObserver:
         self.lines: list[str] = []
 
     def begin_step(self) -> None:
-        """The next iteration begins."""
+        """Note that the next iteration begins."""
         self._iteration += 1
         self._profiler.begin_step(self._iteration)
         self.spans.begin_step()
 
     def end_step(self) -> None:
-        """The iteration is over, but for what is told of it. Collective over the world where traces end."""
+        """Note that the iteration is over, except for its record. Collective over the world where traces end."""
         self.spans.end_step()
         if not self._profiler.ends_after(self._iteration, self._last):
             return
         if self._profiler.is_running:
             self._handshake.flush()
-        # Writing a trace takes its time, which all ranks have to wait for.
+        # Writing a trace takes long, and all ranks wait for it.
         with self._watchdog.limit(self._limit_s), self._watchdog.waiting("traces of --profile-ranks"):
             for line in gather(self._grids, self._profiler.close()):
                 self._say(line)
 
     def row(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[float]]:
-        """This rank's numbers of the step, of which every rank has to give `figures` what they are over all.
+        """Return this rank's numbers of the step. `figures` needs their maxima and sums over all ranks.
 
         Returns:
-            those whose maxima it wants, and those whose sums.
+            The numbers whose maxima are needed, and the numbers whose sums are needed.
         """
         requested = float(self._signal.take())
         if not self.spans.enabled:
@@ -95,10 +93,10 @@ class StepObserver:
         return [requested, *own], own
 
     def figures(self, largest: Sequence[float], summed: Sequence[float]) -> dict[str, float]:
-        """The timeline's figures, and the Gantt where it is due. Collective over the world.
+        """Compute the timeline's figures, and write the Gantt chart if it is due. Collective over the world.
 
         Args:
-            largest: the maxima over all ranks of what `row` gave.
+            largest: the maxima over all ranks of what `row` returned.
             summed: the sums.
         """
         if not self.spans.enabled:
@@ -111,10 +109,11 @@ class StepObserver:
         return self._timeline.figures(largest, summed)
 
     def close(self, *, failed: bool) -> None:
-        """End a trace under way and restore the signal's former handler.
+        """End a running trace and restore the signal's former handler.
 
         Args:
-            failed: the run ends for an error, here or elsewhere: wait for nobody, leave the trace.
+            failed: an error, here or elsewhere, ends the run. The trace is then dropped, because writing it needs the
+                other ranks.
         """
         if not failed and self._profiler.is_running:
             self._handshake.flush()
@@ -137,7 +136,7 @@ class TrainingLoop:
         dataset: the data set.
 
     Attributes:
-        observer_type: what watches the steps.
+        observer_type: class of the observer of the steps.
     """
 
     observer_type = StepObserver
@@ -150,9 +149,10 @@ class TrainingLoop:
         self.watchdog = self.session.watchdog
         self.last_evaluation: Evaluation | None = None
         self.observer: StepObserver | None = None
-        # Size of the validation split, once it was asked for.
+        # Size of the validation split, once it was asked for; None in it is a split without end.
         self.num_valid_samples: tuple[int | None, ...] = ()
-        # Loaders opened so far, the same on all ranks: their messages must not mix. 0 is the handshake's.
+        # Number of loaders opened so far, the same on all ranks. It tags a loader's messages, so that those of several
+        # loaders do not mix. The handshake has tag 0.
         self._opened = 0
 
     def run(self) -> None:
@@ -233,7 +233,7 @@ class TrainingLoop:
         )
 
     def _start(self, loader: StepLoader) -> RunLogger:
-        """Load what the run starts from and open its records."""
+        """Load what the run starts from, open its records and log what the reader should know."""
         STARTUP.enter(Phase.LOAD)
         lines = self.session.resume(run_state(self.parts, loader), self.provider, loader)
         STARTUP.enter(Phase.RECORDS)
@@ -310,10 +310,12 @@ class TrainingLoop:
 
     def _record(self, result: StepResult, microbatches: list[Microbatch], data_wait_s: float, seconds: float,
                 observer: StepObserver) -> StepRecord:
-        """Figures of one iteration; the maxima over ranks are agreed here."""
+        """Gather the figures of one iteration. Collective over the world."""
         timers = [bridge.timer for bridge in self.parts.built.model.colocated_comms.values()]
         if self.parts.communicator is not None:
             timers += [bridge.timer for bridge in self.parts.communicator.bridges]
+        # One reduction over the hosts carries everything: timers, memory by module, image tokens of each microbatch
+        # and the timeline's numbers. A module's numbers count only on its own ranks.
         names = list(self.grids.layout.grids)
         own = (float(self.platform.peak_memory_bytes()), self.parts.schedule_timer.drain_s(),
                self.parts.optimizer_timer.drain_s())
@@ -370,14 +372,14 @@ class TrainingLoop:
         )
 
     def _next_step(self, loader: StepLoader) -> list[Microbatch]:
-        """Data of an evaluation."""
+        """Read the next step of an evaluation."""
         self.watchdog.loader = loader.status
         with self.watchdog.waiting("data of an evaluation", state=loader.describe, on_loader=True):
             microbatches = loader.next_step()
         return microbatches
 
     def _close(self, loader: StepLoader, *, failed: bool = False) -> None:
-        """End the loading of data: what is under way has to come first."""
+        """Close a loader, which waits for data that is still under way."""
         with self.watchdog.waiting("data that is still under way", state=loader.describe, on_loader=True):
             loader.close(failed=failed)
 
@@ -386,7 +388,7 @@ class TrainingLoop:
         if not train.eval_iters:
             return
         loader = self._open("valid", prefetch=True)
-        if not self.num_valid_samples:  # asked of one rank: the others may not have opened the data at all
+        if not self.num_valid_samples:  # only one rank is asked, because others may not have opened the data
             found = self.dataset.num_samples(self.config.dataset, "valid") if self.grids.rank == 0 else None
             self.num_valid_samples = (broadcast_object(self.grids, found),)
         (num_samples,) = self.num_valid_samples
@@ -406,7 +408,7 @@ class TrainingLoop:
         per_step = num_microbatches(self.config) * self.config.train.micro_batch_size
         steps = [self._next_step(loader) for _ in range(-(-wanted // per_step))]
         self._close(loader)
-        # A split of fewer samples comes round again.
+        # A small split repeats; each of its samples is shown once.
         decoded = {sample[0]: sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)}
         shown = list(decoded.values())[:wanted] if self.session.is_logging_rank else []
         images = {}

@@ -23,18 +23,15 @@ from mimo.model.build import BuiltModel
 from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
 
-# One optimizer step over modules on different grids, agreed by every rank.
-
 
 class HeteroOptimizer(MimoOptimizer):
-    """Megatron Core's `MimoOptimizer` with one agreement before the step instead of two, and non-finite gradients
-    skipped.
+    """Megatron Core's `MimoOptimizer`, which skips non-finite gradients and agrees once before the step, not twice.
 
-    Megatron Core asks the world twice (found inf, then norms) and lets a NaN norm through: the maximum of a NaN over
-    ranks is undefined, so ranks could disagree. Here norms and the flag travel together and a NaN becomes the flag.
+    Megatron Core reduces twice over the world (found inf, then norms) and lets a NaN norm through. The maximum of a NaN
+    over ranks is undefined, so ranks could disagree. Here norms and the flag travel together, and a NaN sets the flag.
 
     Attributes:
-        spans: told where an update waits for other ranks.
+        spans: records where an update waits for other ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,23 +84,23 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
 
     Megatron Core's class looks up the shard of every parameter twice a step, filters all of them for the norm, and
     starts one copy kernel for each. With one parameter per expert (2,107 in eight layers of 128 experts) the GPU waits
-    for that. The values are the same bit by bit. Float32 gradients in DDP's own buffers are required, which is what
-    `mimo.model.build` sets up; there is no state beside the views, so the class can be given to an optimizer that
-    Megatron Core has built.
+    for that. The values are the same to the bit. This class requires float32 gradients in DDP's own buffers, as
+    `mimo.model.build` sets them up. It has no state except the views, so `adopt` can change the class of an optimizer
+    that Megatron Core has built.
     """
 
     _place: list[tuple[int, int]] | None
 
     @classmethod
     def adopt(cls, optimizer: MegatronOptimizer) -> None:
-        """Make the distributed optimizers in `optimizer`, which may be a chain of them, instances of this class."""
+        """Turn the distributed optimizers in `optimizer`, which may be a chain, into instances of this class."""
         for each in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
             if type(each) is DistributedOptimizer and not each.is_stub_optimizer:
                 each.__class__ = cls
                 each._place = None
 
     def _look_up(self) -> None:
-        """Find the views anew where the buffers have other memory than before."""
+        """Find the views again if the buffers have moved, as they do when memory is offloaded."""
         place = [(buffer.grad_data.data_ptr(), buffer.param_data.data_ptr()) for buffer in self.buffers]
         if place == self._place:
             return
@@ -125,13 +122,13 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
         self._gradients.append((main, parameter.main_grad.view(-1)[held.start:held.end]))
         buffer, _, bucket = self.model_param_gbuf_map[parameter]
         shard = self.buffers[buffer].buckets[bucket].param_data.view(-1)[in_bucket.start:in_bucket.end]
-        # A float32 parameter is its own master.
+        # A float32 parameter has no separate master copy.
         if shard.data_ptr() != main.data_ptr():
             self._masters.append(main.detach())
             self._shards.append(shard.detach())
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether a parameter's gradient is part of this rank's share of the norm."""
+        """Return whether a parameter's gradient is part of this rank's share of the norm."""
         before, parameter.grad = parameter.grad, torch.empty_like(parameter)
         counts = bool(self._filter_grads_for_norm([parameter]))
         parameter.grad = before
@@ -155,16 +152,16 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
 
 
 def peak_learning_rates(config: OptimConfig) -> dict[str, float]:
-    """Peak learning rate of `language`, `encoder` and `projector` parameters."""
+    """Return the peak learning rates of `language`, `encoder` and `projector` parameters."""
     encoder = config.lr if config.encoder_lr is None else config.encoder_lr
     projector = encoder if config.projector_lr is None else config.projector_lr
     return {LANGUAGE: config.lr, "encoder": encoder, "projector": projector}
 
 
 def build_optimizer(config: OptimConfig, built: BuiltModel, grids: Grids) -> HeteroOptimizer:
-    """One optimizer for each module that trains on any of its ranks; None for the others.
+    """Build one optimizer for each module that trains.
 
-    Collective over each module's ranks only: ranks of a frozen module take no part.
+    Collective over each trained module's ranks. Ranks of a frozen module take no part.
     """
     infos = {}
     for name in grids.layout.grids:
@@ -179,7 +176,7 @@ def build_optimizer(config: OptimConfig, built: BuiltModel, grids: Grids) -> Het
 
 
 def optimizer_config(config: OptimConfig, lr: float, params_dtype: torch.dtype) -> OptimizerConfig:
-    """Megatron Core's optimizer configuration for a module whose peak learning rate is `lr`."""
+    """Return Megatron Core's optimizer configuration for a module whose peak learning rate is `lr`."""
     return OptimizerConfig(
         optimizer="adam",
         lr=lr,
@@ -224,10 +221,10 @@ def _build_one(config: OptimConfig, built: BuiltModel, grids: Grids, name: str) 
 
 @contextmanager
 def object_gather_within(default: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, `all_gather_object` and `get_world_size` without a group mean `default`.
+    """Context in which `all_gather_object` and `get_world_size` without a group use `default`.
 
-    Megatron Core aligns parameter groups over the world, which gives every module the other modules' groups, and hangs
-    when the ranks of a frozen module build no optimizer.
+    Megatron Core aligns parameter groups over the world. This would give every module the other modules' groups, and
+    would hang when the ranks of a frozen module build no optimizer.
     """
     gather, size = dist.all_gather_object, dist.get_world_size
 
@@ -244,11 +241,11 @@ def object_gather_within(default: dist.ProcessGroup) -> Iterator[None]:
         dist.all_gather_object, dist.get_world_size = gather, size
 
 
-# Learning-rate schedule: Megatron Core's, counted in samples so that iterations and samples are one thing.
-
-
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of a validated configuration. `step(global_batch_size)` advances it by one iteration."""
+    """Build Megatron Core's learning-rate schedule for a validated configuration.
+
+    It counts samples, also for flags in iterations: `step(global_batch_size)` advances it by one iteration.
+    """
     flags, train, batch = config.schedule, config.train, config.train.global_batch_size
     if train.train_samples is not None:
         decay = flags.lr_decay_samples or train.train_samples
@@ -278,7 +275,7 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
 def current_learning_rates(
     config: RunConfig, scheduler: OptimizerParamScheduler, encoders: tuple[str, ...]
 ) -> dict[str, float]:
-    """Learning rate of `language`, each encoder and `projector` at the scheduler's position.
+    """Return the learning rates of `language`, each encoder and `projector` at the scheduler's position.
 
     Frozen parts are left out.
     """

@@ -1,4 +1,4 @@
-"""A training run from flags to exit code."""
+"""Entry point of a training run: from flags to exit code."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ def run(config: RunConfig, layout: Layout) -> int:
 
     Args:
         config: the run's flags.
-        layout: what `mimo.config.validate.validate` made of them.
+        layout: result of `mimo.config.validate.validate` for these flags.
 
     Returns:
         Exit code: 0 at the end of the run or after SIGTERM.
 
     Raises:
-        ValueError: a device that is not there, or a flag that needs another one, before any process group exists.
+        ValueError: the device does not exist, or a flag needs another device. Raised before any process group exists.
     """
     return launch(config, layout, _train)
 
 
 def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Platform], None], *,
                          longest_wait_s: float = 0.0) -> int:
-    """Run `body` on this rank with the process groups of a layout; as `run`.
+    """Run `body` on this rank with the process groups of a layout; otherwise like `run`.
 
     Args:
         config: the run's flags; `body` gets them with the device that was found.
-        layout: of the run.
-        body: all that the rank does; an error in it ends the process. It opens the watchdog first.
-        longest_wait_s: seconds for which the watchdog lets a rank wait for others on the devices, where that is longer
-            than its usual limit.
+        layout: layout of the run.
+        body: the rank's work, which begins with opening the watchdog. An error in it ends the process.
+        longest_wait_s: seconds for which a rank may wait for others on the devices, if that is longer than the
+            watchdog's usual limit.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        # The store takes a free port: several runs of one process may share a host.
+        # The store chooses a free port, because several single-process runs may share a host.
         os.environ.setdefault("MASTER_PORT", "0")
     STARTUP.open()
     _show_log(rank)
     quieten_megatron()
-    # A request for a Gantt, which comes too early, or in a program that makes none, must not end the process.
+    # SIGUSR2 asks for a Gantt chart. It must not end a process that is not ready for it, or that makes none.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     platform = get_platform(config.train.device)
     check_device(config.observe, platform.name)
@@ -77,7 +77,7 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
 
 
 def _show_log(rank: int) -> None:
-    """Show this package's log on the first rank; Megatron Core's says nothing that a run's reader needs."""
+    """Show this package's log on the first rank, and warnings on all. Megatron Core's log is not shown."""
     log = logging.getLogger("mimo")
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(logging.StreamHandler(sys.stdout))
@@ -94,7 +94,7 @@ def _train(config: RunConfig, grids: Grids, platform: Platform) -> None:
 
 def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, rank: int, world_size: int,
                                body: Callable[[C, Grids, Platform], None], longest_wait_s: float) -> None:
-    # Megatron must come after the platform is installed, and so must what imports it.
+    # Megatron Core, and everything that imports it, may only be imported after the platform is installed.
     import_megatron()
     import torch.distributed as dist
 
@@ -106,9 +106,9 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     if config.train.deterministic_mode:
         platform.make_deterministic()
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # The watchdog speaks first and names what is waited for; the backend's own limit only backs it up.
+    # The watchdog should end a hang first, because it names what is waited for. The backend's limit is a backup.
     platform.init_process_group(rank, world_size, 2 * max(config.train.watchdog_timeout_s, longest_wait_s, 30.0))
-    # The watchdog takes this timer over.
+    # Until the watchdog replaces this timer, it ends a start that hangs.
     faulthandler.dump_traceback_later(START_LIMIT_S, exit=True, file=STDERR_FD)
     with Grids(layout, platform.backend) as grids, fail_fast(grids.describe()):
         config = with_run_folder(config, grids)

@@ -1,4 +1,4 @@
-"""Rank 0 chooses the folder of a run without --run-dir, and all ranks agree on it."""
+"""Choice of the folder of a run without --run-dir, by rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_run_folder[C: RunConfig](config: C, grids: Grids) -> C:
 
 
 def without_chosen_folder[C: RunConfig](config: C) -> C:
-    """Return the configuration without a folder that was chosen for this run, so that a repetition gets a new one."""
+    """Return the configuration without a folder that was chosen for this run, so that another run gets a new one."""
     if not is_chosen(config.observe.run_dir):
         return config
     return replace(config, observe=replace(config.observe, run_dir=""))

@@ -1,4 +1,4 @@
-"""From a validated configuration to a rank that can train: groups, model, bridges, optimizers, schedule."""
+"""Builds everything a rank needs to train from a validated configuration, and loads what the run starts from."""
 
 from __future__ import annotations
 
@@ -52,7 +52,12 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     STARTUP.enter(Phase.MODEL)
     watchdog.on_stall.append(partial(flight_recorder.dump, Path(config.observe.run_dir) / "flight-recorder", grids.rank,
                                      platform.backend))
-    spans = _spans(config, grids, platform)
+    clock = None
+    if config.observe.timeline:
+        clock = DeviceClock() if platform.name == "cuda" else HostClock()
+    spans = Spans(clock, {name: grids.layout.grids[name].coordinates(grids.rank)["pp"] for name in grids.modules})
+    if config.observe.nvtx:
+        spans.listen(nvtx_range)
     schedule_spans = ScheduleSpans(spans)
     built = build_model(config, provider, grids, platform, watchdog, spans)
     STARTUP.enter(Phase.GROUPS)
@@ -68,16 +73,6 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
                         Handshake(grids, config.lane_rows), grad_sync, optimizer,
                         build_scheduler(config, optimizer), schedule_spans,
                         _prefetch(config, grids, platform, watchdog, built, communicator, spans))
-
-
-def _spans(config: RunConfig, grids: Grids, platform: Platform) -> Spans:
-    clock = None
-    if config.observe.timeline:
-        clock = DeviceClock() if platform.name == "cuda" else HostClock()
-    spans = Spans(clock, {name: grids.layout.grids[name].coordinates(grids.rank)["pp"] for name in grids.modules})
-    if config.observe.nvtx:
-        spans.listen(nvtx_range)
-    return spans
 
 
 def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
@@ -96,14 +91,14 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
     shape = (config.train.seq_length // split, config.train.micro_batch_size, hidden)
     model_config = get_model_config(built.model)
-    # Ranks without the language model hold its configuration for its sizes alone.
+    # Ranks without the language model have its configuration only for its sizes, and without this dtype.
     model_config.pipeline_dtype = params_dtype(config)
     return PipelineCommunicator(grids, model_config, bridges, shape, schedule_spans)
 
 
 def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Watchdog, built: BuiltModel,
               communicator: PipelineCommunicator | None, spans: Spans) -> EncoderPrefetch | None:
-    """The queue of this rank's encoder, where there is one, and who asks it and gives it time."""
+    """Build the prefetch queue of this rank's encoder, if it has one, and connect it to the model and its bridges."""
     if not config.train.encoder_prefetch_depth or communicator is None or LANGUAGE in grids.modules:
         return None
     (name,) = grids.modules
@@ -123,26 +118,23 @@ def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Wat
 
 
 def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync, schedule_spans: ScheduleSpans) -> None:
-    """Give Megatron Core's schedule what it reads from the model's config."""
+    """Set the fields of the model's config from which Megatron Core's schedule takes its callbacks."""
     model_config = get_model_config(built.model)
     model_config.finalize_model_grads_func = grad_sync.finalize
     model_config.no_sync_func = built.model.no_sync
     model_config.timers = schedule_spans
     if config.ddp.overlap_grad_reduce:
         model_config.grad_sync_func = built.model.start_grad_sync
-    # A transfer's stream order is kept by waiting on it; the extra device synchronisation works around old NCCL bugs.
+    # Waiting on a transfer keeps the order of streams; the extra synchronisation only works around old NCCL bugs.
     model_config.batch_p2p_sync = False
-
-
-# Python's garbage collector while a run trains.
 
 
 @contextmanager
 def kept_objects() -> Iterator[None]:
-    """Context in which collections pass over what exists at its begin.
+    """Context in which Python's garbage collector skips the objects that exist at its start.
 
-    Modules, models and plans are about half a million objects. A full collection walks them all, for some tenths of a
-    second; each rank has it at another time, and all others wait for that rank.
+    Modules, models and plans are about half a million objects. A full collection visits them all, which takes some
+    tenths of a second. Each rank does this at another time, and all others wait for it.
     """
     gc.collect()
     gc.freeze()
@@ -152,14 +144,11 @@ def kept_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-# Where a run starts: at a checkpoint, at pretrained weights, or at random ones.
-
-
 class Resumable(Protocol):
     """Reader of a run's data that can return to an earlier position."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place; `state` as in `mimo.checkpoint.state.RunState.streams`. Raises ValueError if it cannot."""
+        """Go to the position in `state` (see `mimo.checkpoint.state.RunState.streams`), or raise ValueError."""
         ...
 
 
@@ -174,17 +163,17 @@ def start(
 ) -> tuple[Progress, list[str]]:
     """Bring model, optimizers, schedule, generators and data to where the run begins. Collective over the world.
 
-    A checkpoint found under --load wins over pretrained weights, and one of the run itself under --save over --load: a
-    job that was started from them and is started again goes on from its own checkpoint.
+    A checkpoint under --load is preferred to pretrained weights, and the run's own checkpoint under --save to both.
+    Therefore a job that is started a second time with the same flags continues from its own checkpoint.
 
     Args:
         state: what the checkpoints of the run hold; its `source` is set.
         provider: the model family.
-        loader: the data; None for a run that takes only weights from a checkpoint.
+        loader: the run's position in its data; None for a run that takes only weights from a checkpoint.
         watchdog: told about every wait.
 
     Returns:
-        How far the run is, and lines that tell a person what was loaded.
+        The run's progress, and lines for the log that say what was loaded.
 
     Raises:
         ValueError: what is asked for cannot be loaded; see `mimo.checkpoint.load`, `mimo.weights.import_megatron` and
@@ -225,8 +214,11 @@ def start(
 
 
 def _read_data_fields(state: RunState) -> None:
-    """Set what the run's checkpoints say about its data, before the first sample: files that flags name may change
-    while the run goes on. The first rank reads them, which writes the checkpoints' common state."""
+    """Record what the run's checkpoints say about its data.
+
+    This happens before the first sample, because files that flags name may change during the run. Only the first rank
+    reads them, since it writes the common state of checkpoints.
+    """
     error = None
     if state.grids.rank == 0:
         try:
@@ -237,7 +229,7 @@ def _read_data_fields(state: RunState) -> None:
 
 
 def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, source: Source) -> None:
-    """Bring the data to where the checkpoint was made, or stop every rank for the reason that one of them has."""
+    """Bring the data to the checkpoint's position. If one rank cannot, all ranks stop with its reason."""
     error = None
     if loaded.streams is not None:
         assert loader is not None, "a run without a loader takes only weights (--finetune)"

@@ -32,7 +32,7 @@ from mimo.training.step_metrics import Workload, num_values, workload
 from mimo.watchdog.process_exit import ReportedElsewhereError
 from mimo.watchdog.watchdog import Watchdog
 
-# Entries of the totals of a step before those of each encoder.
+# Number of totals of a step that come before those of each encoder, see `_sum_over_world`.
 FIXED_TOTALS = 7
 
 
@@ -40,8 +40,8 @@ FIXED_TOTALS = 7
 class TrainerParts:
     """Everything a step works on, on this rank. Built once by `mimo.training.setup`.
 
-    The timers measure the device: the schedule of forward and backward passes, bridge waits and gradient reduction
-    included, and the optimizer step.
+    `schedule_timer` measures forward and backward passes on the device, with bridge waits and gradient reduction.
+    `optimizer_timer` measures the optimizer step.
     """
 
     config: RunConfig
@@ -100,8 +100,8 @@ class StepResult:
         num_tokens: target tokens of the global batch.
         text_tokens, image_tokens: tokens of the global batch, padding excluded.
         work: sequences and images of the global batch.
-        bad_samples: samples that the data set passed over on the way to the global batch.
-        unbalanced_image_tokens: image tokens that it would have had without balanced packing.
+        bad_samples: samples that the data set skipped while it read the global batch.
+        unbalanced_image_tokens: image tokens that the batch would have had without balanced packing.
         success: whether parameters were updated.
         grad_norm: global norm before clipping; None when skipped.
         num_zeros: zero gradients, where logged.
@@ -122,9 +122,9 @@ class StepResult:
 
 
 def loss_function(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of the target tokens' losses, their number, and both as a detached float64 pair for the report.
+    """Return the sum of the target tokens' losses, their number, and both as a detached float64 pair for the report.
 
-    The sum, not the mean: a mean for each microbatch would weigh tokens by how many share their microbatch.
+    A mean for each microbatch would be wrong: it would weigh a token by how many others share its microbatch.
     """
     assert batch.text is not None, "losses are computed where text is"
     mask = batch.text.loss_mask
@@ -140,7 +140,7 @@ def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
 
 
 def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> None:
-    """Compare both sides of every lane and give the bridges the row counts. Before each run of the schedule."""
+    """Compare both sides of every lane and give the bridges their row counts. Needed before each schedule."""
     with parts.trace.wait("comparison of both sides of each lane", peers=lambda: parts.handshake.waits_for):
         parts.handshake.check(microbatches)
     if parts.communicator is not None:
@@ -159,7 +159,7 @@ def run_schedule(
     forward_only: bool,
     force_all_reduce: bool = False,
 ) -> list[Any]:
-    """Forward (and backward) of a step's microbatches; returns what the loss function reported, in order."""
+    """Run forward (and backward) passes of a step's microbatches. Return what the loss function reported, in order."""
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
     parts.schedule_spans.begin(len(microbatches))
@@ -194,7 +194,7 @@ def train_step(
     Args:
         parts: this rank's trainer.
         microbatches: this rank's side of the iteration, on the host.
-        coming: the iterations after it, as far as encoder prefetch may look ahead.
+        coming: microbatches of the next iterations, as far as encoder prefetch may look ahead.
         stop_requested: this process was asked to stop; the result says whether any was.
         force_all_reduce: leave full gradients on every data-parallel rank instead of its shard.
 
@@ -208,6 +208,7 @@ def train_step(
     with parts.trace.wait("count of the targets of multi-token prediction"):
         begin_mtp_step(
             parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
+    # With prefetch, the encoder's input does not go to the device again: its features are or will be in a queue.
     scheduled = microbatches if parts.prefetch is None else parts.prefetch.begin_step(microbatches, coming)
     with parts.schedule_timer.measure():
         reports = run_schedule(parts, scheduled, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
@@ -294,10 +295,10 @@ def update_weights(
 def _sum_over_world(
     parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor], stop_requested: bool
 ) -> torch.Tensor:
-    """Totals of the global batch, float64.
+    """Sum everything that a step needs to know of the global batch, in one float64 all-reduce.
 
     In order: loss sum, target tokens, text tokens, image tokens, stop requests, bad samples, image tokens without
-    balanced packing, image-seeing ranks of each encoder, values of the workload.
+    balanced packing, data-parallel ranks of each encoder that saw an image, values of the workload.
     """
     encoders = parts.grids.layout.encoders
     names = [encoder.name for encoder in encoders]
@@ -335,9 +336,9 @@ def _sum_over_world(
 def _refuse_loss(
     parts: TrainerParts, microbatches: Sequence[Microbatch], reports: list[torch.Tensor], loss: float
 ) -> NoReturn:
-    """Raise for a loss that is not finite.
+    """Raise an error for a loss that is not finite.
 
-    One rank of each lane that has such losses names the samples; the others only note it.
+    On lanes that have such a loss, one rank names the samples. All other ranks refer to it.
     """
     message = f"the loss of the global batch is {loss}; nothing was updated (--no-check-for-nan-in-loss goes on)"
     if parts.counts_losses:

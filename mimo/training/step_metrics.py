@@ -1,4 +1,4 @@
-"""How much a step has to compute: lengths of its sequences and images, and the FLOPs that follow from them."""
+"""Figures of a step: its work and FLOPs, the balance of encoder work, memory, and MoE losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.config.trainer import RunConfig
-from mimo.data.batch import Microbatch, TextBatch
+from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import Layout
 from mimo.observability.flops import NUM_SUMS, FlopsCounter, FlopsProvider, SequenceSums, peak_tflops
@@ -24,12 +24,12 @@ from mimo.protocols import LANGUAGE, ModelProvider
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences of a step as sums, see `mimo.observability.flops`; those of several lanes add up.
+    """Sequences of a step as sums, see `mimo.observability.flops`. The sums of several lanes can be added.
 
     Attributes:
-        text: of the language model, images included and padding excluded.
-        padded: of the rows that it computes.
-        images: of each encoder, its images, in language tokens.
+        text: sequences of the language model, images included and padding excluded.
+        padded: rows that the language model computes, padding included.
+        images: images of each encoder, in language tokens.
     """
 
     text: SequenceSums = field(default_factory=SequenceSums)
@@ -42,40 +42,37 @@ class Workload:
 
     @classmethod
     def from_values(cls, values: Sequence[float], encoders: Sequence[str]) -> Workload:
-        """The inverse of `values`, for a run with these encoders."""
+        """Build a workload from the numbers of `values`, for a run with these encoders."""
         text, padded, *images = (SequenceSums(*values[start:start + NUM_SUMS])
                                  for start in range(0, len(values), NUM_SUMS))
         return cls(text, padded, dict(zip(encoders, images, strict=True)))
 
 
 def num_values(encoders: Sequence[str]) -> int:
-    """How many numbers `Workload.values` gives."""
+    """Count the numbers that `Workload.values` returns."""
     return NUM_SUMS * (2 + len(encoders))
 
 
 def workload(microbatches: Iterable[Microbatch], encoders: Sequence[str]) -> Workload:
-    """That of a lane, on a rank that has the language side of its microbatches."""
+    """Compute the workload of a lane, on a rank that has the language side of its microbatches."""
     text, padded, images = SequenceSums(), SequenceSums(), dict.fromkeys(encoders, SequenceSums())
     for microbatch in microbatches:
         batch = microbatch.text
         assert batch is not None, "language ranks hold text"
         row_length = batch.input_ids.shape[1]
         text += SequenceSums.of(length for row in batch.lengths for length in row)
-        padded += SequenceSums.of_rows(_computed(batch, row_length), row_length)
+        # Attention sees a row as one sequence, or as packed ones with the padding as the last of them.
+        rows: Sequence[Sequence[int]] = [(row_length,)] * len(batch.lengths)
+        if batch.packed is not None:
+            rows = [(*row, row_length - sum(row)) if sum(row) < row_length else row for row in batch.lengths]
+        padded += SequenceSums.of_rows(rows, row_length)
         for name in encoders:
             images[name] += SequenceSums.of(batch.image_lengths.get(name, ()))
     return Workload(text, padded, images)
 
 
-def _computed(batch: TextBatch, row_length: int) -> list[tuple[int, ...]]:
-    """Sequences of each row as attention sees them."""
-    if batch.packed is None:
-        return [(row_length,)] * len(batch.lengths)
-    return [(*row, row_length - sum(row)) if sum(row) < row_length else row for row in batch.lengths]
-
-
 def _is_outdated(provider: FlopsProvider) -> bool:
-    """Whether the provider builds other modules than the class that it has `flop_components` from."""
+    """Return whether a subclass of a provider builds other modules, but inherits `flop_components`."""
     classes = type(provider).__mro__
 
     def depth(name: str) -> int:
@@ -99,7 +96,7 @@ class FlopsMeter:
     @classmethod
     def of(cls, config: RunConfig, provider: ModelProvider, layout: Layout, *, impl: str,
            device_name: str) -> FlopsMeter | None:
-        """The meter of a run; None for a provider that does not say what each of its modules computes.
+        """Build the meter of a run, or return None if the provider does not say what each of its modules computes.
 
         Args:
             config: validated flags.
@@ -119,7 +116,7 @@ class FlopsMeter:
         return cls(counter, layout.world_size, config.observe.peak_tflops or peak_tflops(device_name))
 
     def figures(self, work: Workload, seconds: float) -> dict[str, Any]:
-        """Fields of `mimo.observability.metrics.StepRecord` of a step that took `seconds` seconds."""
+        """Compute fields of `mimo.observability.metrics.StepRecord` for a step that took `seconds` seconds."""
         needed = self.counter.model_flops({LANGUAGE: work.text, **work.images})
         computed = self.counter.hardware_flops({LANGUAGE: work.padded, **work.images})
         tflops = sum(needed.values()) / seconds / self.world_size / 1e12
@@ -127,13 +124,10 @@ class FlopsMeter:
                 "hardware_flops": computed}
 
 
-# How evenly encoder work is spread over lanes.
-
-
 def image_tokens(microbatches: Sequence[Microbatch]) -> tuple[list[float], list[float]]:
-    """Image tokens of this rank's lane in each microbatch, and those it would have had without balanced packing.
+    """Count this lane's image tokens in each microbatch, and what they would be without balanced packing.
 
-    Zero on ranks without text.
+    Both are zero on ranks without text.
     """
     texts = [batch.text for batch in microbatches]
     held = [0.0 if text is None else float(sum(map(sum, text.token_counts.values()))) for text in texts]
@@ -141,25 +135,22 @@ def image_tokens(microbatches: Sequence[Microbatch]) -> tuple[list[float], list[
 
 
 def imbalance(largest: Sequence[float], total: float, num_lanes: int) -> float | None:
-    """Image tokens of the fullest lane over the mean of all lanes, over a step; None without images.
+    """Divide the image tokens of the fullest lane by the mean over lanes, for a step; None without images.
 
     Args:
-        largest: of each microbatch, the image tokens of the lane that has most.
+        largest: for each microbatch, the image tokens of the lane that has most.
         total: image tokens of all lanes and microbatches.
         num_lanes: number of lanes.
     """
     return sum(largest) * num_lanes / total if total else None
 
 
-# Memory of the ranks of each module.
-
-
 def peak_memory_bytes(grids: Grids, platform: Platform) -> dict[str, int]:
-    """By module, the highest memory that any of its ranks has had, the same on every rank. Collective over the world.
+    """Return, by module, the highest memory that any of its ranks has had. Collective over the world.
 
     Args:
         grids: process groups.
-        platform: whose high-water mark is read.
+        platform: gives this rank's high-water mark.
     """
     names, own = list(grids.layout.grids), platform.peak_memory_bytes()
     peaks = torch.tensor([own if name in grids.modules else 0 for name in names], dtype=torch.int64)
@@ -169,9 +160,8 @@ def peak_memory_bytes(grids: Grids, platform: Platform) -> dict[str, int]:
 
 # MoE auxiliary losses of a step, averaged over MoE layers, microbatches and lanes.
 #
-# Megatron Core's router records each layer's loss in a tracker; Megatron Core's report of it falls back to
-# `parallel_state` for the data-parallel group and averages with an operation gloo does not have, so the reduction is
-# here.
+# Megatron Core's router records each layer's loss in a tracker. Its own report of them takes the data-parallel group
+# from `parallel_state` and averages with an operation that gloo does not have, so the reduction is done here.
 
 
 # Megatron Core's names of the losses that routers record, by --moe-router-load-balancing-type.
@@ -180,7 +170,7 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-# Losses whose gradient depends on the layout -> the tokens that are balanced together, the flags that decide it.
+# Losses whose gradient depends on the layout -> the tokens that are balanced together, and the flags that decide them.
 LAYOUT_DEPENDENT = {
     "aux_loss": ("the tokens of each microbatch", "--micro-batch-size and, where that is above 1, on --llm-dp"),
     "global_aux_loss": ("all lanes and the microbatches of the step so far", "--micro-batch-size and --llm-dp"),
@@ -192,7 +182,7 @@ def layout_note(config: TransformerConfig, *, in_rl: bool = False) -> str | None
 
     Args:
         config: Megatron's configuration of the language model.
-        in_rl: routers take the completions of a microbatch, packed into one row, for one sequence.
+        in_rl: completions of a microbatch are packed into one row, which routers take for one sequence.
     """
     kind = config.moe_router_load_balancing_type
     if not config.num_moe_experts or not config.moe_aux_loss_coeff or kind not in TRACKED:
@@ -209,13 +199,13 @@ def layout_note(config: TransformerConfig, *, in_rl: bool = False) -> str | None
 
 
 class MoeLosses:
-    """Reads the recorded losses of a run, step by step. Made collectively by the language grid's pipeline stages.
+    """Reads the recorded losses of a run, step by step. Its constructor is collective over pipeline stages.
 
     Args:
-        model: of this rank.
-        groups: the language grid's process groups; None on a rank that has no part of it, which reads nothing.
-        device: where the model is.
-        per_layer: also give the losses of each layer.
+        model: this rank's model.
+        groups: the language grid's process groups; None on ranks outside of it, which read nothing.
+        device: device of the model.
+        per_layer: also return the losses of each layer.
     """
 
     def __init__(self, model: Any, groups: ProcessGroupCollection | None, device: torch.device, *,
@@ -224,7 +214,10 @@ class MoeLosses:
         self._num_moe_layers = 0 if groups is None else count_moe_layers(model.language_model, groups, device)
 
     def take(self, num_microbatches: int) -> dict[str, float]:
-        """Losses of the forward passes since the last call, empty without experts. Collective over it."""
+        """Return the losses of the forward passes since the last call, empty without experts.
+
+        Collective over the language grid.
+        """
         if self._groups is None or not self._num_moe_layers:
             return {}
         config, kinds = self._config, self._config.moe_router_load_balancing_type
@@ -236,7 +229,7 @@ class MoeLosses:
 
 
 def count_moe_layers(language_model: torch.nn.Module, groups: ProcessGroupCollection, device: torch.device) -> int:
-    """MoE layers of the whole language model: layers of other kinds do not count in the mean."""
+    """Count the MoE layers of the whole language model, over which losses are averaged. Collective."""
     count = torch.tensor([sum(isinstance(part, MoELayer) for part in language_model.modules())], device=device)
     dist.all_reduce(count, group=groups.pp)
     return int(count.item())
@@ -255,12 +248,12 @@ def moe_losses(
 
     Args:
         groups: the language grid's process groups.
-        num_layers: entries: decoder layers of the whole model, dense ones included, and then one a depth of multi-token
-            prediction, for all its layers.
+        num_layers: entries of the tracker: all decoder layers of the model, dense ones included, and one for each depth
+            of multi-token prediction.
         num_moe_layers: layers with experts.
         num_microbatches: forward passes since the last call.
-        names: tracker names to read; the same on every rank.
-        per_layer: also give `moe/<name>_layer_<i>`.
+        names: tracker names to read, the same on every rank.
+        per_layer: also return `moe/<name>_layer_<i>`.
     """
     tracker = get_moe_metrics_tracker()
     losses: dict[str, float] = {}
@@ -268,7 +261,7 @@ def moe_losses(
         tracker.ensure_initialized(name, num_layers, device=torch.cuda.current_device())
         values = tracker.metrics[name].values.clone()
         dist.all_reduce(values, group=groups.pp)
-        # Each rank recorded its part. The tracker knows of whose sum only on stages that have a router.
+        # Each rank recorded its part. The tracker knows which ranks to sum over only on stages that have a router.
         dist.all_reduce(values, group=groups.tp_dp_cp if name == TRACKED["global_aux_loss"] else groups.tp_cp)
         dist.all_reduce(values, group=groups.dp_cp)
         layers = (values / (groups.dp_cp.size() * num_microbatches)).tolist()

@@ -1,9 +1,9 @@
-"""Which rank everybody waits for, from what all ranks say of themselves. Pure: no torch, no clock, no input or output.
+"""Finds the rank that all others wait for, from the statuses of all ranks. Pure: no torch, no clock, no files.
 
-Ranks and their data loaders are the nodes of a graph, with an edge to whom each waits for. A node without edges is an
-end: it computes, waits for something that is no rank, or does not answer. If every node leads to one end, that is it.
-Nodes that lead to no end wait for each other in a circle, because one of them is at another place of the program: it is
-named if the others agree. In all other cases the verdict is a list of candidates.
+Ranks and their data loaders are the nodes of a graph. Edges lead to the nodes that a node waits for. A node without
+edges is an end: it computes, waits for something that is not a rank, or does not answer. If every node leads to the
+same end, that end is the cause. Nodes that lead to no end wait for each other in a circle, because one of them is at
+another point of the program. It is named if the others agree. In all other cases the verdict is a list of candidates.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mimo.watchdog.status import RankProcess, RankStatus, Wait, format_ranks
+from mimo.watchdog.status import RankProcess, RankStatus, format_ranks
 
 Part = Literal["main", "loader"]
 Node = tuple[int, Part]
 Edges = dict[Node, set[Node]]
-Place = tuple[object, ...]
-# An end whose last sign of life is this much younger than that of the oldest is probably still moving.
+Position = tuple[object, ...]
+# An end that has been idle for less than this fraction of the longest idle time is probably still moving.
 STILL_MOVING = 0.5
 
 
@@ -31,7 +31,7 @@ class Suspect:
     Attributes:
         rank: global rank.
         reason: what it does, in words.
-        waiters: ranks that wait for it, directly or through others.
+        waiters: number of ranks that wait for it, directly or through others.
     """
 
     rank: int
@@ -44,8 +44,8 @@ class Verdict:
     """Result of a diagnosis.
 
     Attributes:
-        kind: `one` (it is the first suspect), `likely` (it probably is) or `unclear` (any of them, or none).
-        suspects: the likeliest first.
+        kind: `one` (the first suspect is the cause), `likely` (it probably is) or `unclear` (any of them, or none).
+        suspects: suspects, the likeliest first.
         explanation: why the verdict is not `one`, and what else is odd; may be empty.
     """
 
@@ -59,23 +59,29 @@ def judge(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProces
     """Find the rank that everybody waits for.
 
     Args:
-        statuses: of the ranks that answered.
-        processes: of the ranks that told theirs when the run began.
-        roles: what each rank of the world has in common with those that do the same work, for example its module and
+        statuses: statuses of the ranks that answered.
+        processes: processes of the ranks, as far as they registered when the run began.
+        roles: what each rank of the world has in common with ranks that do the same work, for example its module and
             pipeline stage.
     """
     edges = _edges(statuses, roles)
     ends = [node for node, targets in edges.items() if not targets]
     leads = {end: _leading_to(end, edges) for end in ends}
-    # A rank that has finished is the cause only where others still wait for it; one that failed, in any case.
+    # A finished rank is the cause only if others still wait for it. A failed one is always a suspect.
     leads = {end: nodes for end, nodes in leads.items()
              if len(nodes) > 1 or end[0] not in statuses or statuses[end[0]].ended != "finished"}
     done = {node for node in ends if node not in leads}
     circle = set(edges).difference(done, *leads.values())
     suspects = {}
-    for end in sorted(leads, key=lambda node: _priority(node, statuses)):
+
+    def priority(node: Node) -> tuple[bool, bool, float]:
+        """Order silent ranks before others, loaders before main threads, and the longest idle ranks first."""
+        status = statuses.get(node[0])
+        return status is not None, node[1] == "main", -status.idle_s if status else 0.0
+
+    for end in sorted(leads, key=priority):
         rank = end[0]
-        if rank not in suspects:  # its main thread, or its loader, whichever comes first
+        if rank not in suspects:  # a rank may be an end twice, with its loader and its main thread
             waiters = {node[0] for node in leads[end]} - {rank}
             suspects[rank] = Suspect(rank, _reason(end, statuses, processes), len(waiters))
     if not suspects:
@@ -86,7 +92,7 @@ def judge(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProces
 def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict:
     failed = [each for each in suspects if each.rank in statuses and statuses[each.rank].ended == "failed"]
     if failed:
-        # Whatever the others do: they cannot go on without it.
+        # The others cannot continue without it, whatever they do.
         others = [each for each in suspects if each not in failed]
         if len(failed) > 1:
             return Verdict("unclear", (*failed, *others), f"{len(failed)} ranks have ended with an error")
@@ -96,7 +102,7 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
     if silent:
         if len(silent) == 1 and len(suspects) == 1 and not circle:
             return Verdict("one", tuple(suspects))
-        # One that answers may wait for a silent one in a way that nobody announced; never the other way round.
+        # A rank that answers may wait for a silent one without having announced it. The reverse cannot be.
         kind: Literal["likely", "unclear"] = "likely" if len(silent) == 1 else "unclear"
         return Verdict(kind, tuple(suspects), "" if kind == "likely" else f"{len(silent)} ranks do not answer")
     if circle:
@@ -110,7 +116,7 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
         notes.insert(0, f"{len(standing)} ranks wait for no other rank")
         return Verdict("unclear", ordered, "; ".join(notes))
     status = statuses[standing[0].rank]
-    # Kernels run behind the host's back: where it stands says little, unless it waits for something that is no rank.
+    # Kernels run asynchronously, so the host's position says little, unless it waits for something that is not a rank.
     wait = status.waits[0] if status.waits else None
     is_clear = not status.on_device or not (wait is None or wait.is_work or wait.group or wait.peers)
     is_certain = is_clear and not rest and not circle
@@ -118,13 +124,8 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
                    "; ".join(notes))
 
 
-def _priority(node: Node, statuses: Mapping[int, RankStatus]) -> tuple[bool, bool, float]:
-    status = statuses.get(node[0])
-    return (status is not None, node[1] == "main", -status.idle_s if status else 0.0)
-
-
 def _leading_to(end: Node, edges: Edges) -> set[Node]:
-    """All nodes from which `end` is reached, itself included."""
+    """Return all nodes that lead to `end`, itself included."""
     sources: dict[Node, list[Node]] = {}
     for node, targets in edges.items():
         for target in targets:
@@ -140,24 +141,22 @@ def _leading_to(end: Node, edges: Edges) -> set[Node]:
 
 def _edges(statuses: Mapping[int, RankStatus], roles: Mapping[int, tuple[object, ...]]) -> Edges:
     edges: Edges = {}
-    places = {rank: _place(status) for rank, status in statuses.items()}
+    places = {rank: _position(status) for rank, status in statuses.items()}
     for rank in roles:
         status = statuses.get(rank)
         edges[rank, "main"] = set() if status is None else _main_edges(status, statuses, places, roles)
         if status is not None and status.loader is not None:
             if status.loader.busy:
-                edges[rank, "loader"] = {_loader_of(peer, statuses) for peer in status.loader.peers if peer != rank}
+                peers = set(status.loader.peers) - {rank}
+                edges[rank, "loader"] = {
+                    (peer, "loader") if peer in statuses and statuses[peer].loader is not None else (peer, "main")
+                    for peer in peers}
             else:
-                edges[rank, "loader"] = {(rank, "main")}  # which has not asked for more
+                edges[rank, "loader"] = {(rank, "main")}  # the loader waits until its rank asks for more
     return edges
 
 
-def _loader_of(rank: int, statuses: Mapping[int, RankStatus]) -> Node:
-    status = statuses.get(rank)
-    return (rank, "main") if status is None or status.loader is None else (rank, "loader")
-
-
-def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: Mapping[int, Place],
+def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: Mapping[int, Position],
                 roles: Iterable[int]) -> set[Node]:
     wait = status.waits[0] if status.waits else None
     if wait is not None and wait.on_loader:
@@ -181,7 +180,7 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
     elif status.on_device and not blocked.kind and (wait is None or wait.is_work):
         ranks = _behind(status, statuses)
     if status.groups and blocked.kind == "device":
-        # If there is none, it is its own device that does not come to an end.
+        # If there is no such rank, this rank's own device is stuck.
         ranks = _late(status, statuses) or _behind(status, statuses)
     elif blocked.kind == "handle":
         ranks = _late(status, statuses) or ranks
@@ -189,9 +188,9 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
 
 
 def _late(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
-    """Ranks that have not joined a collective which has not ended here, by the record of the process groups.
+    """Return ranks that have not joined a collective which is unfinished here, by the record of the process groups.
 
-    Those without a record may have; they count only where there is nobody else.
+    Ranks without a record may have joined. They count only if there is no other.
     """
     late: set[int] = set()
     unknown: set[int] = set()
@@ -209,10 +208,10 @@ def _late(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
 
 
 def _behind(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
-    """Ranks whose hosts have begun less work than this one's in every respect.
+    """Return ranks whose hosts have begun less work than this one's in every respect.
 
-    A host runs ahead of its device until the queue of kernels is full, and then stays in whatever call queues the next
-    one. It has queued all that those behind it may wait for, so they do not wait for it.
+    A host runs ahead of its device until the queue of kernels is full, and then blocks in the call that queues the next
+    kernel. By then it has queued everything that ranks behind it may wait for, so they do not wait for it.
     """
     return {rank for rank, other in statuses.items() if rank != status.rank and _is_behind(other, status)}
 
@@ -229,14 +228,14 @@ def _is_behind(one: RankStatus, two: RankStatus) -> bool:
     return passes != others and passes[0] <= others[0] and passes[1] <= others[1]
 
 
-def _missing(status: RankStatus, group: Iterable[int], places: Mapping[int, Place]) -> list[int]:
-    """Ranks of a group that have not come to where this one waits; all the others if every one has."""
+def _missing(status: RankStatus, group: Iterable[int], places: Mapping[int, Position]) -> list[int]:
+    """Return ranks of a group that have not reached the wait of this one; if all have, return all others."""
     own = places[status.rank]
     absent = [rank for rank in group if places.get(rank) != own]
     return absent or [rank for rank in group if rank != status.rank]
 
 
-def _place(status: RankStatus) -> Place:
+def _position(status: RankStatus) -> Position:
     """Describe what ranks that wait in the same collective have in common."""
     wait = status.waits[0].what if status.waits else ""
     return status.iteration, wait, status.blocked.kind, status.blocked.operation, status.blocked.ranks
@@ -244,11 +243,11 @@ def _place(status: RankStatus) -> Place:
 
 def _judge_circle(circle: set[int], statuses: Mapping[int, RankStatus],
                   roles: Mapping[int, tuple[object, ...]]) -> Verdict:
-    """Every rank waits for another one: is one of them elsewhere than those it should be with?"""
-    found = _odd_count(circle, statuses) or _odd_schedule(circle, statuses) or _odd_place(circle, statuses, roles)
+    """Judge a circle of ranks: find one that is at another point of the program than ranks with the same work."""
+    found = _odd_count(circle, statuses) or _odd_schedule(circle, statuses) or _odd_position(circle, statuses, roles)
     if found is not None:
         return found
-    places = {_place(statuses[rank]) for rank in circle}
+    places = {_position(statuses[rank]) for rank in circle}
     if len(places) == 1:
         return Verdict("unclear", (), "all ranks have come to the same wait and it does not end: look at the network "
                                       "and at the accelerators")
@@ -259,7 +258,7 @@ def _judge_circle(circle: set[int], statuses: Mapping[int, RankStatus],
 
 
 def _odd_count(circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict | None:
-    """Ranks whose schedule has another number of microbatches than the others'."""
+    """Find ranks whose schedule has a different number of microbatches."""
     schedules = {rank: each for rank in circle if (each := statuses[rank].schedule) is not None}
     if len({each.index for each in schedules.values()}) != 1:
         return None
@@ -269,18 +268,18 @@ def _odd_count(circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict 
 
 
 def _odd_schedule(circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict | None:
-    """Ranks that have begun more or fewer schedules than the others."""
+    """Find ranks that have begun more or fewer schedules than the others."""
     counts = {rank: each.index for rank in circle if (each := statuses[rank].schedule) is not None}
     return _odd(counts, len(circle) - 1, "likely",
                 lambda rank, odd, usual: f"it has begun {odd} rounds of forward and backward passes, the other ranks "
                                          f"{usual}; {_words(statuses[rank])}")
 
 
-def _odd_place(circle: set[int], statuses: Mapping[int, RankStatus],
+def _odd_position(circle: set[int], statuses: Mapping[int, RankStatus],
                roles: Mapping[int, tuple[object, ...]]) -> Verdict | None:
-    """A rank that waits for something else than at least two others which do the same work and agree."""
+    """Find a rank whose wait differs from that of at least two others with the same work, which agree."""
     for role in dict.fromkeys(roles[rank] for rank in sorted(circle)):
-        found = _odd({rank: _place(statuses[rank]) for rank in circle if roles[rank] == role}, len(circle) - 1,
+        found = _odd({rank: _position(statuses[rank]) for rank in circle if roles[rank] == role}, len(circle) - 1,
                      "likely", lambda rank, odd, usual: f"{_words(statuses[rank])}, which the ranks that do the same "
                                                         "work do not")
         if found is not None:
@@ -290,9 +289,9 @@ def _odd_place(circle: set[int], statuses: Mapping[int, RankStatus],
 
 def _odd[T](values: Mapping[int, T], waiters: int, kind: Literal["one", "likely"],
             reason: Callable[[int, T, T], str]) -> Verdict | None:
-    """The verdict where one value is that of most ranks; None where all agree or there is no majority of at least two.
+    """Return the verdict if most ranks have one value; None if all agree or no value has a majority of at least two.
 
-    With several odd ranks it is unclear which of them began it.
+    If several ranks are odd, it is unclear which of them is the cause.
     """
     ordered = Counter(values.values()).most_common()
     if len(ordered) < 2:
@@ -326,11 +325,8 @@ def _words(status: RankStatus) -> str:
     top = f"its main thread is at {status.stack[0]}" if status.stack else "its stack is not known"
     if not status.waits:
         return f"it is in no announced wait, {_blocked_words(status) or 'it computes or sleeps'}: {top}"
-    return f"it waits for {_wait_words(status.waits)}{_blocked_words(status, ', ')}; {top}"
-
-
-def _wait_words(waits: Iterable[Wait]) -> str:
-    return " inside ".join(map(str, waits))
+    waits = " inside ".join(map(str, status.waits))
+    return f"it waits for {waits}{_blocked_words(status, ', ')}; {top}"
 
 
 def _blocked_words(status: RankStatus, before: str = "") -> str:
@@ -345,7 +341,7 @@ def _blocked_words(status: RankStatus, before: str = "") -> str:
 
 def _silence(process: RankProcess | None, statuses: Mapping[int, RankStatus],
              processes: Mapping[int, RankProcess]) -> str:
-    """Why a rank may not answer."""
+    """Explain why a rank may not answer."""
     if process is None:
         return "it does not answer, and never told of its process"
     beside = [rank for rank in statuses if rank in processes and processes[rank].host == process.host]
@@ -357,22 +353,22 @@ def _silence(process: RankProcess | None, statuses: Mapping[int, RankStatus],
             "overloaded")
 
 
-# The one text that says which rank everybody waits for, and where all the others are. Pure.
+# The summary as text.
 
 
-# Suspects of an unclear verdict that are shown one by one; of ranks that wait alike, those named one by one.
+# Number of suspects of an unclear verdict that are shown in full, and of similar ranks that are named one by one.
 NUM_SUSPECTS, NUM_ALIKE = 8, 1
 NUM_STACK_LINES = 6
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's place in the layout.
+    """Position of a rank in the layout.
 
     Attributes:
-        who: in words: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`.
+        who: the rank in words: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`.
         grids: names of its grids.
-        role: what it shares with the ranks that do the same work.
+        role: what it has in common with ranks that do the same work.
     """
 
     who: str
@@ -382,12 +378,12 @@ class RankPlace:
 
 def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProcess],
                   places: Mapping[int, RankPlace], stamp: str) -> str:
-    """The summary of a stall.
+    """Write the summary of a stall.
 
     Args:
-        statuses: of the ranks that answered.
-        processes: of the ranks that told theirs.
-        places: of every rank of the world.
+        statuses: statuses of the ranks that answered.
+        processes: processes of the ranks, as far as they registered.
+        places: positions of all ranks of the world.
         stamp: the time, in words.
     """
     verdict = judge(statuses, processes, {rank: place.role for rank, place in places.items()})

@@ -1,4 +1,4 @@
-"""torch's flight recorder: the last collectives of a rank, for `torchfrtrace`, which finds the one that hangs."""
+"""torch's flight recorder: records the last collectives of a rank, so that `torchfrtrace` can find one that hangs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from mimo.watchdog.status import GroupStatus
 
-# Has no stubs.
+# This module of torch has no stubs.
 _C10D: Any = torch._C._distributed_c10d
-# Collectives that a rank remembers; about 2 MB.
+# Number of collectives that a rank remembers; about 2 MB.
 NUM_ENTRIES = 2000
-# torch's name for it, and the one before.
+# torch's present and former name of the variable.
 SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def turn_on() -> None:
-    """Have torch record, unless the environment says how much. Before any process group."""
+    """Make torch record, unless the environment sets it already. Call this before any process group exists."""
     if not any(name in os.environ for name in SIZE_VARIABLES):
         os.environ[SIZE_VARIABLES[0]] = str(NUM_ENTRIES)
 
@@ -33,7 +33,7 @@ def is_on() -> bool:
 
 
 def group_statuses(backend: str) -> tuple[GroupStatus, ...]:
-    """Which collective of each process group this rank has come to, and which has not ended; none if not recorded.
+    """Return the last and the first unfinished collective of each process group; empty if torch does not record.
 
     Args:
         backend: `nccl` or `gloo`.
@@ -46,11 +46,11 @@ def group_statuses(backend: str) -> tuple[GroupStatus, ...]:
 
 
 def find_groups(record: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupStatus, ...]:
-    """The groups of several ranks in a record of torch's.
+    """Read the statuses of groups of several ranks from torch's record.
 
     Args:
-        record: what it dumps, unpickled.
-        ranks: of each group, by torch's name of it.
+        record: torch's dump, unpickled.
+        ranks: ranks of each group, by torch's name of it.
     """
     joined: dict[str, int] = {}
     pending: dict[str, tuple[int, str]] = {}
@@ -66,18 +66,18 @@ def find_groups(record: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]])
 
 
 def _record(backend: str) -> bytes:
-    # Without Python stacks, whose symbols may take many seconds; the watchdog's report has those that matter.
+    # Without Python stacks, whose symbols may take many seconds. The watchdog's report has the stacks that matter.
     record = _C10D._dump_nccl_trace if backend == "nccl" else _C10D._dump_fr_trace
     found: bytes = record(includeStackTraces=False)
     return found
 
 
 def dump(folder: Path, rank: int, backend: str) -> None:
-    """Write what was recorded to `rank_<rank>` of a folder; nothing where torch does not record.
+    """Write the record to the file `rank_<rank>` of a folder, if torch records.
 
     Args:
-        folder: of the dumps of all ranks: `torchfrtrace <folder>`.
-        rank: this one.
+        folder: folder for the dumps of all ranks, which `torchfrtrace <folder>` reads.
+        rank: this rank.
         backend: `nccl` or `gloo`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Gathers the statuses of all ranks when one stalls, over the store that the process groups were made with.
+"""Gathers the statuses of all ranks when one stalls, through the store with which the process groups were made.
 
-The store needs no rank's main thread and no shared file system. Under torchrun it lives in the launcher, so a rank that
-is stopped does not take it away; otherwise it lives in rank 0's process. All talk with it is on one thread, through a
-connection of its own: a store that does not answer blocks that thread alone.
+The store needs no rank's main thread and no shared file system. Under torchrun it is part of the launcher, so that it
+survives a rank that is stopped; otherwise it is in rank 0's process. Only one thread talks to it, through a connection
+of its own. If the store does not answer, only that thread blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch.distributed import DistError
 
 from mimo.watchdog.status import RankProcess, RankStatus, status_from_json
 
-# Seconds between looks at whether another rank has stalled; at whether all have answered.
+# Seconds between checks for a stall of another rank, and between checks whether all ranks have answered.
 POLL_S, GATHER_POLL_S = 1.0, 0.05
-# Seconds that the writer waits for answers; after which another rank writes; and of the whole conversation.
+# Seconds that the writer of the summary waits for answers, seconds after which another rank takes its place, and the
+# limit for the whole conversation.
 ANSWERS_S, WRITER_S, TALK_S = 3.0, 8.0, 20.0
-# Seconds without an answer of the store after which it is not waited for any longer.
+# The store's own timeout, and the seconds without an answer after which a rank gives up on the store.
 STORE_TIMEOUT_S, SILENT_S = 5.0, 4.0
 NUM_WRITERS = 2
 CLOSE_S = 2.0
@@ -54,11 +55,11 @@ class StallStore:
 
     Args:
         store: a connection that nobody else uses, such as a clone of the default process group's store.
-        process: of this rank.
+        process: process of this rank.
         world_size: number of ranks.
-        write: writes the summary; called on the one rank that is elected for it.
-        holder: who holds the store, in words.
-        run: tells this run from others on the same store; the same on all ranks.
+        write: writes the summary; called on one rank only, whichever is first.
+        holder: the process that holds the store, in words.
+        run: distinguishes this run from others on the same store; the same on all ranks.
     """
 
     def __init__(self, store: Store, process: RankProcess, world_size: int, write: Write, *, holder: str = "",
@@ -75,16 +76,16 @@ class StallStore:
         self._thread = threading.Thread(target=self._talk, name="stall store", daemon=True)
 
     def start(self, on_stall: Callable[[], None]) -> None:
-        """Begin to look for stalls of other ranks; `on_stall` is called, on another thread, when there is one."""
+        """Begin to watch for stalls of other ranks. `on_stall` is called on another thread when there is one."""
         self._on_stall = on_stall
         self._thread.start()
 
     def conclude(self, status: RankStatus) -> tuple[RankProcess, ...] | None:
-        """Answer with this rank's status and wait until the summary is out.
+        """Answer with this rank's status and wait until the summary is written.
 
         Returns:
-            Processes without an answer that this rank has to end, those of its host if it is the first there that
-            answered; None if the store, or whoever was to write the summary, did not answer.
+            Processes that did not answer and that this rank has to end: those of its host, if it is the first rank
+            there that answered. None if the store or the writer of the summary did not answer.
         """
         self._status = status
         self._asked.set()
@@ -96,13 +97,13 @@ class StallStore:
         return self._silent
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop looking, and tell that this rank has ended. A second call does nothing."""
+        """Stop watching and record that this rank has ended. A second call does nothing."""
         if not self._closed.is_set():
             self._ended = "failed" if failed else "finished"
         self._closed.set()
         self._asked.set()
         if self._thread.is_alive():
-            # Not for ever: the store may have stopped answering.
+            # With a limit, because the store may no longer answer.
             self._thread.join(CLOSE_S)
 
     def _talk(self) -> None:
@@ -118,13 +119,13 @@ class StallStore:
             self._on_stall()
             asked = self._asked.wait(TALK_S)
             if self._closed.is_set() and self._status is None:
-                # It came to its end while another rank's stall was told.
+                # This rank ended its run while another one reported a stall.
                 self._answer(RankStatus(self._process.rank, ended=self._ended))
             elif asked and self._status is not None:
                 self._answer(self._status)
                 self._silent = self._summarise()
         except DistError:
-            # It is gone, with the launcher or with rank 0. `conclude` says so where it matters.
+            # The store is gone with the launcher or rank 0. `conclude` returns None then.
             pass
         finally:
             self._told.set()
@@ -144,8 +145,9 @@ class StallStore:
         self._store.add(self._key("count"), 1)
 
     def _summarise(self) -> tuple[RankProcess, ...] | None:
-        """Write the summary or wait for it; as `conclude`."""
+        """Write the summary, or wait until another rank has; returns the same as `conclude`."""
         self._store.set(self._key("stalled"), "1")
+        # The first rank to arrive writes. If it hangs too, the next one takes its place.
         for writer in range(NUM_WRITERS):
             if self._store.add(self._key(f"writer/{writer}"), 1) == 1:
                 tasks = self._gather_and_write()
@@ -160,7 +162,7 @@ class StallStore:
         return tuple(process for rank, process in tasks if rank == self._process.rank)
 
     def _gather_and_write(self) -> list[tuple[int, RankProcess]]:
-        """Returns the processes without an answer, each with the rank that has to end it."""
+        """Write the summary. Return the processes that did not answer, each with the rank that has to end it."""
         self._wait_until(lambda: self._heard_of(self._store.add(self._key("count"), 0)) >= self._world_size, ANSWERS_S)
         answers = [status_from_json(line) for line in self._lines("answers")]
         processes = {process.rank: process for process in (RankProcess(**json.loads(line))
@@ -169,7 +171,7 @@ class StallStore:
         self._writing = True
         self._write(statuses, processes)
         self._writing = False
-        # Whoever answered while it was written ends by itself.
+        # Ranks that answered while the summary was written end by themselves.
         answered = {status_from_json(line).rank for line in self._lines("answers")}
         first: dict[str, int] = {}
         for rank in sorted(rank for rank, status in statuses.items() if rank in processes and not status.ended):

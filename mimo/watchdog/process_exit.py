@@ -1,4 +1,4 @@
-"""The end of a rank that cannot go on: say why in one piece, then leave without waiting for anybody."""
+"""Ends a rank that cannot continue: write the reason in one piece, then exit without waiting for others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from typing import NoReturn
 from mimo.watchdog.status import RankProcess
 
 STDERR_FD = 2
-# Seconds that an exit waits for its output to be taken: a full pipe that nobody reads must not keep the process alive.
+# Seconds that an exit waits until its output is read: a full pipe without a reader must not keep the process alive.
 WRITE_LIMIT_S = 5.0
 # Seconds that the other ranks wait for rank 0 to report a refusal before the start; ranks may start far apart.
 EXIT_DELAY_S = 30.0
 # Seconds that a rank waits before it exits because of another one's error. Once torchrun notices the first process that
 # has ended, it ends the others, and its summary shows only what had ended by then.
 ECHO_DELAY_S = 5.0
-# What gloo and NCCL say of a rank whose process has ended.
+# Parts of gloo's and NCCL's errors about a rank whose process has ended.
 LOST_RANK_MARKS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
@@ -60,7 +60,7 @@ def write_report(text: str, path: Path | None = None) -> None:
     or not in time: a file system that does not answer must not keep the process alive.
     """
     if path is not None:
-        # What is said if the writing below does not come to an end.
+        # The first entry is used if writing does not finish in time.
         problem: list[str] = ["not written in time"]
         within_limit(lambda: problem.append(_copy(text, path)))
         if problem[-1]:
@@ -69,7 +69,7 @@ def write_report(text: str, path: Path | None = None) -> None:
 
 
 def _copy(text: str, path: Path) -> str:
-    """Write a file; why it could not be written, or nothing."""
+    """Write a file. Return why that failed, or an empty string."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -98,7 +98,7 @@ def write_error_file(message: str, *, is_cause: bool = True) -> None:
 
 
 def _write_first(text: str, path: Path) -> None:
-    """Write a file in one step, unless it exists. The launcher fails on half a file, but can do without one."""
+    """Write a file atomically, unless it exists. The launcher fails on an incomplete file, but not without one."""
     with contextlib.suppress(OSError):
         if not path.exists():
             part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -177,7 +177,7 @@ def _is_caused_elsewhere(error: BaseException) -> bool:
 
 
 def _let_the_cause_end_first() -> None:
-    """Wait, so that the rank which met the error is the first that torchrun sees end."""
+    """Wait, so that torchrun sees the rank which met the error end first."""
     if not _is_launched():
         return
     if threading.current_thread() is threading.main_thread():
@@ -187,10 +187,10 @@ def _let_the_cause_end_first() -> None:
 
 
 def _is_lost_rank(error: BaseException) -> bool:
-    """Whether the error is the backend's word that another rank's process has ended.
+    """Whether the backend reports with this error that another rank's process has ended.
 
-    Errors of the program's own classes are not, even where they quote such a message: that of an engine's process, for
-    one, which is no rank.
+    Errors of other classes do not count, even if they quote such a message: it may come from an engine's process, which
+    is not a rank.
     """
     from_backend = type(error) is RuntimeError or (
         isinstance(error, RuntimeError) and type(error).__module__.startswith("torch"))
@@ -198,11 +198,11 @@ def _is_lost_rank(error: BaseException) -> bool:
 
 
 def format_error(who: str, error: BaseException) -> str:
-    """The block that names the rank and the error.
+    """Format an error with the rank that raised it.
 
-    A rank that stops because of another one says so in one line: the cause must not drown in its consequences.
-    A ValueError is something the user can put right, so its message and one line with its place are enough. Anything
-    else, subclasses of ValueError that libraries raise included, is followed by its traceback.
+    A rank that stops because of another one says so in one line, so that the cause stays visible. A ValueError is
+    something the user can correct, so its message and one line with its origin are enough. Everything else is followed
+    by its traceback, also subclasses of ValueError that libraries raise.
     """
     if isinstance(error, ReportedElsewhereError):
         return f"{who} stops: {error}\n"
@@ -218,7 +218,7 @@ class FailFast:
     """The context that `fail_fast` returns.
 
     Attributes:
-        who: the rank in words; may be made more precise inside, once the grids are known.
+        who: the rank in words; may be replaced inside the context, once the grids are known.
     """
 
     def __init__(self, who: str) -> None:
@@ -244,10 +244,10 @@ class FailFast:
 def fail_fast(who: str) -> FailFast:
     """Context of a rank's whole run: an exception inside is printed in one block and ends the process with code 1.
 
-    Nothing is waited for, so the other ranks learn of the failure from the launcher at once and not from a timeout.
-    Under torchrun the block is also in its summary, and a rank that stops because of another one lets that one end
-    first, so that the summary names the right rank.
-    SystemExit passes through; an interrupt from the keyboard exits with code 130.
+    The process waits for nothing, so that the launcher ends the other ranks at once, before they run into a timeout.
+    Under torchrun the block also appears in its summary. A rank that stops because of another one lets that one end
+    first, so that the summary names the right rank. SystemExit passes through; an interrupt from the keyboard exits
+    with code 130.
 
     Args:
         who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
@@ -255,28 +255,28 @@ def fail_fast(who: str) -> FailFast:
     return FailFast(who)
 
 
-# Processes of a run on this host: which one this is, which a signal has stopped, and the end of those left over.
+# Other processes of a run on this host.
 
 
-# faulthandler prints all stacks on it, also while a call into C keeps the interpreter's lock. Nobody else uses it.
+# On this signal faulthandler prints all stacks, even while a call into C keeps the interpreter's lock.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-# Seconds between that and the end of the process; it has to be scheduled, on a host that may be overloaded.
+# Seconds between that signal and SIGKILL, so that the process gets its turn even on an overloaded host.
 STACKS_S = 2.0
 STOPPED = ("T", "t")
 
 
 def own_process(rank: int) -> RankProcess:
-    """This process."""
+    """Describe this process."""
     return RankProcess(rank, socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
 
 
 def show_stacks_on_signal() -> None:
-    """Let `end_processes` make this process print its stacks."""
+    """Allow `end_processes` of another rank to make this process print its stacks."""
     faulthandler.register(STACKS_SIGNAL, file=STDERR_FD, all_threads=True)
 
 
 def stopped_siblings() -> tuple[int, ...]:
-    """Children of this process's parent, so other ranks under the same launcher, that a signal has stopped."""
+    """Find other ranks under the same launcher (children of this process's parent) that a signal has stopped."""
     stopped = []
     for pid in _children(os.getppid()):
         with contextlib.suppress(ProcessLookupError):
@@ -286,9 +286,9 @@ def stopped_siblings() -> tuple[int, ...]:
 
 
 def end_processes(processes: Iterable[RankProcess]) -> None:
-    """End those of these processes that are on this host and still there: they cannot do so themselves.
+    """End the processes that are on this host and still run, because they do not end by themselves.
 
-    A stopped one would keep its launcher waiting, a hung one prints its stacks first.
+    A stopped process would keep its launcher waiting. A hung one prints its stacks first.
     """
     here = socket.gethostname()
     left = [process for process in processes if process.host == here and process.pid != os.getpid()]
@@ -302,14 +302,14 @@ def end_processes(processes: Iterable[RankProcess]) -> None:
 
 
 def _send(process: RankProcess, number: int) -> None:
-    # Another rank of this host may have been faster.
+    # Another rank of this host may have ended it already.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if _is_there(process):
             os.kill(process.pid, number)
 
 
 def _is_there(process: RankProcess) -> bool:
-    """Whether the process still runs; its number alone may be another one's by now."""
+    """Whether the process still runs. Its id alone is not enough, because another process may have it by now."""
     try:
         state, started = _stat(process.pid)
     except ProcessLookupError:
@@ -325,7 +325,7 @@ def _stat_or_gone(pid: int) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process. Raises ProcessLookupError where there is none."""
+    """Read the state letter and start time of a process. Raises ProcessLookupError if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError as error:

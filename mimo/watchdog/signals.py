@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the iteration; if that does not happen, say what blocks it and leave."""
+"""SIGTERM and SIGINT: finish the iteration. If that takes too long, report what blocks it and exit."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class StopSignal:
     SIGINT). It waits for `grace_s`, or for twice the longest time that the run went without progress, which the
     watchdog's limit bounds. A second SIGINT exits with code 130 at once.
 
-    A forked child (a data worker) gets the former handlers back: it must die of SIGTERM, and not tell its parent.
+    A forked child (a data worker) gets the former handlers back: SIGTERM must end it, and must not reach its parent.
 
     Attributes:
-        requested: the run was asked to stop.
-        name: the signal that asked first, for example `SIGTERM`; None before.
+        requested: whether the run was asked to stop.
+        name: the first signal, for example `SIGTERM`; None before.
     """
 
     def __init__(self, watchdog: Watchdog, *, grace_s: float = 20.0) -> None:
         """Install the handlers; main thread only.
 
         Args:
-            watchdog: knows when the main thread last moved, how long that may take, and what it waits for. A phase
-                under `Watchdog.limit` is given that limit where it is longer.
-            grace_s: least seconds without progress after a signal; below torchrun's 30 s, after which it kills.
+            watchdog: knows when the main thread last made progress, how long that may take, and what it waits for.
+                Phases under `Watchdog.limit` may take that limit if it is longer.
+            grace_s: least seconds without progress after a signal; below the 30 s after which torchrun kills.
         """
         self.requested = False
         self.name: str | None = None
@@ -63,8 +63,8 @@ class StopSignal:
         if not self._open:
             return
         self._restore(self._old_wakeup_fd)
-        # End of file ends the thread. Closing alone would not bring it while a data worker lives, which a run that
-        # fails leaves alone: it has the socket from its fork.
+        # End of file ends the thread. Closing the socket alone would not cause it while a data worker lives: the worker
+        # has inherited the socket, and a failing run does not end its workers.
         self._writer.shutdown(socket.SHUT_WR)
         self._writer.close()
         self._thread.join()
@@ -113,8 +113,8 @@ class StopSignal:
                 exit_now(INTERRUPTED_EXIT_CODE)
 
     def _pause_s(self, since: float) -> float:
-        """Seconds until the next look at the main thread; does not return where its time is up."""
-        # A healthy run may need this long for what it does next, a microbatch or the state of a save.
+        """Return the seconds until the next check of the main thread. Exits the process if its time is up."""
+        # A healthy run may need this long for its next piece of work, such as a microbatch or the state of a save.
         usual_s = min(2 * self._watchdog.longest_s, self._watchdog.timeout_s)
         left_s = self._watchdog.time_left(max(self._grace_s, usual_s), since)
         if left_s <= 0:

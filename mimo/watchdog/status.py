@@ -1,4 +1,4 @@
-"""Status of a rank when a run stalls: plain data that travels as JSON, without torch."""
+"""Status of a rank when a run stalls: plain data that can be sent as JSON, without torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from types import FrameType
 from typing import Literal
 
 Ranks = tuple[int, ...]
-# Fields that hold them.
+# Names of the fields that hold ranks.
 RANKS = ("peers", "group", "ranks")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words, runs shortened: `0-3, 7`."""
+    """Format ranks with runs shortened: `0-3, 7`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -28,7 +28,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def parse_ranks(text: str) -> Ranks:
-    """The inverse of `format_ranks`."""
+    """Parse the format of `format_ranks`."""
     ranks: list[int] = []
     for run in text.split(", ") if text else ():
         first, _, last = run.partition("-")
@@ -44,7 +44,7 @@ class RankProcess:
         rank: global rank.
         host: name of its machine.
         pid: process id there.
-        started: when it began, in the kernel's clock ticks since boot; with `pid` it is one process for good.
+        started: its start in the kernel's clock ticks since boot. Together with `pid` it identifies the process.
     """
 
     rank: int
@@ -58,13 +58,13 @@ class Wait:
     """An announced wait that was open.
 
     Attributes:
-        what: what for, for example `bridge recv_forward`.
-        details: more of it in words; may be empty.
-        seconds: since it began.
-        peers: ranks each of which has to do its part, where it is for ranks one by one.
-        group: ranks that have to come to the same wait, where it is a collective's.
-        on_loader: it is for this rank's data loader, whose state says more.
-        is_work: it is no wait but work that has a name.
+        what: what the rank waits for, for example `bridge recv_forward`.
+        details: details in words; may be empty.
+        seconds: how long the wait has lasted.
+        peers: for transfers, the ranks each of which has to do its part.
+        group: for collectives, the ranks that have to reach the same wait.
+        on_loader: whether the wait is for this rank's data loader, whose state says more.
+        is_work: whether this is work with a name instead of a wait.
     """
 
     what: str
@@ -81,15 +81,16 @@ class Wait:
 
 @dataclass(frozen=True)
 class Blocked:
-    """What the innermost frame of the main thread's stack shows of a wait.
+    """The call in which the main thread blocks, read from the innermost frame of its stack.
 
     Attributes:
-        kind: `collective` (a call of torch.distributed with a known group), `transfer` (one of a known peer), `handle`
-            (the end of an asynchronous operation, of which the stack shows no group), `device` (a synchronisation with
-            the accelerator), `host` (a lock, queue, socket or other process), or empty: it runs something else.
+        kind: `collective` (a call of torch.distributed with a known group), `transfer` (a call with a known peer),
+            `handle` (waiting for an asynchronous operation whose group the stack does not show), `device` (a
+            synchronisation with the accelerator), `host` (a lock, queue, socket or other process), or empty for
+            anything else.
         operation: `all_reduce`, `recv`, and so on.
-        ranks: the group of a collective, the peer of a transfer.
-        source: the rank a collective's data comes from, where it is one rank's.
+        ranks: the group of a collective or the peer of a transfer.
+        source: the rank from which a collective's data comes, if it is one rank.
     """
 
     kind: str = ""
@@ -100,13 +101,13 @@ class Blocked:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where a rank is in its forward and backward passes.
+    """Progress of a rank in its forward and backward passes.
 
     Attributes:
-        index: schedules begun in this run, this one included.
-        num_microbatches: of this schedule.
+        index: number of schedules begun in this run, this one included.
+        num_microbatches: microbatches of this schedule.
         forward, backward: passes done.
-        is_over: it belongs to an iteration before the one that the rank has told.
+        is_over: whether the schedule belongs to an earlier iteration than the rank's present one.
     """
 
     index: int
@@ -121,7 +122,7 @@ class LoaderStatus:
     """The data loader of a rank, which works on a thread of its own.
 
     Attributes:
-        busy: it is preparing data now.
+        busy: whether it prepares data now.
         state: what it does, in words.
         peers: ranks whose loaders it waits for.
     """
@@ -136,11 +137,11 @@ class GroupStatus:
     """A process group as the flight recorder saw it; only collectives count.
 
     Attributes:
-        name: torch's, the same on all its ranks.
-        ranks: its members.
+        name: torch's name of the group, the same on all its ranks.
+        ranks: members of the group.
         enqueued: number of the last collective that this rank has joined.
-        pending: number of the first that has not ended on its device; 0 for none.
-        operation: of that one, for example `nccl:all_reduce`.
+        pending: number of the first collective that has not ended on its device; 0 for none.
+        operation: operation of the pending collective, for example `nccl:all_reduce`.
     """
 
     name: str
@@ -152,21 +153,21 @@ class GroupStatus:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where one rank is.
+    """Status of one rank.
 
     Attributes:
         rank: global rank.
-        idle_s: seconds since its main thread last told of progress.
-        iteration, microbatch: the last ones told.
-        waits: open announced waits, innermost first.
-        blocked: what the stack shows.
+        idle_s: seconds since its main thread last made progress.
+        iteration, microbatch: the last ones that it reported.
+        waits: open waits, innermost first.
+        blocked: the call in which it blocks.
         stack: innermost frames of the main thread, the innermost first: `mimo/training/step.py:176 run_schedule: ...`.
-        schedule: of forward and backward passes; None before the first.
-        loader: of its data; None where there is none.
-        groups: its process groups, where torch's flight recorder is on.
-        on_device: kernels of an accelerator run behind the main thread's back.
-        ended: how its part of the run came to its end, told when it did; empty while it has not.
-        stopped_pids: processes beside its own, under the same launcher, that a signal has stopped.
+        schedule: its forward and backward passes; None before the first.
+        loader: its data loader; None without one.
+        groups: its process groups, if torch's flight recorder is on.
+        on_device: whether kernels of an accelerator run asynchronously to the main thread.
+        ended: how its part of the run ended; empty if it has not.
+        stopped_pids: other processes under the same launcher that a signal has stopped.
     """
 
     rank: int
@@ -184,7 +185,7 @@ class RankStatus:
     stopped_pids: tuple[int, ...] = ()
 
     def where(self) -> str:
-        """Iteration and microbatch in words; empty before the first."""
+        """Return iteration and microbatch in words; empty before the first iteration."""
         parts = [f"iteration {self.iteration}"] if self.iteration is not None else []
         if self.microbatch is not None:
             parts.append(f"microbatch {self.microbatch}")
@@ -193,7 +194,7 @@ class RankStatus:
         return ", ".join(parts)
 
     def to_json(self) -> str:
-        """One line of JSON, groups of ranks as `format_ranks` has them: there may be hundreds."""
+        """Return one line of JSON. Ranks are in the format of `format_ranks`, because there may be hundreds."""
         data = asdict(self)
         for part in (*data["waits"], data["blocked"], data["loader"] or {}, *data["groups"]):
             part |= {name: format_ranks(part[name]) for name in RANKS if name in part}
@@ -201,7 +202,7 @@ class RankStatus:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Where a schedule is, in words: `microbatch 2 of 4 (forward 2, backward 1 done)`."""
+    """Format the progress of a schedule: `microbatch 2 of 4 (forward 2, backward 1 done)`."""
     done, total = schedule.forward, schedule.num_microbatches
     passes = f"forward {done}, backward {schedule.backward} done"
     if done >= total:
@@ -210,7 +211,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def status_from_json(line: str | bytes) -> RankStatus:
-    """The inverse of `RankStatus.to_json`."""
+    """Parse the result of `RankStatus.to_json`."""
     data = json.loads(line)
     for part in (*data["waits"], data["blocked"], data["loader"] or {}, *data["groups"]):
         part |= {name: parse_ranks(part[name]) for name in RANKS if name in part}
@@ -225,59 +226,55 @@ def status_from_json(line: str | bytes) -> RankStatus:
     })
 
 
-# What a thread's Python stack shows of the thing it waits for. torch is looked at only where it is on the stack.
+# Reading a thread's stack to find what it waits for. torch is imported only if it is on the stack.
 
 
 NUM_FRAMES = 8
-# Files of the standard library and of torch in which a thread that waits for something on this host stands.
+# Files of the standard library and of torch in which a thread blocks that waits for something on this host.
 HOST_FILES = ("threading.py", "queue.py", "selectors.py", "connection.py", "pool.py", "subprocess.py", "popen_fork.py",
               "ssl.py", "socket.py", "_base.py")
-# Calls that wait until the accelerator has done what it was given.
+# Calls that wait until the accelerator has finished its work.
 DEVICE_CALLS = ("item", "tolist", "cpu", "synchronize", "_cuda_synchronize", "to", "nonzero", "equal", "float", "int",
                 "bool")
-# Folders whose `.wait()` is that of an asynchronous operation of torch.distributed.
+# Folders in which `.wait()` waits for an asynchronous operation of torch.distributed.
 HANDLE_FOLDERS = ("torch", "megatron", "mimo")
 PEER_ARGUMENTS = {"recv": ("src", "group_src"), "send": ("dst", "group_dst")}
 SOURCE_ARGUMENTS = ("src", "group_src")
 
 
 def frames_inward(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a stack, the innermost first."""
+    """Yield the frames of a stack, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def stack_lines(frame: FrameType, count: int = NUM_FRAMES, *, code: bool = True) -> tuple[str, ...]:
-    """The innermost frames in words, the innermost first: `training/step.py:176 run_schedule: return schedule(`.
+    """Format the innermost frames, the innermost first: `training/step.py:176 run_schedule: return schedule(`.
 
     Args:
-        frame: the innermost one.
-        count: frames at most.
-        code: with the lines of code, which are read from disk.
+        frame: the innermost frame.
+        count: most frames to return.
+        code: include the lines of code, which are read from disk.
     """
     lines = []
     for each in frames_inward(frame):
-        path = Path(each.f_code.co_filename)
-        place = f"{'/'.join(path.parts[-3:])}:{each.f_lineno} {each.f_code.co_name}"
-        lines.append(f"{place}: {_source(each)}" if code else place)
+        name, number = each.f_code.co_filename, each.f_lineno
+        line = f"{'/'.join(Path(name).parts[-3:])}:{number} {each.f_code.co_name}"
+        lines.append(f"{line}: {linecache.getline(name, number).strip()}" if code else line)
         if len(lines) == count:
             break
     return tuple(lines)
 
 
-def _source(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-
-
 def find_blocked(frame: FrameType, *, on_device: bool = False) -> Blocked:
-    """What a thread whose innermost frame this is waits for.
+    """Find what a thread waits for.
 
-    A call of torch.distributed has its group, source and peer among its variables.
+    Calls of torch.distributed have their group, source and peer among their local variables.
 
     Args:
-        frame: the innermost one.
-        on_device: whether an accelerator computes, for which some calls wait.
+        frame: the thread's innermost frame.
+        on_device: whether an accelerator computes, so that some calls wait for it.
     """
     found = _distributed_call(frame)
     if found is not None:
@@ -294,15 +291,15 @@ def find_blocked(frame: FrameType, *, on_device: bool = False) -> Blocked:
 
 
 def called_name(frame: FrameType) -> str:
-    """The last name of the function that a frame is calling, from its code: the source may have changed since.
+    """Return the last name of the function that a frame is calling, read from bytecode: the source may have changed.
 
-    `wait` for `self.handles[0].wait(timeout)`; empty where no call is under way or what is called has no name.
+    For `self.handles[0].wait(timeout)` this is `wait`. It is empty outside of a call, or if the function has no name.
     """
     instructions = list(dis.get_instructions(frame.f_code))
     call = next((each for each in instructions if each.offset == frame.f_lasti), None)
     if call is None or call.positions is None or not call.opname.startswith("CALL"):
         return ""
-    # The function's name begins where the call begins, and of those that do so it ends last.
+    # Several loaded names may begin where the call begins. The function's name is the one that ends last.
     begin, name, end = call.positions[0:3:2], "", (0, 0)
     for each in instructions:
         places = each.positions
@@ -315,7 +312,7 @@ def called_name(frame: FrameType) -> str:
 
 
 def _distributed_call(frame: FrameType) -> Blocked | None:
-    """The outermost of the innermost frames that are torch.distributed's own."""
+    """Describe the call of torch.distributed in the innermost frames, or return None without one."""
     call = None
     for each in frames_inward(frame):
         parts = Path(each.f_code.co_filename).parts
@@ -341,7 +338,7 @@ def _distributed_call(frame: FrameType) -> Blocked | None:
 
 
 def _rank_argument(values: dict[str, object], names: tuple[str, str], ranks: tuple[int, ...]) -> int | None:
-    """The global rank that an argument names; the second name's value counts inside the group."""
+    """Return the global rank that an argument names. The second name's value is a rank inside the group."""
     whole, inside = (values.get(name) for name in names)
     if isinstance(whole, int):
         return whole

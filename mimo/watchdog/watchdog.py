@@ -1,4 +1,4 @@
-"""Turns a hang into an exit that says which rank waited for what, at which step."""
+"""Ends a run that hangs, with a report of what each rank was waiting for."""
 
 from __future__ import annotations
 
@@ -41,44 +41,48 @@ if TYPE_CHECKING:
     from mimo.grid.groups import Grids
 
 STALL_EXIT_CODE = 17
-# Seconds between looks at the clock; a changed limit takes effect within it.
+# Seconds between checks of the clock. A changed limit takes effect within this time.
 POLL_S = 1.0
-# Seconds from a stall until the process is gone, whatever its threads are stuck in.
+# Seconds from a stall until the process has ended, whatever its threads are stuck in.
 LEAVE_S = 60.0
-# Seconds for the state of the process groups.
+# Time limit for reading the state of the process groups.
 GROUPS_S = 1.0
-# Seconds for lines of source code, from what may be the file system that hangs.
+# Time limit for reading lines of source code: the file system may be what hangs.
 FILES_S = 1.0
 OWN_THREADS = ("watchdog", "stall store")
 
 RankSource = Sequence[int] | Callable[[], Sequence[int]] | None
-"""Global ranks, or what gives them when somebody asks."""
+"""Global ranks, or a function that returns them when a report is written."""
 
 
 class Conclusion(Protocol):
-    """Makes one summary of the statuses of all ranks; `mimo.watchdog.watchdog` has them.
+    """Makes one summary of the statuses of all ranks: `Alone` here, or `mimo.watchdog.gather.StallStore`.
 
     Attributes:
-        holder: who holds what the statuses go through, in words for when there is no answer.
+        holder: the process that holds the store of the statuses, in words for the case that it does not answer.
     """
 
     holder: str
 
     def start(self, on_stall: Callable[[], None]) -> None:
-        """Begin to look for stalls of other ranks; `on_stall` is called, on any thread, when there is one."""
+        """Begin to watch for stalls of other ranks. `on_stall` is called, on any thread, when there is one."""
         ...
 
     def conclude(self, status: RankStatus) -> tuple[RankProcess, ...] | None:
-        """Give this rank's status and wait for the summary: processes that this rank has to end, None without one."""
+        """Give this rank's status and wait for the summary.
+
+        Returns:
+            Processes that this rank has to end; None if there is no summary.
+        """
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop looking; `failed` where this rank's part of the run ended with an error."""
+        """Stop watching. `failed` says that this rank's part of the run ended with an error."""
         ...
 
 
-class Wait:
-    """One thing the main thread waits for; made by `Watchdog.waiting`."""
+class OpenWait:
+    """Context of one wait of the main thread; made by `Watchdog.waiting`."""
 
     __slots__ = ("what", "details", "peers", "group", "on_loader", "is_work", "since", "outer", "_watchdog")
 
@@ -88,10 +92,10 @@ class Wait:
         self.details = details
         self.peers, self.group, self.on_loader, self.is_work = peers, group, on_loader, is_work
         self.since = 0.0
-        self.outer: Wait | None = None
+        self.outer: OpenWait | None = None
         self._watchdog = watchdog
 
-    def __enter__(self) -> Wait:
+    def __enter__(self) -> OpenWait:
         watchdog = self._watchdog
         self.outer = watchdog.current_wait
         self.since = watchdog.moved()
@@ -103,7 +107,7 @@ class Wait:
         self._watchdog.moved()
 
     def status(self, now: float) -> stall_status.Wait:
-        """The wait as data; `str` of it is `bridge recv_forward (lane 1, peers 0) for 12.0 s`."""
+        """Return the wait as data. Its `str` is `bridge recv_forward (lane 1, peers 0) for 12.0 s`."""
         peers, group = _ranks(self.peers), _ranks(self.group)
         named: dict[str, object] = self.details | {
             "peers": format_ranks(peers) if peers else None, "group": format_ranks(group) if group else None}
@@ -118,20 +122,13 @@ def _ranks(source: RankSource) -> tuple[int, ...]:
 
 
 def main_frame() -> FrameType | None:
-    """The innermost Python frame of the main thread."""
+    """Return the innermost Python frame of the main thread."""
     main = threading.main_thread().ident
     return sys._current_frames().get(main) if main is not None else None
 
 
-def _stack_lines(frame: FrameType) -> tuple[str, ...]:
-    """Return `stack_lines`, without lines of code if the file system does not give them."""
-    found: list[tuple[str, ...]] = []
-    within_limit(lambda: found.append(stack_lines(frame)), FILES_S)
-    return found[0] if found else stack_lines(frame, code=False)
-
-
 def thread_stacks() -> str:
-    """The Python stack of every thread but those that look for stalls, the main thread first."""
+    """Format the Python stacks of all threads except the watchdog's own, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -143,27 +140,27 @@ def thread_stacks() -> str:
 class Watchdog:
     """Watches one rank's main thread from a daemon thread.
 
-    The main thread says where it is with `progress` and `waiting`, which only write attributes. When nothing changed
-    for the limit, the watchdog writes a report to standard error and to `report_path`, takes part in the summary of all
-    ranks, then exits with code 17. It does the same when another rank's watchdog has come to its limit.
+    The main thread reports where it is with `progress` and `waiting`, which only write attributes. If nothing changes
+    until the limit, the watchdog writes a report to standard error and to `report_path`, takes part in the summary of
+    all ranks, and exits with code 17. It does the same when another rank's watchdog has reached its limit.
 
-    A call into C that never returns and keeps the interpreter's lock stops the watchdog's thread too. So it also keeps
-    a timer of `faulthandler` armed, which needs no lock: `gil_slack_s` past the limit it prints the stacks and exits
-    with code 1. Likewise for whatever keeps the exit from coming to its end.
+    A call into C that never returns and keeps the interpreter's lock stops the watchdog's thread, too. Therefore the
+    watchdog keeps a timer of `faulthandler` armed, which needs no lock. `gil_slack_s` after the limit it prints the
+    stacks and exits with code 1. It also covers an exit that does not complete.
 
     Attributes:
         who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
         current_wait: innermost open wait.
-        last_change: monotonic time of the last progress or transition, seconds.
-        longest_s: longest time between two of them outside `limit` contexts, since `forget_longest`.
-        timeout_s: seconds without progress that are a stall; infinite where nothing is.
-        files_timeout_s: seconds for which `on_files` contexts may go without; infinite for any time.
-        iteration, microbatch: the last ones told; None before the first.
-        on_stall: called after the summary of a stall, each for a few seconds at most.
-        schedule: gives the state of forward and backward passes, where a trainer has one.
-        loader: gives that of the data loader.
-        groups: gives those of the process groups, where torch records them.
-        on_device: whether kernels of an accelerator run behind the main thread's back.
+        last_change: monotonic time of the last progress or change of waits, seconds.
+        longest_s: longest time between two such moments outside `limit` contexts, since `forget_longest`.
+        timeout_s: seconds without progress that count as a stall; infinite if nothing does.
+        files_timeout_s: seconds without progress that `on_files` contexts allow; may be infinite.
+        iteration, microbatch: the last ones reported; None before the first.
+        on_stall: functions that are called after the summary of a stall, each for a few seconds at most.
+        schedule: returns the state of forward and backward passes, in a trainer.
+        loader: returns the state of the data loader.
+        groups: returns the states of the process groups, if torch records them.
+        on_device: whether kernels of an accelerator run asynchronously to the main thread.
     """
 
     def __init__(self, timeout_s: float, who: str, *, files_timeout_s: float = 0.0, report_path: Path | None = None,
@@ -171,16 +168,16 @@ class Watchdog:
         """Start watching.
 
         Args:
-            timeout_s: seconds without progress that are a stall; 0 or less never is one.
+            timeout_s: seconds without progress that count as a stall; 0 or less switches the watchdog off.
             who: the rank in words.
-            files_timeout_s: the same for saves and loads.
-            report_path: where the report goes besides standard error, for example `run_dir/stall-rank3.txt`.
+            files_timeout_s: the same limit for saves and loads.
+            report_path: file for the report besides standard error, for example `run_dir/stall-rank3.txt`.
             gil_slack_s: seconds past the limit after which the interpreter's lock must be stuck.
             rank: global rank.
-            conclusion: makes the summary of all ranks; without it there is none.
+            conclusion: makes the summary of all ranks; None for no summary.
         """
         self.who = who
-        self.current_wait: Wait | None = None
+        self.current_wait: OpenWait | None = None
         self.last_change = time.monotonic()
         self.longest_s = 0.0
         self.timeout_s = timeout_s if timeout_s > 0 else math.inf
@@ -207,7 +204,7 @@ class Watchdog:
                 conclusion.start(self._on_stall_elsewhere)
 
     def progress(self, *, iteration: int | None = None, microbatch: int | None = None) -> None:
-        """Tell that work moved on: `iteration` has begun, or is over. A new one forgets microbatch and passes."""
+        """Report progress. A new `iteration` resets the microbatch and the passes."""
         if iteration is not None:
             if iteration != self.iteration:
                 last = self.schedule() if self.schedule is not None else None
@@ -219,7 +216,7 @@ class Watchdog:
         self.moved()
 
     def moved(self) -> float:
-        """Note a transition; gives its monotonic time, seconds."""
+        """Note a change, and return its monotonic time in seconds."""
         now = time.monotonic()
         if not self._extra_s:
             self.longest_s = max(self.longest_s, now - self.last_change)
@@ -227,33 +224,33 @@ class Watchdog:
         return now
 
     def forget_longest(self) -> None:
-        """What has taken long so far, up to now, says nothing of what follows."""
+        """Reset `longest_s`: what has taken long so far says nothing about what follows."""
         self.moved()
         self.longest_s = 0.0
 
     def waiting(self, what: str, *, peers: RankSource = None, group: RankSource = None, on_loader: bool = False,
-                is_work: bool = False, **details: object) -> Wait:
+                is_work: bool = False, **details: object) -> OpenWait:
         """Context of a wait for others: `with watchdog.waiting("bridge recv_forward", peers=[0], lane=1):`.
 
-        Nestable; the report names every open wait. Details that are None are left out, those that can be called are
-        when the report is written.
+        Waits can be nested; the report names every open one. Details that are None are left out, and functions among
+        them are called when the report is written.
 
         Args:
-            what: what for, in words, without what differs from rank to rank.
-            peers: global ranks each of which has to do its part.
-            group: global ranks that have to come to the same wait; not needed for a blocking call of torch.distributed,
-                which the stack shows.
-            on_loader: it is for this rank's data loader.
-            is_work: it is no wait, but work that a report had better name.
-            details: more for the reader.
+            what: what the rank waits for, in words that are the same on all ranks.
+            peers: for transfers, the global ranks each of which has to do its part.
+            group: for collectives, the global ranks that have to reach the same wait. Blocking calls of
+                torch.distributed do not need it, because the stack shows their group.
+            on_loader: whether the wait is for this rank's data loader.
+            is_work: whether this is work that reports should name, instead of a wait.
+            details: more for the reader of a report.
         """
-        return Wait(self, what, peers, group, on_loader, is_work, details)
+        return OpenWait(self, what, peers, group, on_loader, is_work, details)
 
     @contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
-        """Context of a phase that may go `seconds` without progress, such as a checkpoint; never shortens a limit.
+        """Context of a phase that may take `seconds` without progress, such as a checkpoint.
 
-        `math.inf` pauses the watchdog.
+        It never shortens a limit. `math.inf` pauses the watchdog.
         """
         outer = self._extra_s
         self.moved()
@@ -261,7 +258,8 @@ class Watchdog:
         try:
             yield
         finally:
-            # In this order, the reverse of `time_left`'s: the shorter limit must never meet the phase's own age.
+            # In this order, the reverse of `time_left`'s, so that the shorter limit never applies to the time of the
+            # phase itself.
             self.moved()
             self._extra_s = outer
 
@@ -274,7 +272,7 @@ class Watchdog:
             yield
 
     def time_left(self, usual_s: float, since: float = -math.inf) -> float:
-        """Seconds until the main thread has gone too long without progress.
+        """Return the seconds until the main thread has been without progress for too long.
 
         Args:
             usual_s: limit outside `limit` contexts.
@@ -284,7 +282,7 @@ class Watchdog:
         return allowed_s - (time.monotonic() - max(since, self.last_change))
 
     def waits(self, now: float) -> tuple[stall_status.Wait, ...]:
-        """Open waits, innermost first."""
+        """Return the open waits, innermost first."""
         found, wait = [], self.current_wait
         while wait is not None:
             found.append(wait.status(now))
@@ -292,7 +290,7 @@ class Watchdog:
         return tuple(found)
 
     def describe(self) -> str:
-        """Where the main thread is: rank, step, microbatch and every open wait, innermost first."""
+        """Describe where the main thread is: rank, step, microbatch and every open wait, innermost first."""
         now = time.monotonic()
         parts = [f"{self.who}: no progress for {now - self.last_change:.1f} s"]
         if self.iteration is not None:
@@ -306,14 +304,19 @@ class Watchdog:
         return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; in no announced wait")
 
     def status(self) -> RankStatus:
-        """Where this rank is, as data."""
+        """Return the status of this rank as data."""
         now = time.monotonic()
         frame = main_frame()
+        stack: list[tuple[str, ...]] = []
+        if frame is not None:
+            # The second attempt reads no source code, because the file system may be what hangs.
+            within_limit(lambda: stack.append(stack_lines(frame)), FILES_S)
+            stack.append(stack_lines(frame, code=False))
         return RankStatus(
             self._rank, idle_s=now - self.last_change, iteration=self.iteration, microbatch=self.microbatch,
             waits=self.waits(now),
             blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
-            stack=_stack_lines(frame) if frame is not None else (),
+            stack=stack[0] if stack else (),
             schedule=self._schedule_status(),
             loader=self.loader() if self.loader is not None else None, groups=self._group_statuses(),
             on_device=self.on_device, stopped_pids=stopped_siblings())
@@ -326,12 +329,12 @@ class Watchdog:
         found: list[tuple[stall_status.GroupStatus, ...]] = [()]
         groups = self.groups
         if groups is not None:
-            # The record's own lock may be held by what hangs.
+            # The thread that hangs may hold the lock of torch's record.
             within_limit(lambda: found.append(groups()), GROUPS_S)
         return found[-1]
 
     def report(self, headline: str) -> None:
-        """Write `headline`, where the main thread is and all stacks to standard error and `report_path`."""
+        """Write a headline, the position of the main thread and all stacks to standard error and `report_path`."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         write_report(f"{headline} on {self.describe()} [{stamp}]\n{thread_stacks()}", self._report_path)
 
@@ -357,7 +360,7 @@ class Watchdog:
         seen: stall_status.Schedule | None = None
         while not self._closed.is_set():
             if self.schedule is not None and (now := self.schedule()) != seen:
-                # A pass has come to its end, which nobody tells: they may be many between two waits.
+                # A pass has ended. Nobody reports that, and there may be many passes between two waits.
                 seen = now
                 self.moved()
             left_s = self.time_left(self.timeout_s)
@@ -371,19 +374,19 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _leave(self, *, fired: bool) -> NoReturn:
-        """Report, take part in the summary, exit."""
-        # What follows may block, with the interpreter's lock even: files, the store, actions of others.
+        """Report, take part in the summary and exit."""
+        # Everything below may block, even with the interpreter's lock: files, the store, functions of others.
         faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=STDERR_FD)
         conclusion = self._conclusion
         try:
             status = self.status()
-        except Exception as error:  # of what others tell of themselves: the answer has to go out all the same
+        except Exception as error:  # of any kind, from others' functions: this rank has to answer all the same
             status = RankStatus(self._rank, idle_s=time.monotonic() - self.last_change, iteration=self.iteration,
                                 microbatch=self.microbatch, stack=(f"its state cannot be told: {error!r}",))
         if conclusion is None:
             self.report("stall")
         else:
-            # The answer goes out first: others wait for it.
+            # The report is written meanwhile, because other ranks wait for this one's answer.
             talk = threading.Thread(target=self.report, args=("stall" if fired else "stall elsewhere, seen",),
                                     daemon=True)
             talk.start()
@@ -393,7 +396,7 @@ class Watchdog:
                 write_report(f"{self.who} knows of no summary of the stall: there is no answer from "
                              f"{conclusion.holder}\n")
             end_processes(silent or ())
-        # Where this rank has written the summary, that stays.
+        # If this rank has written the summary, its message stays: a second one changes nothing.
         write_error_file(f"stall: {self.describe()} ends; the summary of the stall says which rank it waits for",
                          is_cause=conclusion is None)
         for action in self.on_stall:
@@ -401,20 +404,17 @@ class Watchdog:
         exit_now(STALL_EXIT_CODE)
 
 
-# The watchdog of a rank of a run, and the summary that all ranks make together when one of them stalls.
-
-
 SUMMARY_FILE = "stall-summary.txt"
 
 
 def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_timeout_s: float = 0.0) -> Watchdog:
-    """The watchdog of this rank, with the process groups in place. Collective over the world.
+    """Start the watchdog of this rank, once the process groups exist. Collective over the world.
 
     Args:
-        timeout_s: seconds without progress that are a stall.
+        timeout_s: seconds without progress that count as a stall.
         grids: process groups.
-        run_dir: gets `stall-rankN.txt` of every rank and `stall-summary.txt`.
-        files_timeout_s: seconds without progress that are one in a save or a load; 0: none are.
+        run_dir: folder for every rank's `stall-rankN.txt` and for `stall-summary.txt`.
+        files_timeout_s: the same limit for saves and loads; 0 for no limit.
     """
     folder, places = Path(run_dir), rank_places(grids.layout)
 
@@ -428,27 +428,22 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_tim
     show_stacks_on_signal()
     conclusion: Conclusion = Alone(process, write)
     if len(places) > 1:
-        # Runs share the store: a launcher's restarts, which the launchers of several nodes count apart, and runs one
-        # after the other in the same processes. What an earlier one said must not count here.
+        # Several runs may use the same store: restarts by a launcher (whose counts differ between nodes), and runs one
+        # after the other in the same processes. A random name keeps their messages apart.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0, group=grids.host)
         # torch has no public name for the store of `init_process_group`.
         default: Any = dist.distributed_c10d._get_default_store()
-        conclusion = StallStore(default.clone(), process, len(places), write, holder=_holder(places),
-                                run=name[0])
+        holder = f"the process of {places[0].who}, which is stopped or gone, or cannot be reached"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            holder = "the launcher of the first node, which is stopped or gone, or cannot be reached"
+        conclusion = StallStore(default.clone(), process, len(places), write, holder=holder, run=name[0])
     return Watchdog(timeout_s, grids.describe(), files_timeout_s=files_timeout_s,
                     report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank, conclusion=conclusion)
 
 
-def _holder(places: dict[int, RankPlace]) -> str:
-    """Who holds the store of the process groups: a launcher that says so, or rank 0."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return "the launcher of the first node, which is stopped or gone, or cannot be reached"
-    return f"the process of {places[0].who}, which is stopped or gone, or cannot be reached"
-
-
 def rank_places(layout: Layout) -> dict[int, RankPlace]:
-    """Every rank of the layout in words, with its modules and their pipeline stages as its role."""
+    """Describe every rank of the layout, with its modules and their pipeline stages as its role."""
     places = {}
     for rank in range(layout.world_size):
         modules = layout.modules_of(rank)
@@ -458,7 +453,7 @@ def rank_places(layout: Layout) -> dict[int, RankPlace]:
 
 
 class Alone:
-    """The conclusion of a run of one rank."""
+    """Conclusion of a run on one rank."""
 
     holder = "nobody"
 
@@ -466,7 +461,7 @@ class Alone:
         self._process, self._write = process, write
 
     def start(self, on_stall: Callable[[], None]) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def conclude(self, status: RankStatus) -> tuple[RankProcess, ...]:
         """Write the summary of the one rank."""
@@ -474,4 +469,4 @@ class Alone:
         return ()
 
     def close(self, *, failed: bool = False) -> None:
-        """There is nothing to stop."""
+        """Do nothing: there is nothing to stop."""
