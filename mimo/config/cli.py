@@ -1,8 +1,8 @@
-"""Flags and configuration files to a `RunConfig`.
+"""Reads flags and configuration files into a `RunConfig`.
 
-Every section's fields are flat flags under Megatron's names (`--micro-batch-size`); the model provider and the data
-provider that the command line names add the fields of their own `Config`. Precedence: defaults, then `--config`
-files from left to right, then flags.
+The fields of every section are flat flags under Megatron's names (`--micro-batch-size`). The model provider and the
+data provider on the command line add the fields of their own `Config`. Flags win over `--config` files, later files
+over earlier ones, and files over defaults.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         ValueError: a file, key, value or provider that cannot be used; the message names it.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if first_flags and _asks_for_first_flags(argv):
-        # Nothing is read before this, so help also comes where a file or a provider cannot be used.
+    asks_for_help = any(word in ("-h", "--help") and argv[place + 1 : place + 2] != ["all"]
+                        for place, word in enumerate(argv))
+    if first_flags and asks_for_help:
+        # Nothing is read before this, so that help works even if a file or a provider cannot be used.
         if _prints():
             print(_first_help(run_type, description, first_flags))
         raise SystemExit(0)
@@ -111,9 +113,9 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
 
 
 def with_training_stage[C: RunConfig](config: C) -> C:
-    """The configuration with the parts frozen that the provider's training stage freezes.
+    """Return the configuration with the parts frozen that the provider's training stage freezes.
 
-    A stage that freezes nothing leaves --freeze as it is: stage 2 with a frozen encoder, for one.
+    A stage that freezes nothing leaves --freeze as it is, for example stage 2 with a frozen encoder.
 
     Raises:
         ValueError: --freeze names other parts than the stage.
@@ -160,14 +162,9 @@ def with_image_processing[C: RunConfig](config: C) -> C:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML that `--config` reads back to an equal one."""
+    """Return the configuration as TOML, which `--config` reads back to an equal one."""
     return toml_file.dump({field.name: getattr(config, field.name) for field in dataclasses.fields(config)
                            if getattr(config, field.name) is not None})
-
-
-def _asks_for_first_flags(argv: Sequence[str]) -> bool:
-    """Return whether help is wanted, and not by `--help all`."""
-    return any(word in ("-h", "--help") and argv[place + 1 : place + 2] != ["all"] for place, word in enumerate(argv))
 
 
 def _first_help(run_type: type[RunConfig], description: str, first_flags: Mapping[str, str]) -> str:
@@ -210,7 +207,7 @@ def config_files(argv: Sequence[str]) -> list[str]:
 
 
 def _prescan() -> argparse.ArgumentParser:
-    """The flags that decide which other flags there are."""
+    """Return a parser of the flags that decide which other flags exist."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--model-provider", "--model_provider")
@@ -219,7 +216,7 @@ def _prescan() -> argparse.ArgumentParser:
 
 
 def _config_type(provider: Any, flag: str) -> type:
-    """The provider's `Config` dataclass, all of whose fields have defaults."""
+    """Return the provider's `Config` dataclass. Raises ValueError unless all its fields have defaults."""
     config_type = provider.Config if hasattr(provider, "Config") else None
     if not isinstance(config_type, type) or not dataclasses.is_dataclass(config_type):
         raise ValueError(f"{flag}: {provider!r} has no Config dataclass")
@@ -230,6 +227,7 @@ def _config_type(provider: Any, flag: str) -> type:
 
 
 def _refuse_shared_names(sections: dict[str, type]) -> None:
+    """Raise ValueError if two sections have a field of the same name, because fields become flat flags."""
     owners: dict[str, type] = {}
     for section in sections.values():
         for name in toml_file.typed_fields(section):
@@ -241,7 +239,7 @@ def _refuse_shared_names(sections: dict[str, type]) -> None:
 
 def _apply_files(sections: dict[str, type], files: list[tuple[str, dict[str, Any]]],
                  family_defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Section instances with the values of the files over the defaults, those of the model family over its own."""
+    """Build the sections from the values of the files and, below these, the run's defaults for a model family."""
     owners = {name: (title, annotation) for title, section in sections.items()
               for name, annotation in toml_file.typed_fields(section).items()}
     toml_file.check_known({name: path for path, values in files for name in values if name not in owners},
@@ -273,7 +271,7 @@ def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[s
 
 
 def _optional_rule(info: Any) -> Any:
-    """`X | None` shows as X in the help instead of `{None}|X`; the word `none` unsets a value that a file has set."""
+    """Show `X | None` as X in the help, not as `{None}|X`. The word `none` unsets a value that a file has set."""
     options = [option for option in get_args(info.type) if option is not type(None)]
     if len(options) != 1 or len(get_args(info.type)) != 2 or options[0] not in (int, float, str):
         return None

@@ -88,18 +88,18 @@ def check_known(unknown: Mapping[str, str], known: Sequence[str], hint_for: Call
 
 
 def typed_fields(section: type) -> dict[str, Any]:
-    """Field name -> type of a section."""
+    """Return the types of a section's fields by name."""
     hints = get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in fields(section)}
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """A TOML value as a value of `annotation`: scalars, Literal, `X | None`, tuples and lists of these.
+    """Convert a TOML value to `annotation`: scalars, Literal, `X | None`, tuples and lists of these.
 
-    An integer serves as a float; the string `none` stands for None where None is allowed.
+    An integer is accepted as a float, and the string `none` means None where None is allowed.
 
     Raises:
-        ValueError: the value has another type; the message says which one was expected.
+        ValueError: the value has another type; the message names the expected one.
     """
     origin, options = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -111,14 +111,18 @@ def convert(value: Any, annotation: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(value, options)
     if origin in (tuple, list) and isinstance(value, list):
-        return _convert_sequence(value, origin, options)
+        items = (options[0],) * len(value) if origin is list or options[-1] is Ellipsis else options
+        if len(items) != len(value):
+            raise ValueError(f"expected {len(items)} values")
+        return origin(convert(item, kind) for item, kind in zip(value, items, strict=True))
     if annotation is float and type(value) is int:
         return float(value)
     if annotation is Path and type(value) is str:
         return Path(value)
     if type(value) is annotation:
         return value
-    raise ValueError(f"expected {_type_name(annotation)}")
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a string"}
+    raise ValueError(f"expected {names.get(annotation, f'a value of type {annotation}')}")
 
 
 def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
@@ -135,22 +139,10 @@ def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
     raise ValueError("expected " + " or ".join(expected))
 
 
-def _convert_sequence(value: list[Any], origin: type, options: tuple[Any, ...]) -> Any:
-    items = (options[0],) * len(value) if origin is list or options[-1] is Ellipsis else options
-    if len(items) != len(value):
-        raise ValueError(f"expected {len(items)} values")
-    return origin(convert(item, annotation) for item, annotation in zip(value, items, strict=True))
-
-
-def _type_name(annotation: Any) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a string"}
-    return names.get(annotation, f"a value of type {annotation}")
-
-
 def dump(sections: Mapping[str, Any]) -> str:
-    """Sections (name -> dataclass instance) as TOML, one table each; reading it back gives the same values.
+    """Format sections (name -> dataclass instance) as TOML, one table each. Reading it gives the same values.
 
-    A field whose value is None is left out where that is its default, else written as `"none"`.
+    A value of None is left out if it is the field's default, and otherwise written as `"none"`.
     """
     lines: list[str] = []
     for title, section in sections.items():
@@ -165,7 +157,7 @@ def dump(sections: Mapping[str, Any]) -> str:
 
 
 def dump_values(values: Mapping[str, Any]) -> str:
-    """Keys and values of a file, as `tomllib` reads them, as TOML without tables."""
+    """Format keys and values, as `tomllib` reads them, as TOML without tables."""
     return "".join(f"{key} = {_literal(value)}\n" for key, value in values.items())
 
 

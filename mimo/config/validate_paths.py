@@ -1,4 +1,4 @@
-"""Checks, before a run starts anything, of the files and folders that it reads and writes and of its packages."""
+"""Checks of the files, folders and packages that a run needs, before it starts anything."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mimo.protocols import MegatronSourceProvider
 
 
 def check_paths(config: RunConfig) -> None:
-    """Check what the flags name on this machine. Reads no tensors, writes nothing, and imports no torch.
+    """Check the paths that flags name on this machine. Reads no tensors, writes nothing, and imports no torch.
 
-    The data set checks its own paths, and the model family those of its configuration (`mimo.config.validate`).
+    The data set and the model family check the paths of their own flags (`mimo.config.validate`).
 
     Args:
         config: the validated run.
 
     Raises:
-        ValueError: the first thing that is missing or cannot be written, in one line with its flag.
+        ValueError: a path is missing or cannot be written; the message names the first one with its flag.
     """
     flags = config.checkpoint
     if not _has_checkpoint(flags):
@@ -35,7 +35,8 @@ def check_paths(config: RunConfig) -> None:
         provider = registry.model_provider(config.model.model_provider)
         source = provider.megatron_source(config.model_family) if isinstance(provider, MegatronSourceProvider) else None
         if source is not None:
-            _check_folder(source.flag, Path(source.path))
+            if not Path(source.path).is_dir():
+                raise ValueError(f"{source.flag} {source.path}: there is no such folder")
     if isinstance(config, RlRunConfig):
         if config.rl.ref_load:
             _check_checkpoint("--ref-load", Path(config.rl.ref_load), None)
@@ -74,11 +75,6 @@ def _check_checkpoint(flag: str, root: Path, step: int | None) -> None:
         raise ValueError(f"{flag} {root} " + ("holds no checkpoint" if root.is_dir() else "does not exist")
                          + ("; a run starts from scratch only if --save names the same folder"
                             if flag == "--load" else ""))
-
-
-def _check_folder(flag: str, folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {folder}: there is no such folder")
 
 
 def _check_weights(flag: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Moments of a step and time on the device, taken without waiting for it; and what the clocks of hosts differ by."""
+"""Clocks and timers of the device that do not wait for it, and the differences between the clocks of hosts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-# Round trips of a comparison of two hosts' clocks; the fastest one counts.
+# Round trips for comparing two hosts' clocks; only the fastest one counts.
 NUM_ROUND_TRIPS = 8
 
 
 class Clock(Protocol):
-    """Takes moments."""
+    """Takes timestamps."""
 
     def start(self) -> None:
-        """Begin a step; moments of the one before can no longer be read."""
+        """Begin a step. Timestamps of the step before can no longer be read."""
         ...
 
     def mark(self) -> Any:
-        """This moment."""
+        """Take a timestamp."""
         ...
 
     def seconds(self, marks: list[Any]) -> list[float]:
-        """Moments of the step, its first one foremost, in seconds on the host's monotonic clock."""
+        """Convert timestamps of the step, the first one in front, to seconds of the host's monotonic clock."""
         ...
 
 
@@ -38,18 +38,18 @@ class HostClock:
         """Do nothing: the host's clock needs no preparation."""
 
     def mark(self) -> float:
-        """Seconds on the monotonic clock."""
+        """Return the seconds of the monotonic clock."""
         return time.monotonic()
 
     def seconds(self, marks: list[Any]) -> list[float]:
-        """The moments themselves."""
+        """Return the timestamps, which are seconds already."""
         return marks
 
 
 class DeviceClock:
-    """Events on the stream that computes: the host goes on, and a stalled stream shows as a gap.
+    """Events on the compute stream. The host does not wait for them, and a stalled stream shows as a gap.
 
-    The first event of a step is taken to happen when it is queued: the trainer's steps end with the device drained.
+    The first event of a step is assumed to happen when it is queued, because the device is idle at the end of a step.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class DeviceClock:
         self._began_s = 0.0
 
     def start(self) -> None:
-        """Use the events anew."""
+        """Reuse the events from the first one on."""
         self._used = 0
         self._began_s = time.monotonic()
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         if self._used == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
         event = self._events[self._used]
@@ -72,26 +72,26 @@ class DeviceClock:
         return event
 
     def seconds(self, marks: list[Any]) -> list[float]:
-        """When the stream reached the events; waits for the last one."""
+        """Return when the stream reached the events. Waits for the last one."""
         first, last = marks[0], marks[-1]
         last.synchronize()
         return [self._began_s + first.elapsed_time(mark) / 1000 for mark in marks]
 
 
 def host_of_clock() -> str:
-    """Names the kernel whose monotonic clock this process reads: processes with one name share it."""
+    """Return the id of the running kernel. Processes with the same id share a monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def clock_offsets(hosts: list[str], rank: int, group: dist.ProcessGroup) -> list[float]:
     """Return the seconds to add to each rank's monotonic clock to get that of rank 0. Collective over `group`.
 
-    The first rank of each host asks rank 0 for the time, as in Cristian's algorithm: of several answers the fastest is
-    taken to have been given in the middle of its round trip. The error is at most half of that.
+    The first rank of each host asks rank 0 for the time (Cristian's algorithm). The fastest of several answers is
+    assumed to be from the middle of its round trip, so that the error is at most half of the round trip.
 
     Args:
         hosts: `host_of_clock` of every rank.
-        rank: this one, global and in the group.
+        rank: this rank, globally and in the group.
         group: gloo group of the whole world.
     """
     askers = [hosts.index(host) for host in dict.fromkeys(hosts)][1:]
@@ -127,14 +127,14 @@ def _answer(asker: int, group: dist.ProcessGroup) -> None:
 
 
 class DeviceTimer:
-    """Sums the time between pairs of events on the current stream; under CPU emulation events are wall clocks."""
+    """Sums the time between pairs of events on the current stream. Under CPU emulation events are wall clocks."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Time what the block queues on the current stream."""
+        """Measure what the block queues on the current stream."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         try:
@@ -144,10 +144,10 @@ class DeviceTimer:
             self._pairs.append((begin, end))
 
     def drain_s(self, *, wait: bool = True) -> float:
-        """Seconds since the last call. Call after the device has finished the step (its results were read).
+        """Return the seconds measured since the last call. Call this after the results of the step were read.
 
         Args:
-            wait: for what is not finished all the same; else that counts in a later call.
+            wait: wait for unfinished work; otherwise it counts in a later call.
         """
         seconds, left = 0.0, []
         for begin, end in self._pairs:

@@ -229,14 +229,14 @@ class FlopsCounter:
         return total
 
     def _feeding(self, component: FlopComponent) -> tuple[str, ...]:
-        """Other modules whose output a component sees."""
+        """Return the other modules whose output a component sees."""
         if component.module != LANGUAGE:
             return ()
         return tuple({other.module for other in self.components} - {LANGUAGE})
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 TFLOP/s of a GPU by the name that its driver gives; None for unknown ones and for a part of a GPU."""
+    """Return a GPU's dense bf16 TFLOP/s by its driver's name; None for unknown GPUs and for parts of a GPU."""
     if " MIG " in device_name:
         return None
     return next((peak for name, peak in PEAK_TFLOPS if name.lower() in device_name.lower()), None)

@@ -1,4 +1,4 @@
-"""The figures of an iteration, and the one object that hands them to console, metrics.jsonl and trackers."""
+"""Records of iterations, and the logger that writes them to the console, metrics.jsonl and trackers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from mimo.config.trainer import ObserveConfig
 from mimo.observability.remote_trackers import BackgroundTracker, open_remote
 from mimo.observability.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, Tracker, Value
 
-# What a person sees: one line a step, and a progress bar where the console is a terminal.
-
 
 def short_count(value: float) -> str:
-    """A count in at most five characters or so: `950`, `12.3k`, `4.5M`."""
+    """Format a count in about five characters: `950`, `12.3k`, `4.5M`."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}"
@@ -28,9 +26,10 @@ def short_count(value: float) -> str:
 
 
 def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
-    """The console line of the iterations since the last one.
+    """Format the console line of the iterations since the last line.
 
-    Loss, times and rates are means over them (the loss over those that took a step); the rest is the last one's.
+    Loss, times and rates are means over these iterations (the loss over those with an update). Everything else is of
+    the last iteration.
     """
     last = records[-1]
     losses = [record.lm_loss for record in records if record.success] or [last.lm_loss]
@@ -56,13 +55,13 @@ def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
 
 
 def format_eval(iteration: int, metrics: Mapping[str, float]) -> str:
-    """The console line of an evaluation."""
+    """Format the console line of an evaluation."""
     figures = [f"{name} {value:.6g}" for name, value in metrics.items()]
     return " | ".join([f"evaluation at iteration {iteration}", *figures])
 
 
 class Console:
-    """Lines on standard output that a progress bar does not garble."""
+    """Prints lines to standard output, above a progress bar if there is one."""
 
     def __init__(self, total_iterations: int, resume_iteration: int, *, progress: bool) -> None:
         """Show a bar over `total_iterations` if `progress` and standard output is a terminal."""
@@ -72,14 +71,14 @@ class Console:
                              dynamic_ncols=True)
 
     def line(self, text: str) -> None:
-        """Print `text` (above the bar, if there is one)."""
+        """Print `text`, above the bar if there is one."""
         if self._bar is None:
             print(text, flush=True)
         else:
             tqdm.write(text, file=sys.stdout)
 
     def advance(self, iteration: int, figure: str) -> None:
-        """Move the bar to `iteration`, with a figure beside it."""
+        """Move the bar to `iteration` and show a figure beside it."""
         if self._bar is not None:
             self._bar.set_postfix_str(figure, refresh=False)
             self._bar.update(iteration - self._bar.n)
@@ -92,11 +91,11 @@ class Console:
 
 
 class Record(Protocol):
-    """One iteration, as `RunLogger` takes it."""
+    """Figures of one iteration, as `RunLogger` takes them."""
 
     @property
     def iteration(self) -> int:
-        """1 for the first."""
+        """Number of the iteration, 1 for the first."""
         ...
 
     @property
@@ -111,52 +110,52 @@ class Record(Protocol):
 
     @property
     def headline(self) -> str:
-        """The figure to follow, beside a progress bar."""
+        """The most important figure, shown beside a progress bar."""
         ...
 
     def to_dict(self) -> dict[str, Value]:
-        """All figures, flat."""
+        """Return all figures by name."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One iteration. Dictionaries are by module name, except `moe_losses` and `mtp_losses`.
+    """Figures of one iteration. Dictionaries are by module name, except `moe_losses` and `mtp_losses`.
 
     Attributes:
-        iteration: 1 for the first.
+        iteration: number of the iteration, 1 for the first.
         consumed_samples: samples trained on so far, this iteration included if it took a step.
         lm_loss: mean loss per target token over the global batch, nats.
-        grad_norm: norm before clipping, over all modules; None where the step was skipped.
-        learning_rate: of the language model, or of the first trainable module where it is frozen.
-        batch_size: global batch, samples.
+        grad_norm: norm before clipping, over all modules; None if the step was skipped.
+        learning_rate: learning rate of the language model, or of the first trainable module if that is frozen.
+        batch_size: samples of the global batch.
         iteration_time_s: wall time, seconds.
-        success: the optimizer took the step.
+        success: whether the optimizer took the step.
         skipped_iterations: skipped steps so far.
-        loss_scale: 1.0 where there is none.
-        num_zeros: zeros in the gradient; None where not counted.
+        loss_scale: 1.0 without loss scaling.
+        num_zeros: zeros in the gradient; None if not counted.
         module_learning_rates: learning rate of each trainable module.
         tokens_per_s_per_gpu: language tokens of the global batch per second, over the world size.
         image_tokens, text_tokens: tokens of the global batch of each kind, padding excluded.
         packing_utilisation: share of the rows' tokens that is not padding.
-        bad_samples: samples that the data set has passed over so far.
-        encoder_imbalance: image tokens of the lane that has most over the mean of all lanes, over the microbatches; 1.0
+        bad_samples: samples that the data set has skipped so far.
+        encoder_imbalance: image tokens of the fullest lane divided by the mean of all lanes, over the microbatches; 1.0
             is even. None without images.
-        encoder_imbalance_unbalanced: the same without balanced packing; None where rows are not balanced.
+        encoder_imbalance_unbalanced: the same without balanced packing; None if rows are not balanced.
         data_wait_s, bridge_wait_s: longest wait of any rank, seconds.
-        encoder_prefetch_s: device time of encoder passes ahead of their microbatch, of the rank that has most, seconds;
-            None without encoder prefetch.
-        checkpoint_s: for which training stood still for a checkpoint since the iteration before, seconds.
+        encoder_prefetch_s: device time of prefetched encoder passes on the rank with most of them, seconds; None
+            without encoder prefetch.
+        checkpoint_s: seconds for which training stood still for checkpoints since the iteration before.
         forward_backward_s: device time of the forward and backward passes, bridge waits and gradient reduction
             included, on the slowest rank of each module, seconds.
         optimizer_s: device time of the optimizer step, likewise.
-        timeline: what `mimo.observability.timeline.Timeline.figures` gives.
+        timeline: result of `mimo.observability.timeline.Timeline.figures`.
         peak_memory_bytes: highest memory of any rank of each module.
-        tflops: model TFLOP/s per GPU over the whole iteration (`mimo.observability.flops` says what counts), or None
-            for a model that does not say what it computes.
-        mfu: `tflops` over the peak of a GPU; None where that is not known.
+        tflops: model TFLOP/s per GPU over the whole iteration (`mimo.observability.flops` says what counts), or None if
+            the model does not say what it computes.
+        mfu: `tflops` divided by a GPU's peak; None if the peak is not known.
         flops: model FLOPs of the iteration over all ranks.
-        hardware_flops: FLOPs that were computed, with padding and recomputation, likewise.
+        hardware_flops: computed FLOPs over all ranks, with padding and recomputation.
         moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers;
             with per-layer logging also `moe/<name>_layer_<i>`.
         mtp_losses: losses of multi-token prediction under Megatron's names (`mtp_1 loss`), each a mean over the target
@@ -199,11 +198,10 @@ class StepRecord:
 
     @property
     def headline(self) -> str:
-        """The loss."""
         return f"lm loss {self.lm_loss:.3f}"
 
     def to_dict(self) -> dict[str, Value]:
-        """Flat, under Megatron's key names; figures of a module are `<key>/<module>`."""
+        """Return all figures under Megatron's names. Figures of a module are named `<key>/<module>`."""
         figures: dict[str, Value] = {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -243,20 +241,11 @@ class StepRecord:
         return {**figures, **losses}
 
 
-def _forget_later(run_dir: Path, iteration: int) -> None:
-    """Delete what an earlier run left of later iterations; readers would take it for this one's."""
-    for old in run_dir.glob("timeline/step-*.json"):
-        number = old.stem.removeprefix("step-")
-        if number.isdigit() and int(number) > iteration:
-            old.unlink(missing_ok=True)
-    if iteration == 0:
-        (run_dir / "startup.json").unlink(missing_ok=True)
-
-
 class RunLogger:
-    """Writes a run's figures on the logging rank; on every other rank each call returns at once.
+    """Writes a run's figures on the logging rank. On every other rank its methods do nothing.
 
-    Once it is open, a disk or server that fails ends no run: that is said once, and later figures are tried again.
+    After it was opened, a disk or server that fails does not end the run. The failure is reported once, and later
+    figures are tried again.
     """
 
     def __init__(self, observe: ObserveConfig, *, active: bool, total_iterations: int, config_toml: str,
@@ -265,12 +254,13 @@ class RunLogger:
 
         Args:
             observe: what to write and where.
-            active: this is the logging rank.
+            active: whether this is the logging rank.
             total_iterations: length of the run.
             config_toml: the run's flags as TOML, written to run_config.toml.
-            resume_iteration: iteration of the checkpoint the run goes on from; 0 starts a fresh metrics.jsonl, above 0
-                keeps its lines up to that iteration.
-            format_records: the console line of the iterations since the last one, of the length of the run.
+            resume_iteration: iteration of the checkpoint from which the run continues. 0 starts a new metrics.jsonl;
+                otherwise lines up to that iteration are kept.
+            format_records: formats the console line of the iterations since the last line, given them and the length
+                of the run.
 
         Raises:
             ValueError: a flag is out of range, or a folder it names cannot be written.
@@ -295,7 +285,13 @@ class RunLogger:
         run_dir = Path(observe.run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            _forget_later(run_dir, self._resume_iteration)
+            # Readers would take files of an earlier run's later iterations for this run's.
+            for old in run_dir.glob("timeline/step-*.json"):
+                number = old.stem.removeprefix("step-")
+                if number.isdigit() and int(number) > self._resume_iteration:
+                    old.unlink(missing_ok=True)
+            if self._resume_iteration == 0:
+                (run_dir / "startup.json").unlink(missing_ok=True)
             (run_dir / "run_config.toml").write_text(config_toml, encoding="utf-8")
             self._keep(run_dir / "metrics.jsonl", JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
         except OSError as error:
@@ -319,7 +315,7 @@ class RunLogger:
         self._trackers.append(FileTracker(path, tracker, self.message))
 
     def log_step(self, record: Record) -> None:
-        """Write one iteration: always to the trackers, every `log_interval` and at the end to the console."""
+        """Write one iteration to the trackers, and to the console if it is due there."""
         if self._console is None:
             return
         self._last = record
@@ -337,7 +333,7 @@ class RunLogger:
         Args:
             iteration: last iteration trained.
             metrics: figures by name, for example `{"lm loss": 0.3, "exact match": 0.95}`.
-            consumed_samples: samples trained on so far; left out: those of the last `log_step`.
+            consumed_samples: samples trained on so far; the default is the number of the last `log_step`.
         """
         if self._console is None:
             return
@@ -362,11 +358,11 @@ class RunLogger:
             self._console.line(text)
 
     def summary(self, figures: Mapping[str, float | str], *, stopped: str | None = None) -> None:
-        """Print the final lines: what was trained, where its files are, then `name: value` of each figure, in order.
+        """Print the final lines: what was trained, where the files are, and the results.
 
         Args:
-            figures: the run's results; floats are shown with four digits after the point.
-            stopped: why the run ended early, for example `SIGTERM`; None where it reached its end.
+            figures: the run's results by name; floats are shown with four digits after the point.
+            stopped: why the run ended early, for example `SIGTERM`; None if it reached its end.
         """
         if self._console is None:
             return
@@ -387,7 +383,7 @@ class RunLogger:
         """Flush and close every destination. A second call does nothing.
 
         Args:
-            failed: the run ends with an error: servers are not waited for, which may keep it from being said.
+            failed: the run ends with an error. Then this does not wait for servers, which could delay the report.
         """
         if self._console is not None:
             self._flush_pending()
@@ -399,13 +395,13 @@ class RunLogger:
         self._trackers = []
 
     def mark_failed(self) -> None:
-        """Tell servers that the run ends with an error; they get nothing more. On any thread."""
+        """Tell servers that the run ends with an error, and send them nothing more. May be called on any thread."""
         for tracker in self._trackers:
             if isinstance(tracker, BackgroundTracker):
                 tracker.mark_failed()
 
     def _flush_pending(self) -> None:
-        """Print the line of the iterations that have none yet."""
+        """Print the line of the iterations that were not printed yet."""
         if self._console is not None and self._pending:
             self._console.line(self._format_records(self._pending, self._total_iterations))
             self._pending = []

@@ -1,4 +1,4 @@
-"""Traces of chosen steps and ranks by torch's profiler, NVTX ranges, snapshots of GPU memory."""
+"""torch's profiler for chosen steps and ranks, NVTX ranges, and snapshots of GPU memory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mimo.config.trainer import ObserveConfig
 from mimo.observability.spans import Spans
 from mimo.watchdog.process_exit import write_report
 
-# Allocations that a snapshot of memory reaches back to.
+# Number of allocations that a snapshot of memory remembers.
 MAX_MEMORY_ENTRIES = 200_000
 
 
 def nvtx_range(name: str) -> AbstractContextManager[Any]:
-    """A range that Nsight Systems shows."""
+    """Open a range that Nsight Systems shows."""
     return torch.cuda.nvtx.range(name)
 
 
 class StepProfiler:
-    """torch's profiler over --profile-steps on this rank; where there is nothing to profile it does nothing.
+    """Runs torch's profiler over --profile-steps, if this rank is one of --profile-ranks.
 
-    A trace shows what `spans` is told: `language stage 0 forward microbatch 3`.
+    A trace shows the stretches of `spans`, such as `language stage 0 forward microbatch 3`.
 
     Args:
-        flags: what to profile.
-        spans: what the rank does.
-        rank: this one.
-        cuda: whether kernels of a GPU are traced, too.
+        flags: steps and ranks to profile.
+        spans: records what the rank does.
+        rank: this rank.
+        cuda: whether to trace kernels of a GPU, too.
     """
 
     def __init__(self, flags: ObserveConfig, spans: Spans, rank: int, *, cuda: bool) -> None:
@@ -46,25 +46,25 @@ class StepProfiler:
 
     @property
     def is_running(self) -> bool:
-        """Whether a trace is under way."""
+        """Whether a trace is being recorded."""
         return self._profile is not None
 
     def begin_step(self, iteration: int) -> None:
-        """Start with the first of the steps. A resumed run may begin inside them."""
+        """Start the trace at the first of the steps, or at a later one in a resumed run."""
         if self._is_chosen and iteration in self._steps and self._profile is None:
             self._profile = profile(activities=self._activities)
             self._profile.start()
             self._spans.listen(*self._always, record_function)
 
     def ends_after(self, iteration: int, last: int) -> bool:
-        """Whether traces end with this iteration, `last` being the run's; the same on all ranks, traced or not."""
+        """Return whether traces end after this iteration; the same on all ranks. `last` is the run's last iteration."""
         return iteration in self._steps and iteration in (self._steps[-1], last)
 
     def close(self) -> str | None:
-        """Write the trace, if one is under way. Returns what to tell.
+        """Write the trace, if one is being recorded. Return a line for the log.
 
-        Every asynchronous send of the steps must have been waited for: on gloo its end is noted in the trace, when it
-        is waited for, even if the trace is gone by then.
+        All asynchronous sends of the steps must be complete: gloo writes the end of a send to the trace when somebody
+        waits for it, even if the trace no longer exists.
         """
         if self._profile is None:
             return None
@@ -80,13 +80,13 @@ class StepProfiler:
 
 
 class MemorySnapshot:
-    """Context of a rank's run on a GPU: records allocations and writes them at its end, out of memory included.
+    """Context of a rank's run on a GPU. Records allocations and writes them at the end, also after out of memory.
 
     https://pytorch.org/memory_viz shows `RUN_DIR/memory/rank-R.pickle`.
 
     Args:
-        flags: whether to, and on which ranks; all where they are left out.
-        rank: this one.
+        flags: whether to record, and on which ranks; the default is all ranks.
+        rank: this rank.
     """
 
     def __init__(self, flags: ObserveConfig, rank: int) -> None:
@@ -100,7 +100,7 @@ class MemorySnapshot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After any other error than that of memory nothing is waited for: a rank may have to say what went wrong.
+        # After any other error the snapshot is not written, because the rank should report the error at once.
         if not self._on or not (error is None or isinstance(error, torch.OutOfMemoryError)):
             return
         try:

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow: figures that go over a network, without a run ever waiting for it or ending for it."""
+"""Weights & Biases and MLflow. A run never waits for their servers, and a server that fails does not end it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mimo.watchdog.process_exit import within_limit
 
 # Iterations that a slow server may fall behind before figures are left out.
 MAX_BEHIND = 1000
-# Seconds that the end of a run waits for what is still on its way; that of two trackers is less than a signal's grace.
+# Seconds that the end of a run waits for queued figures. Twice this is less than a signal's grace period.
 CLOSE_LIMIT_S = 8.0
-# Seconds that a server may take to start a run; MLflow's own retries go on for 16 minutes.
+# Seconds that a server may take to start a run; MLflow's own retries take up to 16 minutes.
 OPEN_LIMIT_S = 60.0
-# Seconds for the word that a run has failed.
+# Seconds for telling a server that a run has failed.
 FAIL_LIMIT_S = 2.0
 DEFAULT_EXPERIMENT = "mimo-hetero"
 
@@ -33,7 +33,7 @@ _left: list[str] = []
 
 
 def are_left() -> bool:
-    """Whether a tracker has not come to its end; its package may then wait for its server as the interpreter exits."""
+    """Return whether a tracker has not finished: its package may wait for a server when the interpreter exits."""
     return bool(_left)
 
 
@@ -41,15 +41,15 @@ class RemoteTracker(Tracker, Protocol):
     """A tracker on a server."""
 
     def mark_failed(self) -> None:
-        """Tell the server that the run ends with an error. On any thread."""
+        """Tell the server that the run ends with an error. May be called on any thread."""
         ...
 
 
 class WandbTracker:
-    """A run of Weights & Biases; `consumed_samples` is among its figures, as another axis."""
+    """Run of Weights & Biases. `consumed_samples` is one of its figures, for use as another axis."""
 
     def __init__(self, project: str, name: str | None, run_dir: Path, config_toml: str) -> None:
-        """Start the run, as the package's own settings and environment variables say where."""
+        """Start the run. The package's own settings and environment variables choose the server."""
         wandb = importlib.import_module("wandb")
         self._run: Any = wandb.init(project=project, name=name, dir=str(run_dir), config=tomllib.loads(config_toml))
 
@@ -62,21 +62,21 @@ class WandbTracker:
         self._run.finish()
 
     def mark_failed(self) -> None:
-        """The server sees for itself that the process is gone."""
+        """Do nothing: the server notices by itself that the process has ended."""
 
 
 class MlflowTracker:
-    """A run of an MLflow experiment, which is created where it is not there.
+    """Run of an MLflow experiment, which is created if it does not exist.
 
-    A folder has `.` where figures have `/` in their names: a metric is a file there, and `learning-rate` cannot be the
-    folder of `learning-rate/vision`, too.
+    In a folder, names have `.` in place of `/`: a metric is a file there, and the file `learning-rate` cannot be the
+    folder of `learning-rate/vision` as well.
     """
 
     def __init__(self, uri: str, experiment: str, run_dir: Path, config_toml: str) -> None:
         """Start the run, named as its folder, with the flags as an artifact."""
         self._separator = "." if is_folder(uri) else "/"
         if is_folder(uri):
-            # MLflow refuses folders in its newer releases, and points to a database, which mlflow-skinny cannot open.
+            # Newer releases of MLflow refuse folders in favour of a database, which mlflow-skinny cannot open.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = importlib.import_module("mlflow")
         self._metric: Any = importlib.import_module("mlflow.entities").Metric
@@ -98,19 +98,19 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id)
 
     def mark_failed(self) -> None:
-        """Mark the run as failed; otherwise it would be shown as running for ever."""
+        """Mark the run as failed. Otherwise the server would show it as running for ever."""
         self._client.set_terminated(self._run_id, status="FAILED")
 
 
 class BackgroundTracker:
-    """A tracker on a thread of its own. What fails there is said once, and the run goes on.
+    """Runs a tracker on a thread of its own. If it fails, this is reported once and the run continues.
 
-    Later figures are tried all the same: a server may come back.
+    Later figures are sent all the same, because a server may come back.
 
     Args:
-        name: of the tracker, in words.
-        tracker: what figures go to.
-        say: told about the first failure, on that thread.
+        name: name of the tracker for messages.
+        tracker: the tracker.
+        say: called with the first failure, on the tracker's thread.
     """
 
     def __init__(self, name: str, tracker: RemoteTracker, say: Callable[[str], None]) -> None:
@@ -121,14 +121,14 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Queue the figures of an iteration; they are left out where the tracker is too far behind."""
+        """Queue the figures of an iteration, unless the tracker is too far behind."""
         try:
             self._queue.put_nowait((step, samples, dict(record)))
         except queue.Full:
             self.fail(f"is {MAX_BEHIND} iterations behind")
 
     def close(self) -> None:
-        """Wait a while for what is on its way. A second call does nothing."""
+        """Wait a while for queued figures. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -145,7 +145,7 @@ class BackgroundTracker:
             self.fail(f"has not taken everything {CLOSE_LIMIT_S:.0f} s after the end")
 
     def mark_failed(self) -> None:
-        """Try for a moment to tell the server that the run ends with an error; figures on their way are left."""
+        """Tell the server, if it answers soon, that the run ends with an error. Queued figures are dropped."""
         def tell() -> None:
             with _Failing(self.fail):
                 self._tracker.mark_failed()
@@ -155,7 +155,7 @@ class BackgroundTracker:
             within_limit(tell, FAIL_LIMIT_S)
 
     def fail(self, what: str) -> None:
-        """Say what went wrong, unless something was said before."""
+        """Report a failure, unless one was reported before."""
         if not self._said:
             self._said = True
             self._say(f"{self._name} {what}; the run goes on, its figures are in metrics.jsonl")
@@ -169,7 +169,7 @@ class BackgroundTracker:
 
 
 class _Failing:
-    """Context of a call into a tracker's client, which raises what it likes: told, and no more."""
+    """Context of a call into a tracker's client. It reports any exception and suppresses it."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         self._fail = fail
@@ -186,7 +186,7 @@ class _Failing:
 
 
 class _Opening:
-    """Context of the start of a tracker: what its client raises names the flag."""
+    """Context of the start of a tracker. It turns any exception into a ValueError that names the flag."""
 
     def __init__(self, flag: str) -> None:
         self._flag = flag
@@ -220,15 +220,15 @@ def _open_in_time(build: Callable[[], RemoteTracker]) -> RemoteTracker:
 
 
 def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that the flags ask for.
+    """Open the remote trackers that the flags ask for.
 
     Args:
         observe: the flags.
-        config_toml: the run's flags.
-        say: told if one fails later.
+        config_toml: the run's configuration.
+        say: called if a tracker fails later.
 
     Raises:
-        ValueError: one cannot be started; names the flag.
+        ValueError: a tracker cannot be started; names the flag.
     """
     opened: dict[str, RemoteTracker] = {}
     run_dir = Path(observe.run_dir)

@@ -1,8 +1,8 @@
-"""Named stretches of a rank's step: the one seam through which timeline, profiler and NVTX see it.
+"""Named stretches of a rank's step, for the timeline, the profiler and NVTX.
 
-Code says where it is with `spans.span(Kind.BRIDGE_WAIT, "receive")`. Of what it says, the timeline keeps the moments at
-which the innermost stretch changed, so a step falls apart into intervals without gap or overlap: a wait inside a
-forward pass counts as a wait and not as a pass.
+Code marks a stretch with `spans.span(Kind.BRIDGE_WAIT, "receive")`, or with `trace.wait` if the watchdog should know of
+it, too. The timeline records when the innermost stretch changes. It thus divides a step into intervals without gap or
+overlap: a wait inside a forward pass counts as a wait and not as a pass.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Kind(StrEnum):
     """Purpose of a stretch of a step; the metrics use the same names.
 
     Attributes:
-        FORWARD, BACKWARD: passes of a microbatch: what the rank is there for. Collectives inside a layer (tensor,
-            context, expert parallel) and gradient reductions that overlap with a pass are part of it.
+        FORWARD, BACKWARD: passes of a microbatch, the rank's real work. They include collectives inside a layer
+            (tensor, context, expert parallel) and gradient reductions that overlap with a pass.
         BRIDGE_WAIT: sending and receiving activations and gradients between grids.
-        PIPELINE_WAIT: the same between stages of a grid, its bubble included.
-        DATA_WAIT: for the loader.
-        GRADIENT_SYNC: what is left of the gradients' reduction after the last pass.
+        PIPELINE_WAIT: the same between stages of a grid, with the pipeline bubble.
+        DATA_WAIT: waiting for the loader.
+        GRADIENT_SYNC: the part of the gradients' reduction that remains after the last pass.
         OPTIMIZER: gradient norm and update.
-        IDLE: waiting where all ranks meet, at both ends of a step and inside the update.
-        OTHER: the rest.
+        IDLE: waiting for other ranks where all ranks synchronise, at both ends of a step and inside the update.
+        OTHER: everything else.
     """
 
     FORWARD = "forward"
@@ -52,10 +52,10 @@ class Label:
     """Description of a stretch.
 
     Attributes:
-        kind: of the stretch.
-        name: in words, for example `receive activations`.
-        module: whose work it is.
-        microbatch: index in the step; None for what has none.
+        kind: purpose of the stretch.
+        name: the stretch in words, for example `receive activations`.
+        module: module that the work is for.
+        microbatch: index in the step; None for work of no single microbatch.
     """
 
     kind: Kind
@@ -66,7 +66,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A stretch in which nothing changed; `begin_s` and `end_s` are seconds on the host's monotonic clock."""
+    """Part of a stretch without another one inside. `begin_s` and `end_s` are seconds of the host's monotonic clock."""
 
     label: Label
     begin_s: float
@@ -80,22 +80,22 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Spans:
-    """Record of what one rank is doing, for whoever listens. Without a listener a call costs a comparison.
+    """Records what one rank is doing, if there is a listener. Otherwise a call costs only a comparison.
 
-    Calls come from one thread at a time: the main thread, or autograd's while the main one waits for it.
+    Only one thread calls at a time: the main thread, or autograd's while the main thread waits for it.
 
     Attributes:
-        module: the module that stretches without one of their own belong to.
-        enabled: whether `begin_step` records; changed between steps only.
-        ranges: opened around every stretch; changed by `listen`.
+        module: module of stretches that do not name one.
+        enabled: whether `begin_step` records; may change between steps only.
+        ranges: ranges that are opened around every stretch; set by `listen`.
     """
 
     def __init__(self, clock: Clock | None = None, stages: Mapping[str, int] | None = None) -> None:
         """Listen to nothing yet.
 
         Args:
-            clock: what steps are recorded with; None for never.
-            stages: pipeline stage of each module of this rank, the one that unnamed stretches belong to last.
+            clock: clock for recording steps; None never records.
+            stages: pipeline stage of each module of this rank. The last module is that of stretches without one.
         """
         self._clock = clock
         self._stages = dict(stages or {})
@@ -110,16 +110,16 @@ class Spans:
 
     @property
     def active(self) -> bool:
-        """Whether anybody listens."""
+        """Whether there is a listener."""
         return self._recording or bool(self.ranges)
 
     def span(self, kind: Kind, name: str, *, module: str | None = None,
              microbatch: int | None = None) -> AbstractContextManager[Any]:
-        """Context of a stretch. Inside another one; what is left out is as there."""
+        """Context of a stretch. Module and microbatch default to those of the stretch around it."""
         return _Span(self, kind, name, module, microbatch) if self.active else _NOTHING
 
     def begin(self, kind: Kind, name: str, module: str | None = None, microbatch: int | None = None) -> None:
-        """Begin a stretch, which `end` ends. Only where somebody listens (`active`)."""
+        """Begin a stretch, which `end` ends. Call this only if `active`."""
         outer = self._stack[-1]
         label = Label(kind, name, module or outer.module, outer.microbatch if microbatch is None else microbatch)
         self._stack.append(label)
@@ -141,9 +141,9 @@ class Spans:
                 each.__exit__(None, None, None)
 
     def switch(self, module: str) -> None:
-        """The innermost stretch goes on as another module's, for the timeline.
+        """Assign the rest of the innermost stretch to another module, for the timeline.
 
-        Profilers keep its range: ranges begin and end on one thread, and here that of autograd may be calling.
+        Ranges of profilers stay as they are: they must begin and end on one thread, and autograd's may call this.
         """
         label = self._stack[-1]
         if self._clock is None or not self._recording or label.module == module:
@@ -152,7 +152,7 @@ class Spans:
         self._marks.append((self._clock.mark(), self._stack[-1]))
 
     def text(self, label: Label) -> str:
-        """A label as profilers show it: `language stage 1 forward microbatch 3`."""
+        """Format a label for profilers: `language stage 1 forward microbatch 3`."""
         words = [label.module, f"stage {self._stages[label.module]}"] if label.module in self._stages else []
         words.append(label.name)
         if label.microbatch is not None:
@@ -160,12 +160,12 @@ class Spans:
         return " ".join(words)
 
     def listen(self, *ranges: Range) -> None:
-        """Open these ranges around every stretch from now on, instead of earlier ones. Between steps."""
+        """Open these ranges around every stretch from now on, in place of earlier ones. Call this between steps."""
         assert len(self._stack) == 1, f"inside {self._stack[-1]}"
         self.ranges = ranges
 
     def begin_step(self) -> None:
-        """Record from here on, if that is enabled."""
+        """Begin to record, if that is enabled."""
         self._stack, self._marks, self._open = [self._root], [], []
         if self._clock is not None and self.enabled:
             self._recording = True
@@ -173,16 +173,16 @@ class Spans:
             self._marks.append((self._clock.mark(), self._root))
 
     def end_step(self) -> None:
-        """Record no longer."""
+        """Stop recording."""
         assert len(self._stack) == 1, f"the step ended inside {self._stack[-1]}"
         if self._clock is not None and self._recording:
             self._marks.append((self._clock.mark(), self._root))
             self._recording = False
 
     def intervals(self) -> list[Interval]:
-        """The last recorded step, in order: each begins where the one before ends.
+        """Return the intervals of the last recorded step. Each begins where the one before ends.
 
-        Waits for the device, if it has not finished the step.
+        This waits for the device to finish the step.
         """
         if self._clock is None or len(self._marks) < 2:
             return []
@@ -238,17 +238,14 @@ class Trace:
             yield
 
 
-# Passes and transfers of Megatron Core's schedules, seen from the seams that these have.
-
-
 class ScheduleSpans:
     """Stand-in for `config.timers`, whose timers Megatron Core starts and stops by name around passes and transfers.
 
-    Backward passes of the schedule over several modules have no timer. They are what happens between the arrival of a
-    gradient and the departure of the next one, so the communicator tells of them.
+    Backward passes of the schedule over several modules have no timer. They happen between the arrival of a gradient
+    and the departure of the next one, so the communicator reports them.
 
     Args:
-        spans: told of every stretch.
+        spans: records every stretch.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -272,30 +269,30 @@ class ScheduleSpans:
             self._timers[name] = _Timer(partial(self._begin_transfer, words, microbatch), self._end)
 
     def begin(self, num_microbatches: int) -> None:
-        """The schedule starts over with the first microbatch."""
+        """Begin a schedule, at its first microbatch."""
         self._begun += 1
         self._num_microbatches = num_microbatches
         self._forward = self._backward = 0
         self._in_backward = False
 
     def status(self) -> Schedule | None:
-        """Where the schedule is, None before the first; asked from another thread."""
+        """Return the progress of the schedule, None before the first. The watchdog's thread calls this."""
         if not self._begun:
             return None
         return Schedule(self._begun, self._num_microbatches, self._forward, self._backward)
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        """Megatron Core's timer of that name."""
+        """Return Megatron Core's timer of that name."""
         return self._timers.get(name, _NO_TIMER)
 
     def begin_backward(self) -> None:
-        """The backward pass of the next microbatch starts."""
+        """Begin the backward pass of the next microbatch."""
         if self.spans.active:
             self._in_backward = True
             self.spans.begin(Kind.BACKWARD, "backward", self.spans.module, self._backward)
 
     def end_backward(self) -> None:
-        """The backward pass is over."""
+        """End the backward pass."""
         self._backward += 1
         if self._in_backward:
             self._in_backward = False
@@ -319,17 +316,17 @@ class ScheduleSpans:
 
 
 class _Timer:
-    """One timer, with Megatron Core's arguments."""
+    """Timer with the interface of Megatron Core's."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._begin, self._end = begin, end
 
     def start(self, barrier: bool = False) -> None:
-        """Begin the stretch; `barrier` is Megatron Core's and not honoured: nothing waits for a measurement."""
+        """Begin the stretch. `barrier` is ignored, because a measurement must not make ranks wait."""
         self._begin()
 
     def stop(self, barrier: bool = False) -> None:
-        """End it."""
+        """End the stretch."""
         self._end()
 
 

@@ -65,12 +65,12 @@ ACTIVITIES = {
 
 @dataclass(frozen=True)
 class RankStart:
-    """The start of one rank.
+    """Times of one rank's start.
 
     Attributes:
-        phases: in the order in which they took place.
-        ends_s: when each ended, seconds since the process began.
-        groups: names of the process groups that the rank is a member of, the default one included.
+        phases: phases in the order in which they took place.
+        ends_s: end of each phase, seconds since the process began.
+        groups: names of the process groups of which the rank is a member, the default one included.
     """
 
     phases: tuple[str, ...]
@@ -85,15 +85,15 @@ class RankStart:
 
 @dataclass(frozen=True)
 class StartReport:
-    """The start of a run.
+    """Times of a run's start.
 
     Attributes:
-        seconds: from the begin of a process to the end of the first iteration, of the rank that took longest.
+        seconds: from the start of the process to the end of the first iteration, on the slowest rank.
         phases: `seconds` by phase.
-        ended_unix_s: when the first iteration ended, seconds since 1970.
-        num_groups: process groups of all ranks, each counted once.
-        num_groups_of_a_rank: most that any rank is a member of.
-        ranks: what each rank spent in each phase, waits for slower ones included, in rank order.
+        ended_unix_s: end of the first iteration, seconds since 1970.
+        num_groups: number of different process groups of all ranks.
+        num_groups_of_a_rank: largest number of groups of which a rank is a member.
+        ranks: seconds of each rank in each phase, waits for slower ranks included, in rank order.
     """
 
     seconds: float
@@ -104,12 +104,12 @@ class StartReport:
     ranks: list[dict[str, float]]
 
     def line(self) -> str:
-        """The line of the log: `first iteration after 12.3 s: imports 5.1, ...`."""
+        """Format the line of the log: `first iteration after 12.3 s: imports 5.1, ...`."""
         parts = ", ".join(f"{name} {value:.1f}" for name, value in self.phases.items() if value >= SHOWN_FROM_S)
         return f"first iteration after {self.seconds:.1f} s: {parts}"
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON. A disk that fails is said, and no reason to end a run."""
+        """Write everything as JSON. If the disk fails, log a warning instead of ending the run."""
         try:
             path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -117,7 +117,7 @@ class StartReport:
 
 
 class Startup:
-    """The moments of this process. Closed at first: until `open`, and again after `close`, `enter` does nothing."""
+    """Records the phases of this process's start. Before `open` and after `close`, `enter` does nothing."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -125,12 +125,12 @@ class Startup:
         self._ends_s: list[float] = []
 
     def open(self) -> None:
-        """Record, the time since the process began as imports."""
+        """Begin to record. The time since the process began counts as imports."""
         self._began_s = time.monotonic() - process_age_s()
         self._phases, self._ends_s = [Phase.IMPORTS.value], []
 
     def enter(self, phase: Phase) -> None:
-        """End the phase under way and begin another. The same one again goes on."""
+        """End the current phase and begin another, unless it is the same one."""
         if not self._phases or self._phases[-1] == phase.value:
             return
         earlier, activities = self._phases.count(phase.value), ACTIVITIES.get(phase, ())
@@ -140,12 +140,12 @@ class Startup:
             self.say(activities[earlier])
 
     def say(self, activity: str) -> None:
-        """Say in the log what the start does now, after how many seconds. The first rank's log is shown."""
+        """Log what the start does now and the seconds so far. Only the first rank's log is shown."""
         if self._phases:
             logger.info(_line(time.monotonic() - self._began_s, activity))
 
     def close(self, groups: Sequence[str]) -> RankStart | None:
-        """End the last phase; None where nothing was recorded.
+        """End the last phase and return the record; None if nothing was recorded.
 
         Args:
             groups: names of this rank's process groups.
@@ -158,12 +158,12 @@ class Startup:
         return found
 
 
-# A process starts once.
+# One object for the whole process, because a process starts once.
 STARTUP = Startup()
 
 
 def announce_imports() -> None:
-    """Say on the first rank that the large imports begin: they take seconds, and the log is not set up before them."""
+    """Print on the first rank that the large imports begin. They take seconds, and the log is set up after them."""
     if os.environ.get("RANK", "0") == "0":
         print(_line(process_age_s(), "importing torch and Megatron Core"), flush=True)
 
@@ -173,7 +173,7 @@ def _line(seconds: float, activity: str) -> str:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, to 10 ms: field 22 of /proc/self/stat, see proc_pid_stat(5)."""
+    """Return the age of this process in seconds, to 10 ms: field 22 of /proc/self/stat, see proc_pid_stat(5)."""
     # The command's name, field 2, may hold spaces and parentheses.
     fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     started_s = int(fields[22 - 3]) / os.sysconf("SC_CLK_TCK")
@@ -181,11 +181,11 @@ def process_age_s() -> float:
 
 
 def report_of(ranks: Sequence[RankStart | None], ended_unix_s: float) -> StartReport | None:
-    """The start of a run from those of its ranks, in rank order; None where one has none.
+    """Combine the records of all ranks, in rank order; None if a rank has none.
 
     Args:
-        ranks: of each, what `Startup.close` gave.
-        ended_unix_s: now.
+        ranks: result of `Startup.close` on each rank.
+        ended_unix_s: the present time.
     """
     starts = [start for start in ranks if start is not None]
     if not starts or len(starts) < len(ranks):
@@ -199,7 +199,7 @@ def report_of(ranks: Sequence[RankStart | None], ended_unix_s: float) -> StartRe
 
 
 def _summed(phases: Sequence[str], ends_s: Sequence[float]) -> dict[str, float]:
-    """Seconds by phase, in the order in which they first took place."""
+    """Sum the seconds by phase, in the order in which phases first took place."""
     found = dict.fromkeys(phases, 0.0)
     for phase, begin_s, end_s in zip(phases, (0.0, *ends_s), ends_s, strict=False):
         found[phase] += end_s - begin_s

@@ -1,4 +1,4 @@
-"""Where the time of a step went, by module: parts that sum to the step, agreed over ranks."""
+"""Shares of a step's time by module and kind, over all ranks, and the Gantt chart of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mimo.grid.spec import Layout
 from mimo.observability.clock import clock_offsets, host_of_clock
 from mimo.observability.spans import Interval, Kind
 
-# What a rank does for one module alone. Grids that share ranks have each other's as one more part.
+# Kinds of work that a rank does for one module. If grids share ranks, the others' work is one more part of a module.
 OWN_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.GRADIENT_SYNC)
 OTHER_MODULES = "other-modules"
 STEP = "step"
@@ -25,7 +25,7 @@ PARTS = (*(str(kind) for kind in Kind), OTHER_MODULES)
 
 
 def parts_of(intervals: Iterable[Interval], module: str) -> dict[str, float]:
-    """Seconds of a rank's step in each of `PARTS`, as one of its modules sees it; they sum to the step."""
+    """Return the seconds of a rank's step in each of `PARTS`, seen from one of its modules. They sum to the step."""
     parts = dict.fromkeys(PARTS, 0.0)
     for interval in intervals:
         label = interval.label
@@ -35,15 +35,15 @@ def parts_of(intervals: Iterable[Interval], module: str) -> dict[str, float]:
 
 
 class Timeline:
-    """Turns the intervals of every rank into figures of modules and lanes.
+    """Turns the intervals of all ranks into figures of modules and lanes.
 
-    Each rank gives a row of numbers (`own`); the caller takes maximum and sum of it over all ranks, and every rank
-    reads the figures from these (`figures`).
+    Each rank computes a row of numbers (`own`). The caller reduces the rows of all ranks to their maximum and their
+    sum, from which every rank computes the figures (`figures`).
 
     Args:
         layout: all grids.
-        rank: this one.
-        reports_lane: whether this rank speaks for its lane: one of each lane's ranks.
+        rank: this rank.
+        reports_lane: whether this rank reports its lane's tokens, as one rank of each lane does.
     """
 
     def __init__(self, layout: Layout, rank: int, *, reports_lane: bool) -> None:
@@ -52,7 +52,7 @@ class Timeline:
         self.parts = (*(part for part in PARTS if part != OTHER_MODULES or layout.kind == "colocated"), STEP)
 
     def own(self, intervals: Sequence[Interval], microbatches: Sequence[Microbatch]) -> list[float]:
-        """This rank's row: of each module its parts, 0 where the rank does not hold it; tokens of each lane."""
+        """Return this rank's row: the parts of each module (0 for modules of other ranks), then tokens of each lane."""
         row: list[float] = []
         for name, grid in self.layout.grids.items():
             if self.rank in grid.ranks:
@@ -66,11 +66,11 @@ class Timeline:
         return row
 
     def figures(self, largest: Sequence[float], summed: Sequence[float]) -> dict[str, float]:
-        """Figures by name, from the maximum and the sum of all ranks' rows.
+        """Compute the figures from the maximum and the sum of all ranks' rows.
 
         Returns:
-            `<module>/<part>-s` and `<module>/<part>-max-s`: mean and maximum over the module's ranks, seconds;
-            `image-tokens-per-lane/min` and `/max`, `text-tokens-per-lane/...`: of the step.
+            `<module>/<part>-s` and `<module>/<part>-max-s`: mean and maximum over the module's ranks, seconds.
+            `image-tokens-per-lane/min` and `/max`, `text-tokens-per-lane/...`: tokens of a lane in the step.
         """
         found, index = {}, 0
         for name, grid in self.layout.grids.items():
@@ -83,13 +83,13 @@ class Timeline:
         return found
 
     def lanes(self, summed: Sequence[float]) -> dict[str, list[float]]:
-        """`image` and `text` tokens of each lane, from the sum of all ranks' rows."""
+        """Return the `image` and `text` tokens of each lane, from the sum of all ranks' rows."""
         images, texts = 2 * self.layout.num_lanes, self.layout.num_lanes
         return {"image": list(summed[-images:-texts]), "text": list(summed[-texts:])}
 
 
 def lane_tokens(microbatches: Sequence[Microbatch]) -> tuple[float, float]:
-    """Image and text tokens of this rank's lane in a step, padding excluded; zero on ranks without text."""
+    """Count image and text tokens of this rank's lane in a step, padding excluded; zero on ranks without text."""
     images = total = 0
     for batch in microbatches:
         if batch.text is not None:
@@ -98,15 +98,12 @@ def lane_tokens(microbatches: Sequence[Microbatch]) -> tuple[float, float]:
     return float(images), float(total - images)
 
 
-# One step of all ranks, interval by interval, as a JSON file that a Gantt chart is drawn from.
-
-
-# The step that is always written: late enough for kernels, caches and loaders to be warm.
+# The step whose Gantt chart is always written: late enough for kernels, caches and loaders to be warm.
 EARLY_ITERATION = 10
 
 
 class TimelineSignal:
-    """SIGUSR2 to any rank asks for the Gantt of the iteration under way. Main thread only."""
+    """SIGUSR2 to any rank requests the Gantt chart of the current iteration. Main thread only."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -116,7 +113,7 @@ class TimelineSignal:
         self._requested = True
 
     def take(self) -> bool:
-        """Whether the signal has come since the last call."""
+        """Return whether the signal has come since the last call."""
         requested, self._requested = self._requested, False
         return requested
 
@@ -126,15 +123,15 @@ class TimelineSignal:
 
 
 class Gantt:
-    """Writes `RUN_DIR/timeline/step-N.json` on the logging rank.
+    """Writes `RUN_DIR/timeline/step-N.json` on the logging rank: a step of all ranks, interval by interval.
 
     Args:
-        grids: process groups; everything travels over the host.
+        grids: process groups; everything is sent over the host.
         writer: the rank that writes.
         run_dir: folder of the run.
-        interval: iterations between files; 0 for the early one alone.
-        first: the run's first iteration here.
-        last: its last.
+        interval: iterations between files; 0 writes only the early one.
+        first: the first iteration of this process.
+        last: the last iteration.
     """
 
     def __init__(self, grids: Grids, writer: int, run_dir: str, *, interval: int, first: int, last: int) -> None:
@@ -144,29 +141,34 @@ class Gantt:
         self._hosts: list[str] = []
 
     def is_due(self, iteration: int) -> bool:
-        """Whether an iteration is written without being asked for; the same on all ranks."""
+        """Return whether an iteration is written without a request; the same on all ranks."""
         return iteration == self._early or bool(self._interval) and iteration % self._interval == 0
 
     def write(self, iteration: int, intervals: Sequence[Interval], lanes: Mapping[str, Sequence[float]]) -> str | None:
         """Write an iteration's file. Collective over the world.
 
         Args:
-            iteration: 1 for the first.
-            intervals: of this rank.
+            iteration: number of the iteration.
+            intervals: intervals of this rank.
             lanes: tokens of each lane, by kind.
 
         Returns:
-            What to tell the reader of the run's log, on the writing rank.
+            A line for the run's log, on the writing rank.
         """
         grids = self._grids
         if not self._hosts:
             self._hosts = [""] * grids.layout.world_size
             dist.all_gather_object(self._hosts, host_of_clock(), group=grids.host)
         offsets = clock_offsets(self._hosts, grids.rank, grids.host)
+        # Hosts have different clocks: all intervals are moved to that of rank 0.
+        offset_s = offsets[grids.rank]
+        rows = [{"kind": str(each.label.kind), "name": each.label.name, "module": each.label.module,
+                 "microbatch": each.label.microbatch, "begin_s": each.begin_s + offset_s,
+                 "end_s": each.end_s + offset_s}
+                for each in intervals if each.end_s > each.begin_s]
         writes = grids.rank == self._writer
         gathered: list[Any] | None = [None] * grids.layout.world_size if writes else None
-        dist.gather_object((grids.describe(), _rows(intervals, offsets[grids.rank])), gathered, dst=self._writer,
-                           group=grids.host)
+        dist.gather_object((grids.describe(), rows), gathered, dst=self._writer, group=grids.host)
         if gathered is None:
             return None
         path = self._folder / f"step-{iteration}.json"
@@ -189,10 +191,3 @@ class Gantt:
             ranks.append({"rank": rank, "place": place, "modules": modules, "intervals": rows})
         return {"iteration": iteration, "tokens_per_lane": {kind: list(tokens) for kind, tokens in lanes.items()},
                 "ranks": ranks}
-
-
-def _rows(intervals: Sequence[Interval], offset_s: float) -> list[dict[str, Any]]:
-    """Intervals as plain data on the clock of rank 0."""
-    return [{"kind": str(each.label.kind), "name": each.label.name, "module": each.label.module,
-             "microbatch": each.label.microbatch, "begin_s": each.begin_s + offset_s, "end_s": each.end_s + offset_s}
-            for each in intervals if each.end_s > each.begin_s]

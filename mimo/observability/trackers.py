@@ -1,4 +1,4 @@
-"""Where a run's figures go: a JSON Lines file and TensorBoard event files."""
+"""Trackers that write a run's figures to files: JSON Lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import Any, Protocol
 import numpy as np
 
 Value = float | None
-"""One figure: a number or a truth value, or None where the iteration has none."""
+"""One figure: a number or a truth value, or None if the iteration does not have it."""
 
-# The axes themselves, and what is no curve.
+# Names that trackers do not draw as curves: the axes, and truth values.
 NOT_CURVES = ("iteration", "consumed_samples", "success")
-# A skipped iteration consumes no samples: several of them would share one point of a samples axis.
+# A skipped iteration consumes no samples, so several of them would share one point on an axis of samples.
 NOT_BY_SAMPLES = ("optim/skipped-iterations",)
-# Where a step's time went: not a matter of samples, and too many curves to have twice.
+# Times of a step do not depend on samples, and there are too many of these curves to write them twice.
 TIMELINE = "perf/timeline/"
-# Seconds until TensorBoard's event file is opened again after a failure: each attempt that fails costs a thread.
+# Seconds until TensorBoard's event file is opened again after a failure, because each failed attempt costs a thread.
 REOPEN_S = 60.0
 
 
 class Tracker(Protocol):
-    """A destination of figures."""
+    """Destination of figures."""
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
         """Write the figures of iteration `step`, after `samples` consumed samples."""
@@ -42,15 +42,8 @@ class Tracker(Protocol):
         ...
 
 
-def _json_value(value: Value) -> float | str | None:
-    """JSON has no NaN or infinity: they become the strings `NaN`, `Infinity` and `-Infinity`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return value
-
-
-# Groups of curves and the names in metrics.jsonl that belong to each; the first match counts. A name that matches none
-# is in `train`, where trackers, which sort by name, show `lm loss` first.
+# Groups of curves, and the names in metrics.jsonl that belong to each. The first match counts. A name without a match
+# belongs to `train`, where trackers, which sort by name, show `lm loss` first.
 _GROUPS = tuple((group, re.compile(pattern)) for group, pattern in (
     ("val", r".* validation"),
     ("moe", r"moe/.*|.*(load_balancing_loss|z_loss|aux_loss)(_layer_\d+)?"),
@@ -80,9 +73,9 @@ class Generation:
     """A model's answer to a held-out sample or prompt.
 
     Attributes:
-        key: of the sample.
+        key: key of the sample.
         answer: text of the model.
-        verdict: the expected answer or the reward, as `is '12'` or `reward 1`.
+        verdict: the expected answer or the reward, such as `is '12'` or `reward 1`.
         images: uint8 `[height, width, channels]` each, 1 or 3 channels.
     """
 
@@ -93,12 +86,12 @@ class Generation:
 
     @property
     def said(self) -> str:
-        """One line for the console."""
+        """Line for the console."""
         return f"{'read ' if self.verdict.startswith('is ') else ''}{self.answer!r}, {self.verdict}"
 
 
 def _kept_lines(text: str, last_iteration: int) -> list[str]:
-    """Whole lines of an earlier file up to an iteration. A process killed while writing leaves a cut last line."""
+    """Return the complete lines of an earlier file up to an iteration. The last one is cut if its writer was killed."""
     kept = []
     for line in text.splitlines():
         try:
@@ -112,14 +105,14 @@ def _kept_lines(text: str, last_iteration: int) -> list[str]:
 
 
 class JsonlTracker:
-    """One JSON object a line: `iteration`, `consumed_samples`, `wall_time` (seconds since the epoch) and the figures.
+    """Writes one JSON object a line: `iteration`, `consumed_samples`, `wall_time` (seconds since 1970) and the figures.
 
-    Every line is strict JSON and on its way to disk when `log` returns. After a failure the file is opened again, as a
-    file system may come back as another one.
+    Every line is strict JSON, and the operating system has it when `log` returns. After a failure the file is opened
+    again, because a file system that comes back may need that.
     """
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
-        """Open `path`: emptied for a fresh run; for a resumed one, lines after `resume_iteration` are dropped.
+        """Open `path`. A new run empties the file; a resumed run drops the lines after `resume_iteration`.
 
         Raises:
             OSError: the file cannot be written.
@@ -128,20 +121,27 @@ class JsonlTracker:
         lines: list[str] = []
         if resume_iteration > 0 and path.exists():
             lines = _kept_lines(path.read_text(encoding="utf-8", errors="replace"), resume_iteration)
-        # A new file takes the old one's place in one go, so a kill here cannot lose the history.
+        # The old file is replaced atomically, so that a kill here cannot lose the history.
         fresh = path.with_name(path.name + ".tmp")
         fresh.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         os.replace(fresh, path)
         self._path = path
-        # Up to here the file holds whole lines.
+        # Up to this size the file holds complete lines.
         self._size = path.stat().st_size
         self._file: FileIO | None = self._open()
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Append one line; None becomes null. Raises OSError where it cannot be written."""
+        """Append one line; None becomes null. Raises OSError if it cannot be written."""
+
+        def json_value(value: Value) -> float | str | None:
+            # JSON has neither NaN nor infinity.
+            if isinstance(value, float) and not math.isfinite(value):
+                return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+            return value
+
         line = {**record, "iteration": step, "consumed_samples": samples, "wall_time": time.time()}
         first = ("iteration", "consumed_samples", "wall_time")
-        ordered = {name: _json_value(line[name]) for name in (*first, *(name for name in line if name not in first))}
+        ordered = {name: json_value(line[name]) for name in (*first, *(name for name in line if name not in first))}
         data = (json.dumps(ordered, allow_nan=False) + "\n").encode()
         try:
             if self._file is None:
@@ -155,13 +155,13 @@ class JsonlTracker:
         self._size += len(data)
 
     def close(self) -> None:
-        """Close the file. A second call does nothing. Raises OSError where the disk does not take the rest."""
+        """Close the file. A second call does nothing. Raises OSError if the disk does not take the rest."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def _open(self) -> FileIO:
-        """The file without the part of a line that there was still room for."""
+        """Open the file and cut off an incomplete last line, which a full disk may leave."""
         file = FileIO(self._path, "a")
         if file.tell() > self._size:
             file.truncate(self._size)
@@ -170,21 +170,21 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard scalars by iteration, in groups, and on request as `"<tag> vs samples"` by consumed samples.
+    """Writes TensorBoard scalars by iteration, and on request also as `"<tag> vs samples"` by consumed samples.
 
-    The figures of a step's timeline are by iteration alone. All figures of an axis are one event: an event for each,
-    as `SummaryWriter.add_scalar` writes it, would take milliseconds of every step.
+    The figures of a step's timeline are only by iteration. All figures of an axis are one event, because an event for
+    each figure, as `SummaryWriter.add_scalar` writes it, would take milliseconds of every step.
     """
 
-    # Seconds an event may sit in memory; a rank that is made to exit loses no more than that.
+    # Seconds that an event may stay in memory; a rank that is forced to exit loses no more than that.
     FLUSH_S = 10
 
     def __init__(self, folder: Path, *, by_samples: bool = False) -> None:
         """Open a new event file in `folder`.
 
         Args:
-            folder: of the event files.
-            by_samples: write the curves by consumed samples, too.
+            folder: folder of the event files.
+            by_samples: also write the curves by consumed samples.
 
         Raises:
             ValueError: the package tensorboard is not installed.
@@ -200,10 +200,10 @@ class TensorBoardTracker:
         self._writer: Any = self._make()
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Add a point to each curve that has a figure here.
+        """Add a point to each curve of the record.
 
         Raises:
-            OSError: these or points before could not be written. A later call opens a new event file.
+            OSError: these or earlier points could not be written. A later call opens a new event file.
         """
         if self._writer is None:
             if time.monotonic() < self._reopen_at:
@@ -250,18 +250,18 @@ class TensorBoardTracker:
         self._writer.add_summary(self._summary(value=values), position)
 
     def close(self) -> None:
-        """Flush and close the event file. A second call does nothing. Raises OSError where the disk refuses it."""
+        """Flush and close the event file. A second call does nothing. Raises OSError if the disk refuses it."""
         if self._writer is not None:
             self._writer.close()
 
 
 class FileTracker:
-    """A tracker of files, whose disk may fill up or go away: that is said once, and the run goes on.
+    """Wraps a tracker of files. If the disk fails, this is reported once and the run continues.
 
     Args:
-        path: of what it writes.
-        tracker: what figures go to; each call is made, whatever came of those before.
-        say: told about the first failure.
+        path: file or folder that the tracker writes.
+        tracker: the tracker; it is called again even after a failure.
+        say: called with the first failure.
     """
 
     def __init__(self, path: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
@@ -269,7 +269,7 @@ class FileTracker:
         self._said = False
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Write the figures of an iteration, or leave them out."""
+        """Write the figures of an iteration, unless the disk fails."""
         try:
             self._tracker.log(step, samples, record)
         except OSError as error:
