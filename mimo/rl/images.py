@@ -1,7 +1,7 @@
-"""Images of prompts: what the engine is asked, the tokens they become, and both sides of a microbatch.
+"""Images of prompts: requests to the engine, image tokens, and the encoder's side of microbatches.
 
-Pixels never travel between ranks: each encoder rank builds those of its completions from the prompt set, which is a
-pure function of seed, split and place.
+Pixels are never sent between ranks. Each encoder rank builds the pixels of its completions from the prompt set, which
+is a pure function of seed, split and index.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def as_request(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as vLLM takes it: its tokens, and its images as PIL's."""
+    """Return a prompt as a request of vLLM: its tokens, and its images as PIL images."""
     request: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
     if prompt.image_sizes:
         from PIL import Image
@@ -37,13 +37,13 @@ def as_request(prompt: Prompt) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How a model takes images.
+    """Rules by which a model turns images into tokens.
 
     Attributes:
         modules: encoder names and their placeholder ids; empty for a text model.
-        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
+        num_image_tokens: computes the tokens that a module makes of an image of (height, width) pixels.
         num_channels: channels of an image.
-        patch_size: pixels a side of a patch, where encoders take packed patches; 0: they take whole images.
+        patch_size: side of a patch in pixels, if encoders take packed patches; 0 if they take whole images.
     """
 
     modules: dict[str, int]
@@ -65,7 +65,7 @@ class ImageTokens:
                    tokens.num_channels, tokens.patch_size if tokens.packs_patches else 0)
 
     def count(self, prompt: Prompt) -> int:
-        """Tokens that the images of a prompt become.
+        """Count the tokens that a prompt's images become.
 
         Raises:
             ValueError: placeholders and images do not match, or an image has a size that its encoder cannot take.
@@ -74,20 +74,20 @@ class ImageTokens:
         return sum(expand_images(sample, self.modules, self.num_image_tokens).image_tokens.values())
 
     def expanded(self, completion: Completion) -> np.ndarray:
-        """Tokens of the prompt with each placeholder once for each token of its image, int64 `[prompt_length]`."""
+        """Return the prompt's tokens with placeholders repeated for each image token, int64 `[prompt_length]`."""
         sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
         tokens = expand_images(sample, self.modules, self.num_image_tokens).tokens
         assert len(tokens) == completion.prompt_length, (completion.key, len(tokens), completion.prompt_length)
         return tokens
 
     def placeholders(self, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Where the image tokens of expanded prompts stand in a packed row, int64 indices by module.
+        """Find the image tokens of expanded prompts in a packed row, as int64 indices by module.
 
-        A placeholder that the policy itself has sampled stands for no image.
+        Only prompts are searched: a placeholder that the policy itself has sampled does not stand for an image.
 
         Args:
-            prompts: of the sequences of the row.
-            starts: of the sequences in the row.
+            prompts: prompts of the row's sequences.
+            starts: starts of the sequences in the row.
         """
         return {module: torch.from_numpy(np.concatenate(
             [start + np.flatnonzero(prompt == token) for start, prompt in zip(starts, prompts, strict=True)]))
@@ -95,10 +95,10 @@ class ImageTokens:
 
     def text_parts(self, completions: Sequence[Completion], count: int) -> (
             tuple[tuple[str, ...], dict[str, tuple[int, ...]]]):
-        """Keys and token counts of the language side of a microbatch, cut into parts as encoder ranks share it.
+        """Return keys and token counts of the language side of a microbatch, in the parts that encoder ranks share.
 
         Args:
-            completions: of the microbatch.
+            completions: completions of the microbatch.
             count: number of parts.
 
         Returns:
@@ -111,15 +111,15 @@ class ImageTokens:
 
 
 class EncoderSide:
-    """The images of policy microbatches as the encoders of this rank take them.
+    """Builds the input of this rank's encoders for policy microbatches.
 
     Args:
-        images: how the model takes them.
+        images: how the model takes images.
         layout: all grids.
         rank: this process.
-        parts: into which the microbatches of a lane are cut.
-        prompts: where pixels come from; None on ranks that need none.
-        dtype: of pixels.
+        parts: number of parts into which a lane's microbatches are cut.
+        prompts: source of the pixels; None on ranks that need none.
+        dtype: dtype of pixels.
     """
 
     def __init__(self, images: ImageTokens, layout: Layout, rank: int, parts: int, prompts: PromptSet | None,
@@ -132,11 +132,11 @@ class EncoderSide:
 
     def batches(self, lanes: Sequence[Sequence[Sequence[int]]],
                 completions: Sequence[Completion]) -> list[dict[str, EncoderBatch]]:
-        """The encoders' side of every microbatch of this rank, by module.
+        """Return the encoders' side of every microbatch of this rank, by module.
 
         Args:
-            lanes: for each lane, for each of its microbatches, positions in `completions`.
-            completions: of the global batch.
+            lanes: for each lane and each of its microbatches, positions in `completions`.
+            completions: completions of the global batch.
 
         Raises:
             ValueError: an image is not what its prompt declares, or this rank's prompt set differs from the first's.
@@ -161,7 +161,7 @@ class EncoderSide:
             dtype=self._dtype, patch_size=self._images.patch_size, pixels=pixels)
 
     def _pixels(self, completion: Completion, drawn: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
-        """The images of a completion's prompt, float32 `[C, height, width]` each, built once a global batch."""
+        """Build the images of a completion's prompt, float32 `[C, height, width]`, once for a global batch."""
         if not completion.image_sizes:
             return []
         if completion.index not in drawn:

@@ -1,4 +1,8 @@
-"""Log-probabilities of given tokens under logits that are divided over a tensor-parallel group."""
+"""Log-probs and entropy under logits whose vocabulary is split over a tensor-parallel group.
+
+Everything is computed in float32 (float64 for float64 logits), a few rows at a time. Besides the logits themselves, the
+memory in use is one or two numbers for each token and one chunk.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-# Softmax over a vocabulary whose columns are divided over a tensor-parallel group: what log-probs and entropy share.
-#
-# Everything is computed in float32 (float64 for float64 logits), a few rows at a time, so that what is held beside
-# the logits themselves is a number or two a token and one chunk.
-
-
-# Logits that are converted at a time: 256 MiB in float32.
+# Number of logits that are converted at once: 256 MiB in float32.
 CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The columns of the vocabulary on this rank, and how logits become a distribution.
+    """This rank's columns of the vocabulary, and how logits become a distribution.
 
     Attributes:
-        vocab_size: true number of tokens; columns from it on are padding and take no part.
-        group: tensor-parallel group, whose rank r holds the r-th of equal ranges of columns; None: all are here.
-        temperature: logits are divided by it.
+        vocab_size: number of tokens; columns from there on are padding and are ignored.
+        group: tensor-parallel group, whose rank r holds the r-th of equal ranges of columns; None if all are here.
+        temperature: divisor of the logits.
 
     Raises:
         ValueError: the temperature is not above 0.
@@ -42,44 +40,44 @@ class VocabShard:
             raise ValueError(f"--temperature {self.temperature} is not above 0: greedy choices have no log-probs")
 
     def first_column(self, num_columns: int) -> int:
-        """Token id of the first of this rank's `num_columns` columns, padding included."""
+        """Return the token id of the first of this rank's `num_columns` columns, padding included."""
         return 0 if self.group is None else self.group.rank() * num_columns
 
     def num_true_columns(self, num_columns: int) -> int:
-        """How many of this rank's columns stand for tokens; possibly none."""
+        """Count this rank's columns that are tokens, possibly none."""
         size = num_columns if self.group is None else num_columns * self.group.size()
         assert size >= self.vocab_size, f"{size} columns for a vocabulary of {self.vocab_size}"
         return min(max(self.vocab_size - self.first_column(num_columns), 0), num_columns)
 
     def reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """`values` over the group, in place. Collective."""
+        """Reduce `values` over the group, in place, and return them. Collective."""
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(values, op=op, group=self.group)
         return values
 
 
 def compute_dtype(logits: torch.Tensor) -> torch.dtype:
-    """float64 for float64 logits, else float32."""
+    """Return float64 for float64 logits, otherwise float32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
-    """Ranges of rows that are small enough to be converted at once."""
+    """Yield ranges of rows that are small enough to be converted at once."""
     step = max(CHUNK_ELEMENTS // max(num_columns, 1), 1)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 
 
 def scaled(logits: torch.Tensor, rows: slice, shard: VocabShard) -> torch.Tensor:
-    """This rank's true columns of some rows over the temperature, in the dtype of computation.
+    """Divide this rank's columns of some rows, without padding, by the temperature, in the dtype of computation.
 
     Args:
         logits: `[rows, columns]`.
-        rows: which.
+        rows: the rows.
         shard: columns and temperature.
 
     Returns:
-        A view of the logits where nothing changes: not to be written to.
+        The scaled logits. They are a view of the input if nothing changes, so do not write to them.
     """
     own = logits[rows, : shard.num_true_columns(logits.size(-1))].to(compute_dtype(logits))
     return own if shard.temperature == 1.0 else own / shard.temperature
@@ -87,9 +85,9 @@ def scaled(logits: torch.Tensor, rows: slice, shard: VocabShard) -> torch.Tensor
 
 @torch.no_grad()
 def log_normaliser(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """log(sum(exp(logits / temperature))) over the true vocabulary, without gradient. Collective over the group.
+    """Compute log(sum(exp(logits / temperature))) over the true vocabulary, without gradient. Collective.
 
-    Log-probs and entropy of the same logits can share it.
+    Log-probs and entropy of the same logits can share the result.
 
     Args:
         logits: `[..., columns]` of this rank.
@@ -116,17 +114,17 @@ def log_normaliser(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 def log_probs(
     logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, normaliser: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """log softmax(logits / temperature)[label] of every row. Collective over the shard's group.
+    """Compute log softmax(logits / temperature)[label] of every row. Collective over the shard's group.
 
-    Kept for the backward pass are the logits, as they are, and two numbers a row; the softmax is computed anew. The
-    gradient has the dtype of the logits and needs no collective: every rank of the group must go on with the same loss.
+    The backward pass keeps the unchanged logits and two numbers for each row, and computes the softmax again. The
+    gradient has the dtype of the logits and needs no collective, but every rank of the group must use the same loss.
 
     Args:
         logits: `[..., columns]` of this rank, such as `[s, b, v / tp]` or `[tokens, v / tp]`; any floating dtype.
-        labels: int64 `[...]`, ids of the whole vocabulary, the same on every rank. A negative one stands for no token:
-            its log-prob is 0, without gradient. One past the vocabulary gives NaN.
+        labels: int64 `[...]`, ids of the whole vocabulary, the same on every rank. A negative id means no token: its
+            log-prob is 0, without gradient. An id past the vocabulary gives NaN.
         shard: columns, group, temperature.
-        normaliser: `log_normaliser` of the same logits, where it is there already.
+        normaliser: `log_normaliser` of the same logits, if it was computed already.
 
     Returns:
         `[...]`, float32 (float64 for float64 logits), the same on every rank of the group.
@@ -170,7 +168,7 @@ class _LogProbs(torch.autograd.Function):
             for rows in chunks(*flat.shape):
                 part = (scaled(flat, rows, shard) - normaliser.reshape(-1)[rows, None]).exp_()
                 part.mul_(-weight[rows, None])
-                # Before the conversion to the dtype of the logits: 1 - softmax of a likely token is small.
+                # This must precede the conversion to the dtype of the logits: 1 - softmax of a likely token is small.
                 part.scatter_add_(1, column[rows, None], torch.where(is_here, weight, 0.0)[rows, None])
                 gradient[rows, :true_columns] = part.to(flat.dtype)
         return gradient.view(logits.shape), None, None, None
@@ -179,24 +177,21 @@ class _LogProbs(torch.autograd.Function):
 def _own_columns(
     flat: torch.Tensor, labels: torch.Tensor, shard: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each label on this rank, 0 where it is elsewhere, and whether it is here."""
+    """Return the column of each label on this rank (0 for labels of other ranks), and whether it is here."""
     column = labels - shard.first_column(flat.size(-1))
     is_here = (column >= 0) & (column < shard.num_true_columns(flat.size(-1)))
     return torch.where(is_here, column, 0), is_here
 
 
-# Entropy of the distribution that logits divided over a tensor-parallel group stand for.
-
-
 def entropy(logits: torch.Tensor, shard: VocabShard, normaliser: torch.Tensor | None = None) -> torch.Tensor:
-    """-sum(p log p) in nats of p = softmax(logits / temperature), for every row. Collective over the shard's group.
+    """Compute -sum(p log p) in nats of p = softmax(logits / temperature) for every row. Collective over the group.
 
-    As for `mimo.rl.logprobs.log_probs`: the logits are kept as they are, and the gradient needs no collective.
+    As in `log_probs`, the backward pass keeps the unchanged logits, and the gradient needs no collective.
 
     Args:
         logits: `[..., columns]` of this rank, any floating dtype.
         shard: columns, group, temperature.
-        normaliser: `log_normaliser` of the same logits, where it is there already.
+        normaliser: `log_normaliser` of the same logits, if it was computed already.
 
     Returns:
         `[...]`, float32 (float64 for float64 logits), the same on every rank of the group.
@@ -219,7 +214,7 @@ class _Entropy(torch.autograd.Function):
                 log_p = scaled(flat, rows, shard) - normaliser.reshape(-1)[rows, None]
                 values[rows] = -_weighted(log_p.exp(), log_p).sum(dim=-1)
         values = shard.reduce(values, dist.ReduceOp.SUM).view(logits.shape[:-1])
-        # A copy: the caller may write to what it is given.
+        # A copy, because the caller may write to the result.
         ctx.save_for_backward(logits, normaliser, values.clone())
         ctx.shard = shard
         return values
@@ -242,5 +237,5 @@ class _Entropy(torch.autograd.Function):
 
 
 def _weighted(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """p * values, 0 where p is: a token that logits of -inf forbid adds nothing."""
+    """Return p * values, and 0 where p is 0, so that tokens with logits of -inf add nothing instead of NaN."""
     return (p * values).masked_fill_(p == 0, 0.0)

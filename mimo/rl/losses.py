@@ -16,27 +16,24 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from mimo.config.rl import RlConfig
 
-# Advantages of completions: how much better each is than the others of its prompt.
-
-
 STD_EPSILON = 1e-6
 
 Advantage = Literal["grpo", "dr-grpo", "rloo"]
 
 
 def advantages(rewards: Sequence[float], prompts: Sequence[int], kind: Advantage) -> torch.Tensor:
-    """One advantage for each completion, from the rewards of all completions of its prompt.
+    """Compute the advantage of each completion from the rewards of all completions of its prompt.
 
     - grpo: (r - mean) / (std + 1e-6), std with n - 1 in the denominator (arXiv:2402.03300, equation 4).
     - dr-grpo: r - mean (arXiv:2503.20783).
     - rloo: r - mean of the others = (r - mean) n / (n - 1) (arXiv:2402.14740).
 
-    A prompt with one completion has mean 0 and std 1, so that its reward itself remains.
+    A prompt with one completion counts as mean 0 and std 1, so that the advantage is the reward.
 
     Args:
-        rewards: of each completion.
+        rewards: reward of each completion.
         prompts: index of the prompt of each completion, from 0; in any order.
-        kind: which.
+        kind: the formula.
 
     Returns:
         float32 `[completions]`.
@@ -45,7 +42,7 @@ def advantages(rewards: Sequence[float], prompts: Sequence[int], kind: Advantage
         ValueError: a reward is not finite.
     """
     assert len(rewards) == len(prompts), f"{len(rewards)} rewards for {len(prompts)} completions"
-    # float64: the mean of equal rewards must be the reward, or dividing by 1e-6 would make much of the difference.
+    # float64, because the mean of equal rewards must equal the reward: dividing by 1e-6 would amplify a difference.
     reward = torch.tensor(rewards, dtype=torch.float64)
     for index in torch.nonzero(~reward.isfinite()).flatten().tolist():
         raise ValueError(f"completion {index} of prompt {prompts[index]}: reward {rewards[index]} is not finite")
@@ -66,17 +63,14 @@ def advantages(rewards: Sequence[float], prompts: Sequence[int], kind: Advantage
     return (centred / (std[group] + STD_EPSILON)).float()
 
 
-# Which positions of a microbatch predict sampled tokens, and sums over sequences.
-
-
 @dataclass
 class SampledTokens:
-    """The `t` positions of whole sequences, one behind the other or row by row, padding among them.
+    """The `t` positions of whole sequences, packed or row by row, padding included.
 
     Attributes:
         mask: bool `[t]`, True where the position predicts a token that the policy sampled.
-        sequence_ids: int64 `[t]`, number of the sequence of each position, below `num_sequences`.
-        num_sequences: of the microbatch; one without a sampled token, such as padding, counts nowhere.
+        sequence_ids: int64 `[t]`, number of each position's sequence, below `num_sequences`.
+        num_sequences: sequences of the microbatch. One without a sampled token, such as padding, does not count.
     """
 
     mask: torch.Tensor
@@ -84,49 +78,47 @@ class SampledTokens:
     num_sequences: int
 
     def masked(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` `[t]`, 0 where no token was sampled: whatever stands there, NaN too, has no effect or gradient."""
+        """Return `values` `[t]` with 0 where no token was sampled. Even NaN there has no effect and no gradient."""
         return torch.where(self.mask, values, torch.zeros_like(values))
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`."""
+        """Sum `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`."""
         sums = values.new_zeros(self.num_sequences)
         return sums.index_add(0, self.sequence_ids, self.masked(values))
 
     def lengths(self) -> torch.Tensor:
-        """Sampled tokens of each sequence, float32 `[num_sequences]`."""
+        """Count the sampled tokens of each sequence, float32 `[num_sequences]`."""
         return self.sequence_sums(torch.ones_like(self.mask, dtype=torch.float32))
 
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean of `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`; 0 where there is none."""
+        """Average `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`; 0 without any."""
         return self.sequence_sums(values) / self.lengths().clamp(min=1)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """One value a sequence, `[num_sequences]`, at each of its positions, `[t]`."""
+        """Repeat one value for each sequence, `[num_sequences]`, at all its positions, `[t]`."""
         return values[self.sequence_ids]
-
-
-# Estimates of KL(policy || reference) from sampled tokens.
 
 
 KlType = Literal["k1", "k2", "k3"]
 
-# Beyond these a token says no more than that the policies differ; without them one token can outweigh a batch. exp(20)
-# is 5e8: large enough never to be met where learning goes on, and far from the overflow of float32 at exp(88).
+# Limits for single tokens, so that one token cannot outweigh a batch. exp(20) is 5e8: a run that learns never reaches
+# it, and it is far below the overflow of float32 at exp(88).
 MAX_LOG_RATIO = 20.0
 MAX_KL = 10.0
 
 
 def kl_estimates(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: KlType) -> torch.Tensor:
-    """An estimate at each token that the policy sampled, in nats (J. Schulman, "Approximating KL divergence", 2020).
+    """Estimate KL(policy || reference) at each sampled token, in nats.
 
-    With d = log p_policy - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. d is clamped to +-20 and the
-    estimate to +-10, where it has no gradient any more. As a term of the loss only k2 has the gradient of the KL
-    divergence in expectation; that of k1 is 0, that of k3 belongs to KL(reference || policy).
+    The estimators are from J. Schulman, "Approximating KL divergence", 2020. With d = log p_policy - log p_reference:
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. d is clamped to +-20 and the estimate to +-10, beyond which there is no
+    gradient. As a term of the loss, only k2 has the gradient of the KL divergence in expectation. The gradient of k1 is
+    0, and that of k3 is the gradient of KL(reference || policy).
 
     Args:
-        log_probs: of the policy, any shape; the gradient flows into them.
-        reference_log_probs: of the reference at the same tokens.
-        kind: which.
+        log_probs: the policy's log-probs, any shape; the gradient flows into them.
+        reference_log_probs: the reference's log-probs of the same tokens.
+        kind: the estimator.
     """
     difference = (log_probs - reference_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
@@ -135,7 +127,7 @@ def kl_estimates(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kin
         estimates = difference.square() / 2
     else:
         assert kind == "k3", kind
-        # expm1: the difference of 1 and the exponential of a small number has few digits left.
+        # expm1, because the exponential of a small number minus 1 would have few correct digits.
         estimates = torch.expm1(-difference) + difference
     return estimates.clamp(-MAX_KL, MAX_KL)
 
@@ -143,13 +135,13 @@ def kl_estimates(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kin
 def kl_of_sequences(
     sampled: SampledTokens, log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: KlType
 ) -> torch.Tensor:
-    """Sum of the estimates over each sequence, without gradient: what `--kl-in reward` takes, times --kl-coeff, off it.
+    """Sum the estimates over each sequence, without gradient. `--kl-in reward` subtracts them, times --kl-coeff.
 
     Args:
         sampled: the positions.
-        log_probs: `[t]`, of the policy that sampled, by the trainer.
-        reference_log_probs: `[t]`.
-        kind: which.
+        log_probs: `[t]`, the sampling policy's log-probs, computed by the trainer.
+        reference_log_probs: `[t]`, the reference's.
+        kind: the estimator.
 
     Returns:
         `[num_sequences]`.
@@ -158,16 +150,15 @@ def kl_of_sequences(
     return sampled.sequence_sums(kl_estimates(log_probs, reference, kind))
 
 
-# Figures of a batch as sums and maxima, which add up over microbatches and ranks before anything is divided.
-
-
 @dataclass
 class Totals:
-    """Named float64 scalars of one microbatch, of several, or of the global batch.
+    """Figures of one or more microbatches, or of the global batch, as float64 scalars by name.
+
+    Sums and maxima can be combined over microbatches and ranks. Means are computed only at the end.
 
     Attributes:
-        sums: what adds up, counts among them.
-        maxima: what the largest counts of; not below 0.
+        sums: figures that add up, counts included.
+        maxima: figures of which the largest counts; not below 0.
     """
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -180,25 +171,25 @@ class Totals:
         return cls(dict.fromkeys(sums, zero), dict.fromkeys(maxima, zero))
 
     def __or__(self, other: Totals) -> Totals:
-        """Both; the names differ."""
+        """Return both. Names must differ."""
         assert not self.sums.keys() & other.sums.keys() and not self.maxima.keys() & other.maxima.keys()
         return Totals(self.sums | other.sums, self.maxima | other.maxima)
 
     def over_group(self, group: dist.ProcessGroup | None = None) -> Totals:
-        """Sum over all ranks: two collectives over the group, the whole world by default.
+        """Combine the totals of all ranks in two collectives over the group, the whole world by default.
 
-        Every rank must have the same names; ranks that hold copies of the same tokens must not all bring them.
+        Every rank must have the same names. If several ranks have copies of the same tokens, only one may count them.
         """
         return Totals(_reduced(self.sums, dist.ReduceOp.SUM, group), _reduced(self.maxima, dist.ReduceOp.MAX, group))
 
     def mean(self, name: str, count: str = "tokens") -> float:
-        """A sum over a count; 0 where nothing was counted."""
+        """Divide a sum by a count; 0 if nothing was counted."""
         divisor = self.sums[count].item()
         return self.sums[name].item() / divisor if divisor else 0.0
 
 
 def add_totals(parts: Sequence[Totals]) -> Totals:
-    """Sum over several microbatches, all of which have the same names."""
+    """Combine the totals of several microbatches, which must have the same names."""
     assert parts, "no microbatch"
     for part in parts:
         assert part.sums.keys() == parts[0].sums.keys() and part.maxima.keys() == parts[0].maxima.keys()
@@ -231,10 +222,10 @@ class PolicyBatch:
 
     Attributes:
         sampled: the positions, whole sequences.
-        advantages: float32 `[t]`, the same over a sequence.
-        old_log_probs: float32 `[t]`, by the trainer before the first update on these samples.
-        reference_log_probs: float32 `[t]`, of the reference policy; None without one.
-        importance_weights: float32 `[t]`, of `mimo.rl.losses`; None: 1.
+        advantages: float32 `[t]`, the same for all tokens of a sequence.
+        old_log_probs: float32 `[t]`, computed by the trainer before the first update on these samples.
+        reference_log_probs: float32 `[t]`, the reference policy's; None without one.
+        importance_weights: float32 `[t]`, see `importance_weights`; None for 1.
     """
 
     sampled: SampledTokens
@@ -247,20 +238,20 @@ class PolicyBatch:
 def policy_loss(
     config: RlConfig, batch: PolicyBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-    """Sum of the losses of a microbatch, what it is to be divided by, and both among the figures for the report.
+    """Compute the sum of a microbatch's losses, its divisor, and figures for the report.
 
-    The loss of a token is that of --policy-loss times its importance weight, plus --kl-coeff times the estimate of the
-    KL divergence (`--kl-in loss`), minus --entropy-coeff times the entropy.
+    The loss of a token is --policy-loss times its importance weight, plus --kl-coeff times the estimate of the KL
+    divergence (`--kl-in loss`), minus --entropy-coeff times the entropy.
 
     Args:
         config: the flags.
         batch: the microbatch.
-        log_probs: float32 `[t]`, of the policy that is being trained.
-        entropies: `[t]`; needed with --entropy-coeff, and reported where given.
+        log_probs: float32 `[t]`, of the policy that is trained.
+        entropies: `[t]`; required by --entropy-coeff, and reported if given.
 
     Returns:
-        The sum, a scalar with gradient; the count, int32, of tokens or sequences by --loss-aggregation; the totals
-        `LOSS_SUMS`, 0 for what is not given.
+        The sum, a scalar with gradient. The count of tokens or sequences by --loss-aggregation, int32. The totals
+        `LOSS_SUMS`, with 0 for inputs that are not given.
     """
     sampled = batch.sampled
     log_probs = sampled.masked(log_probs)
@@ -287,24 +278,24 @@ def policy_loss(
 
 
 def loss_metrics(totals: Totals) -> dict[str, float]:
-    """Totals of the global batch as figures for the report: the loss by its own divisor, the others by tokens."""
+    """Turn totals of the global batch into figures: the loss over its own divisor, the others over tokens."""
     means = {name: totals.mean(name) for name in LOSS_SUMS if name not in ("loss", "loss_count", "tokens")}
     return {"loss": totals.mean("loss", "loss_count")} | means
 
 
 def loss_count(config: RlConfig, completion_lengths: Sequence[int]) -> int:
-    """The divisor of a batch whose completions have so many tokens: the sum of those of `token_weights`."""
+    """Compute the divisor of a batch from its completions' lengths: the sum of what `token_weights` returns."""
     return sum(completion_lengths) if config.aggregation == "token-mean" else len(completion_lengths)
 
 
 def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight of each token's loss, and this microbatch's part of the divisor, by --loss-aggregation.
+    """Return the weight of each token's loss, and this microbatch's part of the divisor, by --loss-aggregation.
 
     - token-mean: 1, over the tokens.
     - seq-mean-token-mean: 1 / length of its sequence, over the sequences.
     - seq-mean-token-sum-norm: 1 / --loss-norm-length, over the sequences (arXiv:2503.20783).
 
-    All are sums over whole sequences, so neither microbatches nor data parallelism change the quotient.
+    All of these are sums over whole sequences, so neither microbatches nor data parallelism change the quotient.
 
     Returns:
         float32 `[t]`, 0 where no token was sampled; int32 scalar.
@@ -324,7 +315,7 @@ def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tenso
 def _policy_terms(
     config: RlConfig, batch: PolicyBatch, log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The policy loss of each token, `[t]`, and sums of what was clipped of it.
+    """Compute the policy loss of each token, `[t]`, and sums of what was clipped.
 
     - ppo: -min(r A, clip(r) A) (arXiv:1707.06347, equation 7), with --dual-clip-ratio c at most -c A where A < 0
       (arXiv:1912.09729).
@@ -384,12 +375,12 @@ def importance_weights(
     - icepop: w where low <= w <= high, else 0.
     - sequence: w where the geometric mean of the sequence's w is in [low, high], else 0 for all its tokens.
 
-    Tokens that get 0 still count in the mean of the loss, which so does not depend on who holds them.
+    Tokens with weight 0 still count in the mean of the loss, so that it does not depend on the rank that holds them.
 
     Args:
         config: the kind of correction and its bounds.
         sampled: the positions, whole sequences.
-        old_log_probs: float32 `[t]`, by the trainer with the weights that the rollout engine had.
+        old_log_probs: float32 `[t]`, computed by the trainer with the weights that the rollout engine had.
         rollout_log_probs: float32 `[t]`, of the distribution that the engine sampled from.
 
     Returns:
@@ -422,7 +413,7 @@ def importance_weights(
 def mismatch_totals(
     sampled: SampledTokens, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor
 ) -> Totals:
-    """How far trainer and rollout engine are apart on the sampled tokens.
+    """Measure how much the log-probs of trainer and rollout engine differ on the sampled tokens.
 
     With d = log p_trainer - log p_rollout: `gen_kl`, the sum of the k3 estimates exp(d) - 1 - d of
     KL(rollout || trainer); `abs_dlogp`, the sum of |d|; `exp_abs_dlogp`, of exp(|d|); `importance_ratio`, of exp(d);
@@ -430,10 +421,10 @@ def mismatch_totals(
 
     Args:
         sampled: the positions.
-        old_log_probs: `[t]`, by the trainer with the weights that the rollout engine had.
-        rollout_log_probs: `[t]`, by the engine.
+        old_log_probs: `[t]`, computed by the trainer with the weights that the rollout engine had.
+        rollout_log_probs: `[t]`, computed by the engine.
     """
-    # float64: a gen-KL of 1e-12 is what equal weights give in float32, far below the rounding of exp(d) - 1.
+    # float64: equal weights in float32 give a gen-KL of 1e-12, which is far below the rounding of exp(d) - 1.
     difference = sampled.masked(old_log_probs.double() - rollout_log_probs.double())
     exponent = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     largest = difference.abs().amax() if len(difference) else difference.new_zeros(())
@@ -447,9 +438,9 @@ def mismatch_totals(
 
 
 def mismatch_metrics(totals: Totals) -> dict[str, float]:
-    """Totals of both functions above, of the global batch, as figures for the report: means over tokens, and a maximum.
+    """Turn totals of the two functions above, of the global batch, into figures: means over tokens, and a maximum.
 
-    `gen_kl` below 1e-3 is what bf16 engines reach; `exp_abs_dlogp` above 1.05 calls for a look.
+    bf16 engines reach a `gen_kl` below 1e-3. An `exp_abs_dlogp` above 1.05 should be investigated.
     """
     means = {name: totals.mean(name, "rollout_tokens") for name in (*MISMATCH_SUMS[:-1], *IMPORTANCE_SUMS)}
     means["importance_clipped_fraction"] = means.pop("importance_clipped")

@@ -1,8 +1,8 @@
-"""Padded rows of tokens to packed sequences and back.
+"""Converts padded rows of tokens to packed sequences and back.
 
-Rollouts come as rows with padding on either side. The trainer's models take positions from the place in the row and
-attend to all that is before: padding on the left would shift the one and take part in the other. So it is removed, and
-what is computed for a token is put back where the token was.
+Rollouts come as rows with padding on either side. The trainer's models take a token's position from its column and
+attend to everything before it. Padding on the left would shift positions and be attended to. Therefore it is removed,
+and what is computed for a token is put back where the token was.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ NO_LABEL = -1
 
 @dataclass
 class PackedRows:
-    """The tokens of some rows one sequence behind the other, `t` of them, padded at the end to a multiple.
+    """The `t` tokens of some rows, packed sequence by sequence and padded at the end to a multiple.
 
     Attributes:
         input_ids: int64 `[1, t]`.
-        labels: int64 `[1, t]`, the next token of the same sequence; `NO_LABEL` behind the last, and for padding.
+        labels: int64 `[1, t]`, the next token of the same sequence; `NO_LABEL` at its last token and for padding.
         position_ids: int64 `[1, t]`, from 0 in each sequence.
-        sequence_ids: int64 `[t]`, row of each token; padding has the number of rows.
-        packed: where the sequences start, padding as a sequence of its own.
-        source: int64 `[t]`, index in the flat rows of the token that each position predicts; -1 where it predicts none.
+        sequence_ids: int64 `[t]`, row of each token; padding has the number of rows as its id.
+        packed: starts of the sequences, with the padding as one more sequence.
+        source: int64 `[t]`, index in the flattened rows of the token that each position predicts; -1 for none.
         shape: rows and columns.
     """
 
@@ -41,35 +41,35 @@ class PackedRows:
     shape: tuple[int, int]
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Values of tokens, `[b, s]`, at the positions that predict those tokens, `[t]`; 0 at the others."""
+        """Move values of tokens, `[b, s]`, to the positions that predict these tokens, `[t]`; others get 0."""
         assert tuple(rows.shape) == self.shape, f"{list(rows.shape)} for rows {self.shape}"
         values = rows.reshape(-1)[self.source.clamp(min=0)]
         return torch.where(self.source >= 0, values, torch.zeros_like(values))
 
     def put_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of positions, `[t]`, such as log-probs, at the tokens that they predict, `[b, s]`; 0 elsewhere.
+        """Move values of positions, `[t]`, such as log-probs, to the tokens that they predict, `[b, s]`.
 
-        The first token of a row is predicted by nothing.
+        Other places get 0, among them the first token of each row, which no position predicts.
         """
         there = self.source >= 0
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.source[there],), values[there]).view(self.shape)
 
     def sampled(self, response_mask: torch.Tensor) -> SampledTokens:
-        """Positions that predict sampled tokens. `response_mask`: bool `[b, s]`, True at the tokens themselves."""
+        """Return the positions that predict sampled tokens. `response_mask` `[b, s]` is True at these tokens."""
         return SampledTokens(self.take(response_mask), self.sequence_ids, self.shape[0] + 1)
 
 
 def pack_rows(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int, multiple: int = 1
 ) -> PackedRows:
-    """Pack rows without their padding. Rows that differ only in padding give the same.
+    """Pack rows without their padding. Rows that differ only in padding give the same result.
 
     Args:
         input_ids: int64 `[b, s]`, on the host.
-        attention_mask: bool `[b, s]`, True at tokens: one run in every row, padding may be on either side of it.
-        pad_token_id: fills the end.
-        multiple: `t` is a multiple of it, as sequence parallelism needs.
+        attention_mask: bool `[b, s]`, True at tokens, which must be contiguous in every row.
+        pad_token_id: token for padding at the end.
+        multiple: `t` becomes a multiple of this, as sequence parallelism needs.
 
     Raises:
         ValueError: a row has no token, or padding between tokens.
@@ -104,15 +104,15 @@ def pack_rows(
 def remove_left_padding(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The same rows with every first token in the first column, for models that take rows one by one.
+    """Shift rows so that every first token is in the first column, for models that take rows one by one.
 
     Args:
         input_ids: int64 `[b, s]`.
         attention_mask: bool `[b, s]`, as for `pack_rows`.
-        pad_token_id: fills what is right of the tokens.
+        pad_token_id: token for padding on the right.
 
     Returns:
-        Rows and mask, `[b, s]`; and a function that shifts values of these rows, `[b, s, ...]`, back to where the
+        Rows and mask, `[b, s]`, and a function that shifts values of these rows, `[b, s, ...]`, back to where the
         tokens were, with 0 at padding.
 
     Raises:
@@ -134,7 +134,7 @@ def remove_left_padding(
 
 
 def token_runs(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First column and length of the tokens of each row, int64 `[b]`.
+    """Return the first column and the number of tokens of each row, int64 `[b]`.
 
     Raises:
         ValueError: a row has no token, or padding between tokens.

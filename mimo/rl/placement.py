@@ -1,4 +1,4 @@
-"""Which GPUs and environment variables the rollout engine gets. Decided before anything is started."""
+"""Chooses the GPUs and environment variables of the rollout engine, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider
 from mimo.rl.batching import plan_microbatches
 
-# Variables of the trainer that an engine on another node is to have: those that begin like this, and these. What
-# belongs to a device, a process or a node is not among them: CUDA_VISIBLE_DEVICES is Ray's to set, RANK and its like
-# are torchrun's.
+# Variables of the trainer that an engine on another node gets, by prefix and by name. Variables of a device, process or
+# node are not among them: Ray sets CUDA_VISIBLE_DEVICES, and torchrun sets RANK and others.
 FORWARDED_PREFIXES = ("HF_", "TRANSFORMERS_", "VLLM_", "NCCL_", "FI_", "GLOO_", "TORCH_", "TORCHDYNAMO_",
                       "TORCHINDUCTOR_", "TRITON_")
-# Caches and temporary files: the folder of a home may be small, or slow for what many nodes compile at once.
+# Folders of caches and temporary files are among them, because a home may be too small, or too slow for many nodes.
 FORWARDED_NAMES = ("CUDA_CACHE_PATH", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
                    "TMPDIR", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy")
 NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go with an engine to wherever it runs."""
+    """Select the variables that an engine gets wherever it runs."""
     return {name: value for name, value in sorted(environment.items())
             if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES) and name not in NOT_FORWARDED}
 
@@ -35,10 +34,10 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
     Args:
         config: the run, `train.device` being `cpu` or `cuda`.
-        rank: of this process; the first one's host has the engine.
+        rank: rank of this process; the engine runs on the first rank's host.
 
     Raises:
-        ValueError: too few GPUs, GPUs that a rank has, flags of the other device, or Ray is not installed.
+        ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, or Ray is missing.
     """
     flags = config.rollout
     if flags.engine_placement == "ray" and importlib.util.find_spec("ray") is None:
@@ -54,7 +53,7 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
 
 def replica_gpus(config: RlRunConfig) -> list[list[str]]:
-    """Return CUDA's names of the GPUs of each replica; empty on the CPU, and where a Ray cluster knows better.
+    """Return CUDA's names of the GPUs of each replica; empty on the CPU, and if a Ray cluster chooses them.
 
     Raises:
         ValueError: there are too few.
@@ -74,23 +73,25 @@ def visible_gpus(count: int, variable: str | None) -> list[str]:
     """Return CUDA's names of the GPUs that a process sees, in its own order.
 
     Args:
-        count: how many it sees.
-        variable: its `CUDA_VISIBLE_DEVICES`: numbers or names; None where it has none.
+        count: number of GPUs that it sees.
+        variable: its `CUDA_VISIBLE_DEVICES`, numbers or names; None if it is not set.
     """
     names = list(map(str, range(count))) if variable is None else [each.strip() for each in variable.split(",")]
-    return names[:count]  # CUDA passes over what stands behind a name that is none
+    return names[:count]  # CUDA ignores everything after an invalid name
 
 
 def choose_gpus(flags: RolloutConfig, num_local_ranks: int, num_gpus: int) -> list[int]:
-    """GPUs of all workers, replica by replica, as the first rank numbers them; rank i of its host has GPU i.
+    """Choose the GPUs of all workers, replica by replica, in the first rank's numbering.
+
+    Rank i of the first host has GPU i.
 
     Args:
-        flags: the engine's.
-        num_local_ranks: trainer ranks of the first host.
-        num_gpus: that the first rank sees.
+        flags: the engine's flags.
+        num_local_ranks: number of trainer ranks on the first host.
+        num_gpus: number of GPUs that the first rank sees.
 
     Raises:
-        ValueError: there are too few, or a trainer rank has one of them; with the numbers.
+        ValueError: there are too few GPUs, or a trainer rank has one of them; the message has the numbers.
     """
     needed = flags.num_engine_workers
     sizes = f"--engine-dp {flags.engine_dp} --engine-tp {flags.engine_tp} --engine-pp {flags.engine_pp}"
@@ -122,15 +123,12 @@ def _check_chosen(flags: RolloutConfig, num_local_ranks: int, num_gpus: int) -> 
                          "--engine-placement colocated shares GPUs")
 
 
-# The plan that `train_rl.py --dry-run` prints: the trainer's grids, the engine and its GPUs, the batch. No torch.
-
-
 def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> str:
-    """The plan of a run as text.
+    """Return the plan that `train_rl.py --dry-run` prints: grids, the engine and its GPUs, the batch. Needs no torch.
 
     Args:
         config: the validated run.
-        layout: of its trainer.
+        layout: layout of its trainer.
         provider: the model provider that `config` names.
     """
     parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout), _batch_lines(config, layout)]
@@ -138,7 +136,7 @@ def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider)
 
 
 def _engine_lines(config: RlRunConfig, layout: Layout) -> list[str]:
-    """Where the engine's workers run, and how many GPUs there have to be."""
+    """Describe where the engine's workers run and how many GPUs the run needs."""
     flags, ranks = config.rollout, layout.world_size
     workers = flags.num_engine_workers
     lines = [f"engine: {counted(flags.engine_dp, 'replica')} of {counted(workers // flags.engine_dp, 'worker')} "
@@ -163,10 +161,10 @@ def _engine_lines(config: RlRunConfig, layout: Layout) -> list[str]:
 
 
 def _batch_lines(config: RlRunConfig, layout: Layout) -> list[str]:
-    """Prompts, completions, updates and microbatches of an iteration."""
+    """Describe prompts, completions, updates and microbatches of an iteration."""
     train, rl = config.train, config.rl
     per_update = train.global_batch_size // rl.updates_per_rollout
-    # All sequences as long as they may be; how many are packed together otherwise is only known with their lengths.
+    # The most there can be, with all sequences at full length. The real number depends on the lengths.
     most = len(plan_microbatches([train.seq_length] * per_update, layout.num_lanes, rl.max_tokens_per_microbatch)[0])
     return [
         f"batch: {counted(config.prompts_per_step, 'prompt')} * {counted(rl.completions_per_prompt, 'completion')} "

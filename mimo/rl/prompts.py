@@ -52,7 +52,7 @@ class Normalisation:
     std: tuple[float, ...]
 
     def apply(self, picture: np.ndarray) -> np.ndarray:
-        """uint8 `[height, width, channels]` to float32 `[channels, height, width]`."""
+        """Convert uint8 `[height, width, channels]` to float32 `[channels, height, width]`."""
         assert picture.dtype == np.uint8 and picture.shape[2:] == (len(self.mean),), (picture.dtype, picture.shape)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         scaled = (picture.astype(np.float32) / np.float32(255) - mean) / std
@@ -64,40 +64,40 @@ class PromptSet(Protocol):
 
     @property
     def end_token_id(self) -> int:
-        """Ends a completion."""
+        """Token that ends a completion."""
         ...
 
     @property
     def pad_token_id(self) -> int:
-        """Fills rows."""
+        """Token for padding."""
         ...
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at a place, from 0, without end: the same for the same seed, split and index."""
+        """Return the prompt at any index from 0 on. It depends only on seed, split and index."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
+        """Return the text of a completion, without special tokens."""
         ...
 
 
 @runtime_checkable
 class FinitePromptSet(PromptSet, Protocol):
-    """A prompt set that goes through the same prompts again and again, each of them once a pass."""
+    """Prompt set that repeats the same prompts, each of them once a pass."""
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of a pass: those at places 0 to `num_prompts` - 1 are all that there are."""
+        """Number of prompts of a pass. Indices 0 to `num_prompts` - 1 cover all prompts."""
         ...
 
     def leave_out(self, keys: Collection[str]) -> None:
-        """Go on without the prompts of these names: passes are shorter, in an order that the others alone decide."""
+        """Leave out the prompts of these names. Passes become shorter, in an order that depends only on the others."""
         ...
 
 
 @runtime_checkable
 class ImagePromptSet(PromptSet, Protocol):
-    """A prompt set whose prompts may have images."""
+    """Prompt set whose prompts may have images."""
 
     @property
     def normalisation(self) -> Normalisation:
@@ -106,7 +106,7 @@ class ImagePromptSet(PromptSet, Protocol):
 
 
 class PromptProvider(Protocol):
-    """A data set of prompts that plugs in by name (`--dataset-provider NAME` or `pkg.module:attr`)."""
+    """Data set of prompts, found by name (`--dataset-provider NAME` or `pkg.module:attr`)."""
 
     Config: ClassVar[type]
 
