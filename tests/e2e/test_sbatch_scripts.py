@@ -28,7 +28,6 @@ SBATCH = ROOT / "scripts" / "sbatch"
 BASH = shutil.which("bash") or "/bin/bash"
 SHARED = {"common.sh", "node.sh", "nemotron_54l.sh"}
 SCRIPTS = sorted(path for path in SBATCH.glob("*.sh") if path.name not in SHARED)
-PATHS = ("PYTHON", "DATA_PATH", "TOKENIZER", "NEMOTRON_CHECKPOINT", "RUN_DIR")
 
 # script: nodes, encoder dp, language dp, ep, global batch, microbatches, train samples, iterations
 LAYOUTS = {
@@ -111,16 +110,13 @@ def test_every_script_is_in_the_tables():
     assert {path.name for path in SCRIPTS} == LAYOUTS.keys()
 
 
-def test_a_dry_run_prints_the_topology_and_imports_no_torch():
+def test_a_dry_run_prints_the_topology():
     script = SBATCH / "prod_33n_gbs768_ep8.sh"
     done = preflight("--dry-run", str(script))
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("layout disjoint, 264 ranks, 128 lanes", "vision dp 0 -> lanes 0-15", "NUM_MICROBATCHES: 6 ",
                   "checkpoints: about 489.3 GiB each", "to be edited: --data-path /path/to/", "33 nodes x 8 GPUs fit"):
         assert words in done.stdout
-    code = (f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import preflight; "
-            f"assert preflight.main(['--dry-run', {str(script)!r}]) == 0; assert 'torch' not in sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)
 
 
 def changed(tmp_path: Path, name: str, old: str, new: str) -> Path:

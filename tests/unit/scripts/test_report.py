@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,11 +35,3 @@ def test_problems_of_the_run_are_told(tmp_path: Path, capsys: pytest.CaptureFixt
     folder = write_run(tmp_path / "run", usual_records(), planned=500)
     assert main([str(folder)]) == 0
     assert "end at iteration 50 of 500" in capsys.readouterr().err
-
-
-def test_it_needs_no_torch(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", usual_records())
-    source = (f"import sys; from scripts.report import main; main([{str(folder)!r}]); "
-              "print([name for name in ('torch', 'megatron') if name in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
