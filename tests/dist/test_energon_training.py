@@ -79,7 +79,7 @@ def test_packed_rows_train_and_go_on_exactly(pool: WorkerPool, shards: Path, tmp
 
 
 def test_lanes_may_change_where_their_workers_stay(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
-    """From two lanes of two workers to one of four: no sample twice, none left out; other numbers are refused."""
+    """Two lanes of two workers become one of four without losing or repeating a sample; other numbers are refused."""
     before, after, save = tmp_path / "before", tmp_path / "after", tmp_path / "save"
     before.mkdir()
     after.mkdir()

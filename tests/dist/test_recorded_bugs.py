@@ -181,7 +181,7 @@ def test_bug_9_encoder_gradient_is_the_mean_over_tokens_whoever_saw_images(pool:
 # 10: the fused router sums in another order in bf16, which sends tokens to other experts
 
 def routing_of(rank: int, flags: tuple[str, ...]) -> list[tuple[bool, str, bool]]:
-    """Of each router: whether it is fused, its dtype, and whether it routes fixed logits as the plain formula does."""
+    """Say of each router whether it is fused, its dtype, and whether it routes fixed logits as the formula does."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     from tests.support.steps import trainer_of

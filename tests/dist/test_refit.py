@@ -60,7 +60,7 @@ def engine(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def logprobs(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Of each token but the first."""
+    """Return the log-prob of each token but the first."""
     wanted = torch.tensor(tokens[1:]).unsqueeze(-1)
     return logits[:-1, :hf_families.VOCAB_SIZE].double().log_softmax(-1).gather(-1, wanted).squeeze(-1).float()
 

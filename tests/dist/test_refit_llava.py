@@ -64,7 +64,7 @@ def served(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def next_token(log_probabilities: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Of each token but the first, `[s - 1]`, from `[s, vocab]`."""
+    """Select the log-prob of each token but the first: `[s, vocab]` to `[s - 1]`."""
     return log_probabilities[:-1].gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
 
 

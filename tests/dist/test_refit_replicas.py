@@ -43,7 +43,7 @@ class Case:
 
     @property
     def client(self) -> Replicas:
-        """Of both."""
+        """Client of both replicas."""
         return Replicas(tuple(each.handle for each in self.processes))
 
 

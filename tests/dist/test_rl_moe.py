@@ -40,7 +40,7 @@ def test_load_balancing_weighs_the_same_however_the_policy_loss_is_averaged(pool
 
 @pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, "--llm-dp 2 --llm-ep 2")], ids=["1", "dp2-ep2"])
 def test_microbatches_of_equal_load_weigh_as_one(pool, world_size, flags):
-    """Where all completions are one, every microbatch has the loss of that one, however many it holds."""
+    """If all completions are equal, every microbatch has the same loss, however many completions it holds."""
     config = AGGREGATIONS["seq-mean-token-mean"]
     (one,) = pool.run(policy_moe.update, (), 1, dataclasses.replace(config, max_tokens_per_microbatch=100), True,
                       world_size=1)

@@ -120,7 +120,7 @@ PASSED_OVER = ", layers of multi-token prediction, which --hybrid-layer-pattern 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (4, "--llm-tp 2 --sequence-parallel --llm-dp 2 --llm-ep 2")])
 def test_a_text_model_is_the_language_model_of_a_checkpoint(pool: WorkerPool, sources: Sources, ranks: int,
                                                             layout: str) -> None:
-    """Of one with an encoder and layers of multi-token prediction; what is not read is said."""
+    """The checkpoint also has an encoder and multi-token prediction, which the run says it does not read."""
     root = sources.folder("nemotron")
     found = pool.run(load_and_step, (*NEMOTRON_TEXT, *layout.split()), ranks, root, world_size=ranks)
     expected = torch.load(Path(root) / "expected.pt", weights_only=True)
@@ -142,7 +142,7 @@ def test_a_pattern_without_multi_token_prediction_says_what_it_passes_over(pool:
 
 @pytest.mark.slow
 def test_names_and_shapes_are_those_of_the_megatron_model(pool: WorkerPool) -> None:
-    """Of its RADIO, projector and hybrid decoder; the norm of the projector is part of a layer that only GPUs have."""
+    """Compare RADIO, projector and hybrid decoder. The projector's norm is part of a layer that exists on GPUs only."""
     ((theirs, ours),) = pool.run(names_of_both, world_size=1)
     assert len(ours) > 50 and ours.pop("vision_projection.encoder.linear_fc1.layer_norm_weight") == (4 * 64,)
     assert ours == theirs
@@ -212,7 +212,7 @@ def test_a_model_of_another_size_is_one_error(pool: WorkerPool, sources: Sources
 
 
 def test_another_variant_is_one_error(pool: WorkerPool, sources: Sources) -> None:
-    """Of another pattern; found by the ranks of two pipeline stages."""
+    """The layer pattern differs, which the ranks of two pipeline stages find."""
     root, flags = sources.folder("nemotron"), (*NEMOTRON, "--hybrid-layer-pattern", "ME*-ME", "--llm-pp", "2")
     (message, kept), *others = (found[0] for found in pool.run(refusals, flags, 3, [(root, unchanged)], world_size=3))
     assert kept and [other for other, _ in others] == ["", ""] and message is not None

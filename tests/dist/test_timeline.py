@@ -1,4 +1,4 @@
-"""Where the time of a step went, on grids of several processes: parts that sum to it, and delays put in on purpose."""
+"""The timeline of steps on grids of several processes: its parts sum to the step, and it shows deliberate delays."""
 
 from __future__ import annotations
 

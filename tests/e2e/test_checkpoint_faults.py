@@ -37,7 +37,7 @@ def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
-    """Until the condition holds; the process must run until then."""
+    """Wait until the condition holds. The process must run until then."""
     deadline = time.monotonic() + ENDS_WITHIN_S
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("dtype", ["--no-bf16", "--bf16"])
 def test_one_changed_weight_is_found_at_its_refit(tmp_path: Path, dtype: str) -> None:
-    """Of the second refit; checksums know nothing of it, and the first passes, whatever the temperature."""
+    """The weight changes in the second refit, where checksums miss it; the first refit passes at any temperature."""
     done = torchrun(2, *FLAGS, dtype, "--refit-verify-interval", "1", "--temperature", "0.7", "--run-dir",
                     str(tmp_path), script="tests/support/train_rl_changed.py", CHANGED="1")
     assert done.returncode != 0 and [step["iteration"] for step in records(tmp_path)] == [1]

@@ -390,7 +390,7 @@ def test_flags_behind_a_name_that_nothing_would_read_are_refused(cluster):
 
 
 def wait_for(*paths: Path) -> None:
-    """Until files are there."""
+    """Wait until files are there."""
     until = time.monotonic() + 60
     while not all(path.exists() for path in paths):
         assert time.monotonic() < until, f"{paths} did not appear"

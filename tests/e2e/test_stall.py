@@ -1,4 +1,4 @@
-"""Nothing waits without a name: a rank that stops makes the run end, and one summary says for whom."""
+"""A rank that stops ends the run, and one summary names the rank that the others wait for."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ MAX_ERROR, MEDIAN_ERROR, MIN_CHANGE = 1e-3, 0.1, 0.5
 
 
 def used_bytes() -> int:
-    """Of the GPU, by all processes."""
+    """Return the memory of the GPU that all processes use."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -207,7 +207,7 @@ def train(folders: tuple[str, ...], handle: Any, results: Connection) -> None:
 
 
 def differences(one: list[list[float]], other: list[list[float]]) -> torch.Tensor:
-    """Of all tokens' log-probs."""
+    """Return the differences of all tokens' log-probs."""
     return torch.cat([(torch.tensor(mine) - torch.tensor(theirs)).abs()
                       for mine, theirs in zip(one, other, strict=True)])
 

@@ -259,7 +259,7 @@ def run_oracle(rank: int, flags: tuple[str, ...], num_steps: int = NUM_STEPS, fr
 
 
 def part_of(name: str) -> str:
-    """Which part of --freeze a parameter of the whole model belongs to, by its name or its global key."""
+    """Return the part of --freeze to which a parameter belongs, by its name or its global key."""
     if "modality_submodules" not in name:
         return "language"
     return "projector" if "input_projections" in name else "vision"
@@ -314,7 +314,7 @@ def reference(outcome: Outcome) -> tuple[dict[str, np.ndarray], dict[str, np.nda
 
 
 def find_differences(oracle: Outcome, outcomes: list[Outcome]) -> list[str]:
-    """Where ranks differ from the oracle by more than TOLERANCE: losses, norms, routing, every gradient and parameter.
+    """List where ranks differ from the oracle by more than TOLERANCE: losses, norms, routing, gradients, parameters.
 
     Each entry starts with `loss`, `grad norm`, `routing`, `gradient NAME` or `parameter NAME`.
     """

@@ -29,7 +29,7 @@ class Held:
 
 @contextlib.contextmanager
 def loaded_model(flags: tuple[str, ...], world_size: int, folder: str) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """As `weights.built_model`, with the weights of a folder."""
+    """Build a model like `weights.built_model`, with the weights of a folder."""
     from mimo.weights.load import HfPaths, load_hf
 
     with weights.built_model(flags, world_size) as (built, grids, provider, config):

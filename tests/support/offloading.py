@@ -57,7 +57,7 @@ def tensors_of(parts: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def num_bytes(parts: Any) -> int:
-    """Of device memory behind all of them."""
+    """Count the bytes of device memory behind all of a trainer's tensors."""
     device = next(parts.built.model.parameters()).device
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage()
                 for tensors in tensors_of(parts).values() for tensor in tensors.values() if tensor.device == device}

@@ -158,7 +158,7 @@ def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, size
 
 
 def differences(expected: Outcome, found: Sequence[Outcome], tolerance: float) -> list[str]:
-    """Where the ranks differ by more than `tolerance`, relative to the largest loss and to each gradient's norm."""
+    """List where ranks differ by more than `tolerance`, relative to the largest loss and to each gradient's norm."""
     wrong, seen = [], set()
     largest = max(float(np.abs(losses).max()) for losses in expected.losses.values())
     for rank, outcome in enumerate(found):

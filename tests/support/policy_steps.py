@@ -185,7 +185,7 @@ def _finish(parts: Any, outcome: Outcome, totals: list[Totals]) -> None:
 
 
 def differences(expected: Outcome, found: Sequence[Outcome], tolerance: float) -> list[str]:
-    """Where the ranks differ by more than `tolerance`: figures, log-probs of rows, gradients relative to their norm."""
+    """List where ranks differ by more than `tolerance`: figures, log-probs, gradients relative to their norm."""
     wrong, seen = [], set()
     for rank, outcome in enumerate(found):
         assert outcome.metrics.keys() == expected.metrics.keys()

@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def save(rank: int, name: str, folder: str) -> dict[str, torch.Tensor]:
-    """As `hf_families.save_hf`."""
+    """Register the refit's models, then save one like `hf_families.save_hf`."""
     register()
     return hf_families.save_hf(rank, name, folder)
 

@@ -74,7 +74,7 @@ def broken_writes(rank: int, flags: tuple[str, ...], world_size: int, folder: st
 
 def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle, root: str,
          prompts: dict[str, list[int]], steps: int) -> list[dict[str, Any]]:
-    """As `refit.sync`, through a folder."""
+    """Sync like `refit.sync`, but through a folder."""
     from mimo.model.build import set_training
     from mimo.refit.transport.disk import DiskWriter
     from mimo.registry import model_provider

@@ -77,7 +77,7 @@ class PlainModel(torch.nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """As vLLM's models: each tensor through its parameter's loader."""
+        """Load each tensor through its parameter's loader, like vLLM's models."""
         parameters = dict(self.named_parameters())
         for name, tensor in weights:
             parameter = parameters[name]
@@ -296,7 +296,7 @@ class Ranks:
 
     @classmethod
     def of(cls, world_size: int, seed: int = 0, **weights: Any) -> Ranks:
-        """So many, with the weights of a seed."""
+        """Make ranks with the weights of a seed."""
         return cls([PlainWeights(rank, world_size, seed, **weights) for rank in range(world_size)])
 
     def together(self, part: Callable[[int], Any]) -> list[Any]:

@@ -46,7 +46,7 @@ class SmallModel:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor, in the order of the chunk plan."""
+        """Shapes of all tensors, in the order of the chunk plan."""
         hidden, halves = self.hidden, ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         shapes: dict[str, tuple[int, ...]] = {f"{self.prefix}.embed_tokens.weight": (self.vocabulary, hidden)}
         for layer in range(self.layers):
@@ -233,7 +233,7 @@ def share(count: int, ways: int, place: int) -> range:
 
 
 def slots_of(model: SmallModel, tensors: Tensors) -> list[TensorSlice]:
-    """Which boxes of which Hugging Face tensors lie where, read off the numbers of their elements."""
+    """Find which boxes of which Hugging Face tensors lie where, from the numbers of their elements."""
     return [TensorSlice(source, box, Address(name, offset, strides)) for name, tensor in tensors.items()
             for source, box, offset, strides in _found_in(model, tensor.shape, tensor.tobytes())]
 

@@ -138,7 +138,7 @@ def _images_of_samples(encoder: EncoderBatch, folder: str) -> dict[str, list[Any
 
 
 def _prompt(tokens: list[int], images: list[Any]) -> dict[str, Any]:
-    """As vLLM takes it: one image token for each image, which it repeats itself."""
+    """Return a prompt as vLLM takes it: with one token for each image, which vLLM repeats."""
     if not images:
         return {"prompt_token_ids": tokens}
     short: list[int] = []

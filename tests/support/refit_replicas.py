@@ -32,7 +32,7 @@ class NotingEngine(EchoEngine):
     """In place of `RolloutEngine`; says what its process is given."""
 
     def variable(self, name: str) -> str | None:
-        """Of the environment."""
+        """Return an environment variable."""
         return os.environ.get(name)
 
 

@@ -45,7 +45,7 @@ def step_record(iteration: int, loss: float, *, seconds: float = 1.0, **further:
 
 
 def evaluation(iteration: int, loss: float, exact: float) -> dict[str, Any]:
-    """As `RunLogger.log_eval` writes it."""
+    """Return a record of an evaluation as `RunLogger.log_eval` writes it."""
     return {"iteration": iteration, "consumed_samples": 8 * iteration, "wall_time": 1.79e9 + 1.5 * iteration + 0.3,
             "lm loss validation": loss, "exact match validation": exact, "samples validation": 64}
 
@@ -61,7 +61,7 @@ def policy_record(iteration: int, reward: float, **further: Any) -> dict[str, An
 
 
 def interval(kind: str, begin_s: float, end_s: float, module: str, microbatch: int | None = None) -> dict[str, Any]:
-    """As in `timeline/step-N.json`."""
+    """Return an interval as `timeline/step-N.json` has it."""
     return {"kind": kind, "name": kind, "module": module, "microbatch": microbatch, "begin_s": begin_s, "end_s": end_s}
 
 

@@ -198,7 +198,7 @@ def whole_parameters(runs: list[Run]) -> dict[str, np.ndarray]:
 
 
 def find_differences(uninterrupted: list[Run], resumed: list[Run], tolerance: float = TOLERANCE) -> list[str]:
-    """Where a run that went on, on any layout, differs by more than `tolerance`: losses, norms, rates, parameters."""
+    """List where a resumed run, on any layout, differs by more than `tolerance`: losses, norms, rates, parameters."""
     whole, found = uninterrupted[0], list[str]()
     for rank, rest in enumerate(resumed):
         steps = len(rest.losses)

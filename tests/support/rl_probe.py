@@ -19,7 +19,7 @@ from tests.support.vlm_updates import VOCAB_SIZE, PictureSet, parsed
 
 
 class Engine:
-    """That answers what it is told to.
+    """An engine that gives prepared answers.
 
     Attributes:
         answers: to the prompts, whatever they are.

@@ -23,7 +23,7 @@ _calls = itertools.count(1)
 
 
 def digits_twice(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """As `digits`, for two iterations of 32 completions; then it raises."""
+    """Score like `digits` for two iterations of 32 completions, then raise."""
     if next(_calls) > 2 * 32:
         raise KeyError("enough")
     return digits(prompt, completion, ground_truth, metadata)

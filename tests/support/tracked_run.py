@@ -22,7 +22,7 @@ CONFIG = "[train]\nlr = 0.5\n"
 
 
 def record(iteration: int) -> StepRecord:
-    """Of each kind of figure; the second iteration is a skipped one."""
+    """Return a record with each kind of figure. The second iteration is skipped."""
     failed = iteration == 2
     modules = {"vision": iteration / 3, "language": 1e-7 * iteration}
     return StepRecord(

@@ -293,7 +293,7 @@ def error_lines(call: Any) -> list[str]:
 
 
 def spoiled_imports(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
-    """As `spoiled_loads`, for an import without a model."""
+    """Do what `spoiled_loads` does for an import without a model."""
     from dataclasses import replace
 
     from mimo.weights import import_checkpoint

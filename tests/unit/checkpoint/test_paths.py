@@ -81,7 +81,7 @@ def test_keep_last(tmp_path: Path, keep_last: int | None, kept: list[int]) -> No
 
 
 def test_the_new_checkpoint_is_kept_among_later_ones(tmp_path: Path) -> None:
-    """After --ckpt-step went back, iterations of the abandoned run may be higher."""
+    """Iterations of an abandoned run may be higher after --ckpt-step went back."""
     save(tmp_path, 8, "eight")
     save(tmp_path, 4, "four", keep_last=1)
     assert loaded(tmp_path) == "four" and paths.saved_iterations(tmp_path) == [4, 8]

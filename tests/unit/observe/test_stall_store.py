@@ -111,7 +111,7 @@ def test_another_rank_writes_where_the_first_writer_does_not_come_to_its_end() -
 def test_a_store_that_does_not_answer_or_is_gone_leaves_nobody_waiting() -> None:
     class Silent:
         def set_timeout(self, limit: timedelta) -> None:
-            """As a store whose host is stopped: no call comes back."""
+            """Never return, like a store whose host is stopped."""
             threading.Event().wait()
 
     class Gone:

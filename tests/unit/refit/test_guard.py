@@ -14,7 +14,7 @@ receiver = Lazy("mimo.refit.receiver")
 
 
 class Model:
-    """As far as the guard knows it."""
+    """The part of a model that the guard uses."""
 
     def compute_logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return scale * hidden

@@ -56,7 +56,7 @@ def numbered(*shape: int) -> torch.Tensor:
 
 
 def fault(convert: Conversion, shape: tuple[int, ...]) -> str:
-    """Where the row map of a conversion and what it does differ; empty where they agree."""
+    """Describe how the row map of a conversion differs from what it does; empty if they agree."""
     whole = numbered(*shape)
     parts = convert.to_hf(whole)
     segments = convert.segments(shape[0])

@@ -68,7 +68,7 @@ def ends(timeout_s: float = 20.0) -> list[Transport]:
 
 
 def send_all(end: Transport, rank: int, syncs: Sequence[int], window: int = 2) -> None:
-    """As a sender: several chunks are under way at a time."""
+    """Send like a trainer, with several chunks under way at a time."""
     for sync in syncs:
         flying: list[Any] = []
         for number in range(len(TABLES[0])):
@@ -84,7 +84,7 @@ def send_all(end: Transport, rank: int, syncs: Sequence[int], window: int = 2) -
 
 
 def take_all(end: Transport, rank: int, syncs: Sequence[int], pause_s: float = 0.0) -> int:
-    """As a receiver; the number of messages that were as they should be."""
+    """Receive like a worker and count the messages that are right."""
     right = 0
     for sync in syncs:
         for number, chunk in enumerate(TABLES[rank - TRAINERS]):

@@ -119,7 +119,7 @@ def transfer(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[SmallModel, TrainerLayout, EngineLayout]:
-    """Up to 64 ranks on either side."""
+    """Draw a model and layouts of up to 64 ranks on either side."""
     model = SmallModel(layers=draw(st.integers(2, 3)), kv_heads=draw(st.sampled_from([1, 2, 8])),
                        experts=draw(st.sampled_from([4, 6])), gated=draw(st.booleans()),
                        shared_expert=draw(st.booleans()), tied=draw(st.booleans()))

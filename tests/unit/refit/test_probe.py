@@ -19,7 +19,7 @@ EXPECTED = Expected(OURS, [[-1.1, -1.9], [-3.1]], NOISE_FACTOR)
 
 
 class Engine:
-    """That has these log-probs."""
+    """An engine that answers with these log-probs."""
 
     def __init__(self, answers: list[list[float]]) -> None:
         self.answers = answers

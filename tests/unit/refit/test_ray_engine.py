@@ -54,7 +54,7 @@ def engines(folder: Path, count: int, start_timeout_s: float = 600, call_timeout
 
 
 def wait_for(is_done: Callable[[], bool]) -> None:
-    """Up to a minute."""
+    """Wait up to a minute."""
     deadline = time.monotonic() + 60
     while not is_done() and time.monotonic() < deadline:
         time.sleep(0.1)

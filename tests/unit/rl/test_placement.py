@@ -1,4 +1,4 @@
-"""Where the engine goes: GPUs beside the trainer's, what is refused before anything starts, what goes along."""
+"""Placement of the engine: GPUs beside the trainer's, refusals before anything starts, its environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parsed(*flags: str, device: str = "cuda") -> RlRunConfig:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Of eight GPUs, with two trainer ranks."""
+    """A host with eight GPUs and two trainer ranks."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

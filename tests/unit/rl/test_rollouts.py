@@ -1,4 +1,4 @@
-"""From prompts to scored completions: what is asked of the engine, what is refused, what is reported."""
+"""Rollouts, from prompts to scored completions: requests to the engine, refusals, reported figures."""
 
 from __future__ import annotations
 

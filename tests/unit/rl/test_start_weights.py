@@ -1,4 +1,4 @@
-"""Where the weights of a policy may come from."""
+"""The sources from which a policy may take its weights."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def drawn(model: tuple[Path, transformers.PreTrainedModel]) -> dict[str, list[li
 
 
 def log_probs_of(model: transformers.PreTrainedModel, prompt: list[int], answer: Rollout) -> torch.Tensor:
-    """Of every token at each place of an answer, float64 `[tokens, vocabulary]`."""
+    """Return the log-probs of the vocabulary at each place of an answer, float64 `[tokens, vocabulary]`."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1:-1]
     return (logits / TEMPERATURE).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, of made-up steps: every wait goes to one part, and bounds are what arithmetic says."""
+"""The schedule benchmark on made-up steps: every wait goes to one part, and bounds are what arithmetic says."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TOKENS = TokenSpec(vocab_size=64, image_token_id=3, image_size=8, num_channels=1
 
 
 class Model:
-    """As much of a model provider as the loader asks for: 4-pixel patches."""
+    """The part of a model provider that the loader uses, with 4-pixel patches."""
 
     def token_spec(self, config):
         return TOKENS

@@ -1,4 +1,4 @@
-"""Which folder a run writes into, by what it starts from."""
+"""The folder that a run writes into depends on what it starts from."""
 
 from pathlib import Path
 from types import SimpleNamespace
