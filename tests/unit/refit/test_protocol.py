@@ -68,6 +68,8 @@ def test_three_syncs_with_other_weights_in_other_memory(world_size: int, workers
         ranks.set(seed)
         assert [report.version for report in ranks.send(f"policy {seed}")] == [f"policy {seed}"] * world_size
         assert is_right(engine, seed) and not is_right(engine, seed + 1) and engine.version == f"policy {seed}"
+    assert Ranks.of(1).connect(engine, workers, dataclasses.replace(IMPATIENT, route=route)) == [None]
+    assert is_right(engine, 2)  # a new trainer does not stop what is served
 
 
 def test_parameters_that_lie_column_by_column() -> None:
@@ -364,7 +366,6 @@ def test_an_engine_that_never_answers_is_named_on_every_rank(monkeypatch: pytest
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_one_bit_that_changes_under_way_is_found(monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
-
     from mimo.refit import receiver
 
     ranks, engine = connected(1, 1, verify=verify)
@@ -385,7 +386,6 @@ def test_one_bit_that_changes_under_way_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_box_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-
     from mimo.refit import receiver
 
     ranks, engine = connected(2, 1, verify=True)
