@@ -117,7 +117,7 @@ def test_evaluation_between_steps(pool: WorkerPool, one_process: list[tuple[floa
 # What travels
 
 def record_transfers(rank: int, flags: tuple[str, ...], world_size: int) -> dict[str, Any]:
-    """One step; for each transfer of the bridge its P2P batches, and what else it did.
+    """Take one step and list the P2P batches and other work of each transfer of the bridge.
 
     Returns:
         transfers: (operation, [(kind, rows, columns, dtype) of each message] of each batch).
@@ -200,7 +200,7 @@ def test_only_leaders_talk_across(pool: WorkerPool) -> None:
 # When gradients are reduced
 
 def record_reductions(rank: int, flags: tuple[str, ...], world_size: int) -> tuple[bool | None, int, list[list[str]]]:
-    """Two steps with overlapped reduction.
+    """Take two steps with overlapped reduction.
 
     Returns:
         Whether the schedule takes this rank for a first stage, its number of bucket groups, and for each step where

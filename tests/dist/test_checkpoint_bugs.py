@@ -48,7 +48,7 @@ class Slice:
 
 @dataclass
 class Described:
-    """What a rank would save.
+    """The tensors that a rank would save.
 
     Attributes:
         is_global: whether Megatron's global process groups were set.

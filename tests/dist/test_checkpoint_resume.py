@@ -197,7 +197,7 @@ def one_process(pool: WorkerPool, *flags: str, until: int = NUM_STEPS, save_at: 
 
 
 def refused(pool: WorkerPool, *flags: str) -> str:
-    """What the start says to flags that it refuses, both modules on one process."""
+    """Return the errors of starts with flags that are refused, both modules on one process."""
     message = pool.run(refusal, ("--layout", "colocated", *flags), 1, world_size=1)[0]
     assert message, "not refused"
     return message
@@ -237,7 +237,7 @@ def test_finetune_takes_only_the_weights(pool: WorkerPool, alone: tuple[str, Run
 
 
 def flat_parameters(run: Run) -> np.ndarray:
-    """Every weight of a run on one process."""
+    """Weights of a run on one process."""
     return np.concatenate([value.ravel() for _, value in sorted(whole_parameters([run]).items())])
 
 
@@ -488,7 +488,7 @@ def test_a_run_needs_its_optimizer_to_go_on(pool: WorkerPool, alone: tuple[str, 
 
 @pytest.mark.slow
 def test_the_loop_of_a_requeued_finetune_comes_to_its_end(pool: WorkerPool, tmp_path: Path) -> None:
-    """Every start saves and ends after an iteration, as --exit-duration-in-mins wants it."""
+    """Make every start save and end after an iteration, as --exit-duration-in-mins does."""
     flags = ("--layout", "colocated", *DROPOUT, "--global-batch-size", "4", "--train-iters", "3")
     stage1, own, run_dir = (str(tmp_path / name) for name in ("stage1", "own", "run"))
 

@@ -64,7 +64,7 @@ def split_checkpoint(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory)
 
 
 def errors_of(pool: WorkerPool, folder: Path, changes: list[Change], *flags: str) -> list[str]:
-    """What loading says of each change, on one process. Fails where it says nothing."""
+    """Return the error of loading after each change, on one process. Fail if a load succeeds."""
     found: list[str | None] = pool.run(refusals, (*FLAGS, *flags), 1, folder, changes, world_size=1)[0]
     loaded = [change for change, message in zip(changes, found, strict=True) if message is None]
     assert not loaded, f"loaded: {loaded}"
@@ -72,7 +72,7 @@ def errors_of(pool: WorkerPool, folder: Path, changes: list[Change], *flags: str
 
 
 def listed(message: str) -> dict[str, list[str]]:
-    """What an error lists under its titles."""
+    """Return the lines of an error by title."""
     found: dict[str, list[str]] = {}
     for line in message.splitlines()[1:]:
         title = re.fullmatch(r"(.*) \(\d+\):", line)
@@ -98,7 +98,7 @@ def unchanged(folder: Path) -> None:
 
 
 def test_every_corrupted_item_is_named(pool: WorkerPool, checkpoint: Path) -> None:
-    """One byte of each stored item: every tensor of model and optimizers, generators, data streams."""
+    """Change one byte of each stored item: tensors of model and optimizers, generators, data streams."""
     items = items_of(checkpoint)
     assert {item.fqn for item in items} == set(read_index(checkpoint).state_dict_metadata)
     for item, message in zip(items, errors_of(pool, checkpoint, [Flip(item) for item in items]), strict=True):

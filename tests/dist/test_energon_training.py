@@ -36,7 +36,7 @@ def noting_training(rank: int, flags: tuple[str, ...], world_size: int, notes: s
 
 
 def order_of(rows: dict[tuple[int, int], set[str]], lanes: int) -> list[list[tuple[int, bool]]]:
-    """For each lane `(index, text only)` of its samples. A key tells the data set and the index."""
+    """Return `(index, text only)` of each lane's samples. A key has the data set and the index."""
     order: list[list[tuple[int, bool]]] = [[] for _ in range(lanes)]
     for (lane, _), (key,) in sorted((place, tuple(keys)) for place, keys in rows.items()):
         name = key.rsplit("/", 1)[-1]

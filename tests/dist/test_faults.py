@@ -51,7 +51,7 @@ def divide_encoder_gradients_by_dp(rank: int, patch: pytest.MonkeyPatch, parts: 
 
 
 def skip_the_last_update_of_a_shard(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None:
-    """In the last step Adam leaves one rank's shard as it is; the parameter gather still runs."""
+    """Make Adam leave one rank's shard as it is in the last step. The parameter gather still runs."""
     from tests.support.steps import inner_optimizers
 
     if rank == SECOND_LANE:
@@ -61,7 +61,7 @@ def skip_the_last_update_of_a_shard(rank: int, patch: pytest.MonkeyPatch, parts:
 
 
 def drop_the_last_parameter_gather(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None:
-    """In the last step one rank does not take over what its data-parallel peer updated."""
+    """Keep one rank from taking over what its data-parallel peer updated in the last step."""
     update, steps = parts.optimizer.step_with_ready_grads, itertools.count(1)
 
     def update_own_shard_only() -> bool:
@@ -104,7 +104,7 @@ def run_with_fault(rank: int, flags: tuple[str, ...], fault: Callable[[int, pyte
 
 
 def find_kinds(oracle: Outcome, outcomes: list[Outcome]) -> set[tuple[str, str]]:
-    """What differs: ("loss", step), ("grad norm", step), ("gradient" or "parameter", module)."""
+    """List differences: ("loss", step), ("grad norm", step), ("gradient" or "parameter", module)."""
     kinds = set()
     for difference in find_differences(oracle, outcomes):
         if difference.startswith(("gradient ", "parameter ")):

@@ -146,7 +146,7 @@ def test_groups_of_nccl_have_it_too(pool: WorkerPool) -> None:
 
 
 def nccl_limit(rank: int) -> timedelta:
-    """What torch gives a new group, which the CPU platform would make one of gloo."""
+    """Return torch's default timeout of a NCCL group, which the CPU platform would turn into gloo."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_timeout(distributed_c10d.Backend("nccl"))

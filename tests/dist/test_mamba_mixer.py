@@ -41,7 +41,7 @@ def whole_parameters() -> dict[str, torch.Tensor]:
 
 
 def local_part(name: str, whole: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
-    """What a tensor-parallel rank holds."""
+    """Return what a tensor-parallel rank holds."""
     if name not in SPREAD:
         return whole
     axis, sizes = SPREAD[name]

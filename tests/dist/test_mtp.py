@@ -41,7 +41,7 @@ CASES += [("one-depth", "one-process"), ("tied", "one-process"), ("tied", "pp2")
 
 @pytest.fixture(scope="module")
 def plain(pool: WorkerPool) -> Callable[[str], mtp.MtpOutcome]:
-    """What plain PyTorch makes of a model."""
+    """Train a model in plain PyTorch."""
     @cache
     def of(model: str) -> mtp.MtpOutcome:
         outcome: mtp.MtpOutcome

@@ -16,7 +16,7 @@ SUMS = 5
 
 
 def reduced(rank: int, of_nodes: list[int], num_sums: int) -> tuple[list[list[list[float]]], list[int]]:
-    """What two reductions give on a rank of nodes with so many ranks each, and sizes of the groups made for it."""
+    """Return the results of two reductions on a rank of nodes of these sizes, and the sizes of the groups made."""
     import torch
     import torch.distributed as dist
 

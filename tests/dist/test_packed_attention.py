@@ -69,7 +69,7 @@ def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, oracle_of: Any, 
 
 
 def queries_of(rank: int, flags: tuple[str, ...], together: bool) -> list[Any]:
-    """What the first layer's attention takes as queries: `[t, heads, channels]` of each sample in turn."""
+    """Return the queries of the first layer's attention: `[t, heads, channels]` of each sample in turn."""
     import torch
 
     from mimo.model.packed_attention import PackedDotProductAttention

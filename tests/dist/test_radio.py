@@ -196,7 +196,7 @@ def test_norms_names_and_sizes(pool: WorkerPool, final_layernorm: bool) -> None:
 # Training mode
 
 def repeat(rank: int, config: Config, frozen: bool) -> dict[str, Any]:
-    """Three passes over the same images in training mode; whether the projector trains on."""
+    """Pass three times over the same images in training mode, and say whether the projector still trains."""
     from tests.support import provider_cases as cases
 
     with cases.grids_of(GridSpec(VISION), GridSpec(LANGUAGE)) as grids:

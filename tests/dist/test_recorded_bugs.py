@@ -25,7 +25,7 @@ TEXT_ONLY_LAST = ("--dataset-provider", "tests.support.shaped_data:text_only_las
 # 6: parameter groups of one module showed up in the others
 
 def list_parameter_groups(rank: int, flags: tuple[str, ...], world_size: int) -> dict[str, list[str]]:
-    """What tells the parameter groups of each module of this rank apart, of every group."""
+    """List what distinguishes the parameter groups of each module of this rank."""
     from tests.support.steps import inner_optimizers, trainer_of
 
     with trainer_of(rank, flags, world_size) as (parts, _):
@@ -208,7 +208,7 @@ def test_bug_10_routers_are_unfused_and_in_fp32(pool: WorkerPool, flags: tuple[s
 # 22: tensors inside a batch stayed on the host
 
 def all_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a dataclass, dictionary or sequence, at any depth."""
+    """Yield the tensors in a dataclass, dictionary or sequence, at any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
@@ -265,7 +265,7 @@ def record_moe_losses(rank: int, flags: tuple[str, ...], world_size: int, run_di
 
 
 def compute_moe_losses(rank: int, run_dir: str) -> tuple[list[dict[str, float]], list[float]]:
-    """On one process: what is recorded, and each layer's loss of the first step by its formula, in fp64.
+    """Train on one process; return its records and each layer's loss of the first step by its formula, in fp64.
 
     For a sequence of T tokens, E experts and k choices a token: E * sum_e (n_e / (k T)) * mean_t p_te, where n_e counts
     the tokens sent to expert e and p are the router's probabilities (Switch Transformer, equations 4 to 6).

@@ -75,7 +75,7 @@ def engine(context: Any) -> Iterator[EngineProcess]:
 
 
 def check(told: list[Any], *words: str, within_s: float) -> None:
-    """Every rank that is left has raised, in time, an error with one of these in it."""
+    """Check that every rank that is left has raised an error with one of these texts in time."""
     left = [each for each in told if each is not None]
     assert left
     for message, seconds in left:

@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def expected(pool: WorkerPool) -> Outcome:
-    """One process, one microbatch."""
+    """Reference update of one process in one microbatch."""
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
     (outcome,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, world_size=1)
     return outcome

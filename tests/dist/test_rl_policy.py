@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def expected_of(pool: WorkerPool) -> Callable[[RlConfig], Outcome]:
-    """One process, one microbatch; computed once for each configuration."""
+    """Reference update of one process in one microbatch, computed once for each configuration."""
 
     @functools.cache
     def expected(config: RlConfig) -> Outcome:

@@ -149,7 +149,7 @@ def test_names_and_shapes_are_those_of_the_megatron_model(pool: WorkerPool) -> N
 
 
 def test_what_does_not_fit_is_named_on_every_rank(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:
-    """Two ranks that each hold a part of the language model or of the encoder; nothing is changed."""
+    """Load on two ranks that each hold a part of the language model or of the encoder."""
     root = sources.folder("dense")
     folder = Path(root) / "iter_0000007"
     norm = "vision_model.decoder.layers.self_attention.linear_qkv.layer_norm_weight"

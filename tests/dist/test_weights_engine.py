@@ -193,7 +193,7 @@ def test_what_one_rank_finds_stops_all_before_anything_is_written(pool: WorkerPo
 
 
 def export_refusal(pool: WorkerPool, flags: tuple[str, ...], release: Path, out: Path, base: str = "") -> str:
-    """What an export says that does not take place."""
+    """Return the error of an export that is refused."""
     (lines,) = pool.run(weights.export_errors, flags, str(release), str(out), base, world_size=1)
     assert lines, "the export went through"
     return "\n".join(lines)

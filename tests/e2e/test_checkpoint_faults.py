@@ -60,7 +60,7 @@ def saved(root: Path) -> int:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """List the files below a folder."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 

@@ -55,7 +55,7 @@ def kill_before(processes: Processes, change: int | str) -> None:
 
 @pytest.mark.timeout(900)
 def test_killed_before_any_change_of_a_file(context: Any, tmp_path: Path) -> None:
-    """Every step of two saves, of which the first replaces a checkpoint and the second deletes one."""
+    """List the steps of two saves, of which the first replaces a checkpoint and the second deletes one."""
     processes = Processes(context, tmp_path, False)
     kill_before(processes, 100)
     assert processes.published >= 3

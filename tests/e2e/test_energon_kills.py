@@ -73,7 +73,7 @@ def kill_at_random(process: subprocess.Popen[str], save: Path, generator: random
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one."""
+    """List all processes below one."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:

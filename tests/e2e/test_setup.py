@@ -148,7 +148,7 @@ def test_a_set_stands_for_those_within_it_and_no_other(set_up, machine, name, wi
 
 
 def installs(checkout: Path, machine: dict[str, str], name: str, uv: str = "exit 0") -> tuple[list[str], str]:
-    """What setting a set up would have uv and pip do, a line each, and what it says."""
+    """Return the calls of uv and pip that setting up a set would make, a line each, and its messages."""
     (checkout / ".venv" / "bin" / "python").unlink()
     said = checkout / "said"
     # bash alone: there is no other program on this PATH.

@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 def train(folder: Path, num_processes: int, *flags: str) -> list[list[Trained]]:
-    """What each rank did, without prefetch and with each of the depths."""
+    """Results of each rank without prefetch and with each depth."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
                str(ROOT / "tests/gpu/prefetch_worker.py"), str(folder), ",".join(map(str, (0, *DEPTHS))), *MODEL,
                *flags]

@@ -17,7 +17,7 @@ PATIENT = ("--watchdog-timeout-s", "240")
 
 
 def oracle_of(folder: Path, model: str) -> Outcome:
-    """One GPU in plain PyTorch, computed once a model and session."""
+    """Results of one GPU in plain PyTorch, computed once for each model."""
     saved = folder / f"nemotron-oracle-{model}"
     if (saved / "0.pt").exists():
         outcome: Outcome = torch.load(saved / "0.pt", weights_only=False)

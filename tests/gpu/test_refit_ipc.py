@@ -72,7 +72,7 @@ def end_of(rank: int, place: StoreAddress | None, connection: Connection) -> tup
 
 
 def plain_trainer(connection: Connection) -> None:
-    """Three syncs, and one whose worker dies; tells how much memory was in use before, amid and after each.
+    """Sync three times and once with a worker that dies; return the memory used before, during and after each.
 
     Of the last: before, amid, when the worker was dead, after.
     """
@@ -243,7 +243,7 @@ def test_the_engine_answers_as_one_that_loaded_the_same_weights(tmp_path: Path) 
 
 
 def synced(folders: tuple[str, ...], handle: Any) -> list[Any]:
-    """What the trainer sent, see `train`."""
+    """Return what the trainer sent, see `train`."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=train, args=(folders, handle, there))

@@ -47,13 +47,13 @@ def write_with_checksum(path: Path, data: bytes) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Every tensor of a checkpoint, by key."""
+    """Return the tensors of a checkpoint by key."""
     return {key: value for key, value in read_index(folder).state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)}
 
 
 def items_of(folder: Path) -> list[MetadataIndex]:
-    """Every item that is stored: pieces of tensors, and objects."""
+    """List the stored items: pieces of tensors, and objects."""
     return list(read_index(folder).storage_data)
 
 
@@ -298,13 +298,13 @@ class Plant:
 
 
 def is_object(folder: Path, item: MetadataIndex) -> bool:
-    """Whether an item is an object, not a tensor."""
+    """Return whether an item is an object, not a tensor."""
     return isinstance(read_index(folder).state_dict_metadata[item.fqn], BytesStorageMetadata)
 
 
 def notes_after(rank: int, flags: tuple[str, ...], world_size: int, folder: Path, changes: list[Change]
                 ) -> list[list[str]]:
-    """What loading notes after each change to the checkpoint in `folder`, on one process."""
+    """Return the notes of loading after each change to the checkpoint in `folder`, on one process."""
     from mimo.checkpoint.load import load_checkpoint
     from mimo.training.setup import run_state
     from tests.support.resuming import SCHEDULE
@@ -320,7 +320,7 @@ def notes_after(rank: int, flags: tuple[str, ...], world_size: int, folder: Path
 
 def refusals(rank: int, flags: tuple[str, ...], world_size: int, folder: Path, changes: list[Change]
              ) -> list[str | None]:
-    """What loading says of each change to the checkpoint in `folder`: its error on this rank, None where it loads.
+    """Return the error of loading after each change to the checkpoint in `folder` on this rank, None if it loads.
 
     One trainer tries them all. "" where another rank has the word.
     """

@@ -153,7 +153,7 @@ def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> t
 
 
 def gradients_of(rank: int, flags: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """One process: gradients of the linear loss by Hugging Face name, through the weight map."""
+    """Compute gradients of the linear loss on one process, by Hugging Face name through the weight map."""
     from megatron.core.utils import unwrap_model
 
     from mimo.registry import model_provider
@@ -219,7 +219,7 @@ def watch_expert_bias(rank: int, flags: tuple[str, ...], world_size: int, num_st
 
 
 def inspect_language(rank: int, flags: tuple[str, ...], world_size: int) -> dict[str, Any]:
-    """What the language module of this rank holds, after the load."""
+    """Return the tensors of this rank's language module after the load."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 

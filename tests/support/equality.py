@@ -39,7 +39,7 @@ MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", 
 
 @dataclass
 class Outcome:
-    """What a run did, as plain arrays.
+    """Results of a run as plain arrays.
 
     Attributes:
         losses: loss of each step.
@@ -197,7 +197,7 @@ def gather_routing(outcomes: list[Outcome]) -> dict[tuple[int, str], np.ndarray]
 
 def run_oracle(rank: int, flags: tuple[str, ...], num_steps: int = NUM_STEPS, frozen: frozenset[str] = frozenset(),
                frozen_steps: int = 0) -> Outcome:
-    """One process, plain PyTorch: no schedule, DDP, bridge or Megatron optimizer. One sample at a time.
+    """Train on one process in plain PyTorch, one sample at a time: no schedule, DDP, bridge or Megatron optimizer.
 
     Args:
         rank: this process.
@@ -339,6 +339,6 @@ def find_differences(oracle: Outcome, outcomes: list[Outcome]) -> list[str]:
 
 
 def assert_equal(oracle: Outcome, outcomes: list[Outcome]) -> None:
-    """Every rank equals the oracle; see `find_differences`."""
+    """Check that every rank equals the oracle; see `find_differences`."""
     found = find_differences(oracle, outcomes)
     assert not found, "\n".join(found[:8] + [f"... {len(found)} differences"])

@@ -70,7 +70,7 @@ def count(rank: int, flags: tuple[str, ...], packed: bool = False) -> Counted:
 
 
 def work_of(rank: int, flags: tuple[str, ...], world_size: int) -> Workload:
-    """What a step of a layout says of the global batch."""
+    """Return the figures of the global batch that a step of a layout records."""
     from mimo.training.step import train_step
 
     config = parse(list(flags))

@@ -167,7 +167,7 @@ def families() -> list[Family]:
 
 
 def outcome(family: Family, key: str) -> str:
-    """What happens to a key, in words."""
+    """Say what happens to a key."""
     base = copy.deepcopy(family.base)
     for name, value in WITH.get(key, {}).items():
         if "." not in name or "vision_config" in base:

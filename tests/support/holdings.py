@@ -15,7 +15,7 @@ from tests.support import equality, weights
 
 @dataclass
 class Held:
-    """What a rank holds.
+    """Shards of a rank.
 
     Attributes:
         entries, holders: as `mimo.refit.trainer_shards` says.
@@ -113,7 +113,7 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
 
 
 def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
-    """What taking stock of a model says that has another map, or saves other tensors; change -> lines."""
+    """Return the errors of collecting shards of a model with another map or other tensors, by change."""
     from mimo.refit import trainer_shards as module
     from mimo.weights.rules import Direct, Rule
 
@@ -147,7 +147,7 @@ def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str
 
 
 def refused_reads(rank: int, flags: tuple[str, ...]) -> dict[str, str]:
-    """What a read of a weight says that is not as it was at set-up; change -> error."""
+    """Return the errors of reading a weight that is not as it was at set-up, by change."""
     from mimo.refit.tensor_slices import Address
     from mimo.refit.trainer_shards import LiveTensors
 

@@ -81,7 +81,7 @@ def marked(mark: str) -> list[str]:
 
 
 def wait_for_the_end(mark: str) -> list[str]:
-    """What is left of a run after a while."""
+    """Wait for the processes of a run to end, and return those that are left after a minute."""
     deadline = time.monotonic() + 60
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -54,7 +54,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Rows:
-    """How rows are made and, on purpose, mistreated.
+    """How rows are made and deliberately damaged.
 
     Attributes:
         packed: three sequences a row instead of one.

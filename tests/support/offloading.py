@@ -72,7 +72,7 @@ def with_memory(tensors: dict[str, torch.Tensor], device: torch.device) -> list[
 
 def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
           watch: Callable[[str, Any], None] = lambda when, parts: None) -> Trained:
-    """Some steps; with `offload` everything goes to the host and comes back after each of them.
+    """Take some steps; with `offload`, everything goes to the host and comes back after each of them.
 
     Args:
         rank: this process.
@@ -128,7 +128,7 @@ def move(moved: Any, kind: str) -> int:
 
 
 def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> dict[str, str]:
-    """What a trainer says that is asked for something while things are away: case -> error."""
+    """Return the errors of requests to a trainer while tensors are away, by case."""
     from mimo.checkpoint.state import RunState
     from mimo.refit.gather_full import WholeTensors
     from mimo.refit.trainer_shards import build_trainer_shards

@@ -34,7 +34,7 @@ Size = tuple[int, int]
 
 @dataclass
 class Outcome:
-    """What a run did.
+    """Results of a run.
 
     Attributes:
         losses: sample key -> loss of each token of the sample, 0 where there is no target; last language stage only.

@@ -25,7 +25,7 @@ FLAGS = """--model-provider deepseek_v3 --dataset-provider mock --device cpu --n
 
 @dataclass
 class Outcome:
-    """What a rank saw.
+    """Results on a rank.
 
     Attributes:
         results: of the update.
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, alike: bool = False) -> Outcome:
-    """One update on this rank of a layout.
+    """Take one update on this rank of a layout.
 
     Args:
         rank: this process.

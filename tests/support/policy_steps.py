@@ -47,7 +47,7 @@ FLAGS = f"""--model-provider causal_lm --dataset-provider mock --device cpu --no
 
 @dataclass
 class Outcome:
-    """What a rank saw.
+    """Results on a rank.
 
     Attributes:
         metrics: of the global batch.
@@ -86,7 +86,7 @@ def microbatch(packed: PackedRows) -> Microbatch:
 
 
 def policy_batch(config: RlConfig, packed: PackedRows, rows: dict[str, torch.Tensor]) -> tuple[PolicyBatch, Totals]:
-    """What the loss needs of these rows, and the figures of the mismatch."""
+    """Return the inputs of the loss for these rows and the figures of the mismatch."""
     sampled = packed.sampled(rows["response"])
     old, rollout = packed.take(rows["old"]), packed.take(rows["rollout"])
     weights, clipped = importance_weights(config, sampled, old, rollout)

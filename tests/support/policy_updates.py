@@ -29,7 +29,7 @@ NUM_ROLLOUTS = 2
 
 @dataclass
 class Outcome:
-    """What a rank saw.
+    """Results on a rank.
 
     Attributes:
         results: of each update.
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass
 class Schedule:
-    """How one update ran on a rank.
+    """The schedule of one update on a rank.
 
     Attributes:
         calls: of the schedule: microbatches, and whether forward only.
@@ -61,7 +61,7 @@ class Schedule:
 
 
 def completions(step: int) -> list[Completion]:
-    """Two of each prompt, with log-probs near those of an untrained model."""
+    """Return two completions of each prompt, with log-probs near those of an untrained model."""
     generator = torch.Generator().manual_seed(step)
     found = []
     for number, length in enumerate(LENGTHS):
@@ -124,7 +124,7 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
 
 
 def update_by_halves(rank: int, config: RlConfig) -> Outcome:
-    """One update on each half of the completions, alone; the log-probs of both are those before the first."""
+    """Take an update on each half of the completions; the log-probs of both are those before the first."""
     parts = make_trainer((), 1, config)
     trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=other_reference(parts))
     outcome, found = Outcome(), completions(0)
@@ -140,7 +140,7 @@ def update_by_halves(rank: int, config: RlConfig) -> Outcome:
 
 
 def watched_update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig) -> Schedule:
-    """One update on this rank, with the calls of the schedule and the passes of the model noted."""
+    """Take one update on this rank and note the calls of the schedule and the passes of the model."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.utils import get_model_config
 

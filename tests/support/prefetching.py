@@ -18,7 +18,7 @@ NUM_STEPS = 4
 
 @dataclass
 class Trained:
-    """What a rank did and holds; where its encoder ran.
+    """Results and weights of a rank, and where its encoder ran.
 
     Attributes:
         losses, grad_norms: of each step.

@@ -13,7 +13,7 @@ from tests.support.launch import ROOT
 
 def run_preflight(folder: Path, *flags: str, gpus_per_node: int = 2, second: dict[str, str] | None = None,
                   first: dict[str, str] | None = None) -> list[tuple[int, str]]:
-    """Two nodes, n1 and n2; gives exit code and output of each.
+    """Run two nodes, n1 and n2, and return exit code and output of each.
 
     Args:
         folder: where the run would save.

@@ -26,7 +26,7 @@ def grids_of(vision: GridSpec, language: GridSpec) -> Iterator[Grids]:
 
 
 def context_of(grids: Grids, module: str, seq_length: int, dtype: torch.dtype = torch.float32) -> BuildContext:
-    """What the trainer would hand the provider on this rank; sequence parallelism wherever tp allows it."""
+    """Return the context that the trainer gives the provider on this rank, with sequence parallelism if tp > 1."""
     spec = grids.layout.grids[module]
     stage = spec.coordinates(grids.rank)["pp"]
     return BuildContext(

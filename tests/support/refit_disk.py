@@ -16,7 +16,7 @@ from tests.support import hf_families, holdings, refit
 
 def write_versions(rank: int, flags: tuple[str, ...], world_size: int, folder: str, root: str, dtype: str,
                    out: str) -> list[str]:
-    """Three versions, the weights twice as large and elsewhere each time; the last is exported, too.
+    """Write three versions, the weights twice as large and elsewhere each time; export the last one, too.
 
     Returns:
         The versions' folders.

@@ -48,7 +48,7 @@ class Scale(torch.nn.Module):
 
 
 class PlainModel(torch.nn.Module):
-    """One worker's: rows of the head are spread over the workers.
+    """Model of one worker. Rows of the head are spread over the workers.
 
     Args:
         worker: number of this one.
@@ -100,7 +100,7 @@ def whole_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def logprobs_of(weights: dict[str, torch.Tensor], tokens: Sequence[int]) -> list[float]:
-    """What the model says of a prompt's tokens from the second on."""
+    """Return the log-probs of a prompt's tokens from the second on."""
     hidden = weights["embed.weight"][list(tokens)] * weights["scale.weight"] + weights["scale.bias"]
     for block in range(BLOCKS):
         hidden = hidden @ weights[f"blocks.{block}.weight"].T
@@ -109,7 +109,7 @@ def logprobs_of(weights: dict[str, torch.Tensor], tokens: Sequence[int]) -> list
 
 
 class PlainWeights:
-    """What a trainer's rank holds: rows of every matrix, the whole of what has one axis. See `TrainerWeights`.
+    """Weights of a trainer's rank: rows of every matrix, vectors as a whole. See `TrainerWeights`.
 
     Args:
         rank: this one.
@@ -169,7 +169,7 @@ class Watched(dict[str, torch.Tensor]):
 
 
 def scheme(names: Sequence[str]) -> dict[str, Any]:
-    """One module, spelled in one way."""
+    """Return the naming schemes of one module with one name for each tensor."""
     return {"module": "language", "first": 0, "count": len(names), "styles": {"own": list(names)}}
 
 
@@ -188,7 +188,7 @@ def holders_of(entries: Sequence[TensorMeta], world_size: int) -> Holders:
 
 
 class PlainLLM:
-    """In place of `vllm.LLM`: as many workers, with vLLM's own methods for weight updates.
+    """Stand-in for `vllm.LLM` with as many workers and vLLM's own methods for weight updates.
 
     Attributes:
         emptied: caches that were, in order.
@@ -267,7 +267,7 @@ def plain_worker(worker: int, workers: int, load_format: str, transfer: Any) -> 
 
 
 def use_plain_engine() -> None:
-    """In an engine's process, before the engine is made: `PlainLLM` in place of vLLM's."""
+    """Put `PlainLLM` in place of vLLM's, in an engine's process before the engine is made."""
     import vllm
     from vllm.v1.worker import gpu_worker
 
@@ -333,12 +333,12 @@ class Ranks:
             each.set(seed)
 
     def send(self, version: str) -> list[Any]:
-        """One sync; of each rank its report or what it raised."""
+        """Sync once and return the report or the error of each rank."""
         return self.together(lambda rank: self.senders[rank].send(version))
 
 
 def is_right(engine: Any, seed: int) -> bool:
-    """Whether an engine or a handle serves the weights of a seed."""
+    """Return whether an engine or a handle serves the weights of a seed."""
     whole = whole_weights(seed)
     pairs = zip(engine.prompt_logprobs(PROMPTS), (logprobs_of(whole, prompt["prompt_token_ids"]) for prompt in PROMPTS),
                 strict=True)
@@ -346,7 +346,7 @@ def is_right(engine: Any, seed: int) -> bool:
 
 
 def refuses(engine: Any) -> bool:
-    """Whether an engine or a handle says that it has no complete weights."""
+    """Return whether an engine or a handle says that it has no complete weights."""
     try:
         engine.prompt_logprobs(PROMPTS)
     except RefitError as error:
@@ -355,14 +355,14 @@ def refuses(engine: Any) -> bool:
 
 
 class EchoEngine:
-    """In place of `RolloutEngine` where only calls matter."""
+    """Stand-in for `RolloutEngine` where only calls matter."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.version = options.model
         self.done: list[str] = []
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """What was done, as numbers; nothing else."""
+        """Return what was done, as numbers."""
         return [[float(len(name)) for name in self.done]]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -376,14 +376,14 @@ class EchoEngine:
 
 
 def use_echo_engine() -> None:
-    """In an engine's process, before the engine is made."""
+    """Put `EchoEngine` in place of the engine, in its process before it is made."""
     from mimo.rollout import process as host
 
     host.RolloutEngine = EchoEngine  # type: ignore[assignment,misc]
 
 
 def fail_to_start() -> None:
-    """In an engine's process, before the engine is made."""
+    """Fail in the engine's process, before the engine is made."""
     raise OSError("there is no such model")
 
 
@@ -398,7 +398,7 @@ class BreakingEngine(EchoEngine):
 
 
 def use_breaking_engine() -> None:
-    """In an engine's process, before the engine is made."""
+    """Put `BreakingEngine` in place of the engine, in its process before it is made."""
     from mimo.rollout import process as host
 
     host.RolloutEngine = BreakingEngine  # type: ignore[assignment,misc]

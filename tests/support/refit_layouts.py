@@ -82,7 +82,7 @@ class SmallModel:
 
     @cached_property
     def whole(self) -> Tensors:
-        """Every tensor as the numbers of its elements, which no two share."""
+        """Tensors that hold the numbers of their elements, which no two share."""
         return {name: np.arange(self.firsts[name], self.firsts[name] + math.prod(shape)).reshape(shape)
                 for name, shape in self.shapes.items()}
 
@@ -265,7 +265,7 @@ def _found_in(model: SmallModel, shape: tuple[int, ...], numbers: bytes) -> list
 
 
 def holders_of(slots: Sequence[Iterable[TensorSlice]]) -> Holders:
-    """Every box with the ranks that hold it, from each rank's slots."""
+    """Return the boxes with the ranks that hold them, from each rank's slots."""
     found: dict[str, dict[Box, list[int]]] = {}
     for rank, own in enumerate(slots):
         for name, box in dict.fromkeys((slot.name, slot.box) for slot in own):
@@ -274,7 +274,7 @@ def holders_of(slots: Sequence[Iterable[TensorSlice]]) -> Holders:
 
 
 def wants_of(model: SmallModel, slots: Sequence[TensorSlice], through_loader: Callable[[str], bool]) -> RecvSpec:
-    """What a worker wants, where names that say so go whole through its loader."""
+    """Return what a worker receives; the names chosen go whole through its loader."""
     order = {name: number for number, name in enumerate(model.shapes)}
     direct = [slot for slot in slots if not through_loader(slot.name)]
     loader = {slot.name for slot in slots if through_loader(slot.name)}
@@ -290,7 +290,7 @@ def taken(tensors: Tensors, address: Address, box: Box) -> Array:
 
 
 def packed(operations: Iterable[SendOp], tensors: Tensors) -> Array:
-    """One message: the boxes in order."""
+    """Pack the boxes of one message in order."""
     return np.concatenate([taken(tensors, each.source, each.box).reshape(-1) for each in operations])
 
 

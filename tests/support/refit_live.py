@@ -64,7 +64,7 @@ class Live:
         return prompt_logprobs(self.parts, self.provider, prompts)
 
     def error_of(self, part: Callable[[], Any]) -> str:
-        """What it raised."""
+        """Return the error that a call raised."""
         try:
             part()
         except (RefitError, ValueError, OSError) as error:
@@ -94,7 +94,7 @@ def struck(sender: WeightSender, strike: Callable[[], None], after: int) -> None
 
 
 def fail() -> None:
-    """What a rank does that fails."""
+    """Fail on a rank during a sync."""
     raise OSError("made to fail")
 
 
@@ -127,14 +127,14 @@ def break_and_mend(rank: int, name: str, folder: str, layout: tuple[str, ...], w
 
 def refused(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle,
             options: RefitOptions) -> str:
-    """What a trainer of another model than the engine's raises."""
+    """Return the error of a trainer whose model is not the engine's."""
     with live(rank, name, folder, layout, world_size, handle, options) as trainer:
         return trainer.error_of(trainer.connect)
 
 
 def killed(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle,
            options: RefitOptions, pid: int) -> str:
-    """What this rank raises when the engine is killed in the midst of a sync."""
+    """Return this rank's error when the engine is killed during a sync."""
     with live(rank, name, folder, layout, world_size, handle, options) as trainer:
         sender = trainer.connect()
         if rank == 0:

@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def allow_stale_caches() -> None:
-    """In an engine's process: give the engine the method `leave_cache`."""
+    """Give the engine the method `leave_cache`, in its process."""
 
     def leave_cache(engine: Any, cache: str) -> None:
         """Empty this one no more: `prefix` or `encoder`; with no name, empty all again."""

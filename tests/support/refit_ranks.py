@@ -28,7 +28,7 @@ ANSWERS_WITHIN_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens in the midst of a refit.
+    """A fault in the middle of a refit.
 
     Attributes:
         rank: trainer rank that does it.
@@ -77,7 +77,7 @@ class Client:
 
 
 def rank_process(rank: int, world_size: int, folder: str, handle: EngineHandle, connection: Connection) -> None:
-    """One trainer rank: does what it is told, and says what came of it and how long it took."""
+    """Run a trainer rank that obeys orders and reports each result with its duration."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank,
                             world_size=world_size)

@@ -29,7 +29,7 @@ def draw(client: Any, prompts: dict[str, list[int]]) -> list[list[Rollout]]:
 
 
 class NotingEngine(EchoEngine):
-    """In place of `RolloutEngine`; says what its process is given."""
+    """Stand-in for `RolloutEngine` that reports what its process is given."""
 
     def variable(self, name: str) -> str | None:
         """Return an environment variable."""
@@ -37,7 +37,7 @@ class NotingEngine(EchoEngine):
 
 
 def use_noting_engine() -> None:
-    """In an engine's process, before the engine is made."""
+    """Replace the engine in its process before it is made."""
     from mimo.rl.launch_engine import leave_launcher
 
     leave_launcher()
@@ -45,13 +45,13 @@ def use_noting_engine() -> None:
 
 
 def sleep_long() -> None:
-    """In an engine's process, before the engine is made, which then never is."""
+    """Sleep in an engine's process, so that the engine is never made."""
     time.sleep(1e4)
 
 
 @dataclass
 class UnderRay:
-    """What a trainer saw of its engine under Ray.
+    """A trainer's view of its engine under Ray.
 
     Attributes:
         steps: as `tests.support.refit.sync`.

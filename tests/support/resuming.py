@@ -24,7 +24,7 @@ SCHEDULE = ("--global-batch-size", "4", "--train-iters", "10", "--lr-decay-style
 
 @dataclass
 class Run:
-    """What a run did on one rank.
+    """Results of a run on one rank.
 
     Attributes:
         losses, grad_norms: of each step.
@@ -65,7 +65,7 @@ def spoil(parts: Any) -> None:
 
 
 def exact_state(parts: Any) -> dict[str, np.ndarray]:
-    """Every parameter, buffer and optimizer tensor of this rank; names are comparable between equal layouts only."""
+    """Return this rank's parameters, buffers and optimizer tensors; names compare between equal layouts only."""
     found = {name: bits(value) for name, value in parts.built.model.state_dict().items()
              if isinstance(value, torch.Tensor)}
     for module, info in parts.optimizer.module_infos.items():
@@ -179,7 +179,7 @@ def refusal(rank: int, flags: tuple[str, ...], world_size: int) -> str | None:
 
 
 def assert_same_bits(uninterrupted: list[Run], resumed: list[Run]) -> None:
-    """Every rank of a run that went on from a checkpoint did and holds exactly what the uninterrupted one did."""
+    """Check that every rank of a resumed run did and holds exactly what the uninterrupted one did."""
     for rank, (whole, rest) in enumerate(zip(uninterrupted, resumed, strict=True)):
         steps = len(rest.losses)
         assert 0 < steps < len(whole.losses)

@@ -13,7 +13,7 @@ from mimo.rollout.engine import Rollout, RolloutEngine, Sampling
 
 def answers(config: RlRunConfig, folder: str, prompts: Sequence[Sequence[int]],
             samplings: Sequence[Sampling]) -> list[list[list[Rollout]]]:
-    """What the engine says to all prompts, for each way of drawing."""
+    """Return the engine's answers to all prompts for each way of sampling."""
     engine = RolloutEngine(replace(engine_options(config, Path(folder)), load_format="auto"))
     asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return [engine.generate(asked, sampling, seeds=range(len(prompts))) for sampling in samplings]

@@ -37,7 +37,7 @@ class Engine:
 
 def probe(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig) -> (
         tuple[list[list[list[int]]], Expected, Expected, list[str]]):
-    """What the trainer expects with its weights and with scrambled ones, and what this rank says of engines.
+    """Return what the trainer expects with its weights and with scrambled ones, and this rank's verdicts on engines.
 
     Returns:
         The sequences (on the first rank); both expectations; complaints about an engine with the right log-probs, and

@@ -30,7 +30,7 @@ CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, importance_cap=1.1,
 
 @dataclass
 class Updated:
-    """What a rank saw.
+    """Results on a rank.
 
     Attributes:
         results: of each update.
@@ -104,7 +104,7 @@ def save(rank: int, flags: tuple[str, ...], world_size: int, folder: str) -> Non
 
 def update_from(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, resumed: bool = False,
                 other: bool = False) -> Updated:
-    """One update with the reference that the flags name.
+    """Take one update with the reference that the flags name.
 
     Args:
         rank: this process.
@@ -138,7 +138,7 @@ def update_from(rank: int, flags: tuple[str, ...], world_size: int, config: RlCo
 
 def update_hf(rank: int, name: str, policy: str, reference: str, layout: tuple[str, ...], world_size: int,
               config: RlConfig, rewards: Sequence[float] | None = None) -> Updated:
-    """One update of a saved model, with another as the reference.
+    """Take one update of a saved model, with another as the reference.
 
     Args:
         rank: this process.

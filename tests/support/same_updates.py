@@ -14,7 +14,7 @@ TOLERANCE = 1e-5
 
 
 class Updated(Protocol):
-    """What a rank saw: results of each update, parameters after them, what the last one raised."""
+    """Results on a rank: of each update, the parameters after them, the error of the last one."""
 
     results: list[PolicyResult]
     after: list[Piece]

@@ -36,7 +36,7 @@ def write_tar(path: Path, parts: Sequence[tuple[str, bytes]]) -> None:
 
 
 def prepare(folder: Path, patterns: Sequence[tuple[str, str]], dataset_yaml: str = CRUDE) -> Path:
-    """What `energon prepare` does, without questions: index the tars of a folder and divide them over splits."""
+    """Index the tars of a folder and divide them over splits, like `energon prepare` without questions."""
     tars = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.tar"))
     BaseWebdatasetFactory.prepare_dataset(
         folder, tars, split_parts_patterns=list(patterns), shuffle_seed=None, workers=1

@@ -242,7 +242,7 @@ def differences(parts: Any, expected: dict[str, torch.Tensor]) -> list[str]:
 
 def refusals(rank: int, flags: tuple[str, ...], world_size: int, tries: list[tuple[str, Change]]
              ) -> list[tuple[str | None, bool]]:
-    """What the start says of each (path, change to its checkpoint), in one trainer.
+    """Return what the start says of each (path, change to its checkpoint), in one trainer.
 
     Returns:
         The error on this rank ("" where another rank has the word, None where the checkpoint loads) and whether every
@@ -298,7 +298,7 @@ class Resize:
 
 
 def start_lines(rank: int, flags: tuple[str, ...], world_size: int, root: str | None) -> list[str]:
-    """What a start from `root`, if any, reports; then saves at once."""
+    """Start from `root`, if given, save at once and return the report."""
     from mimo.checkpoint.save import Saver
     from mimo.checkpoint.state import Progress
 

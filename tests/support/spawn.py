@@ -296,7 +296,7 @@ class _ReportFailure:
 
 
 def _run_task(rank: int, world_size: int, port: int, timeout_s: float, task: bytes) -> Any:
-    """One call in a fresh process group, which is gone when it returns."""
+    """Run one call in a fresh process group, which is gone when it returns."""
     import torch.distributed as dist
 
     from mimo.platform import current_platform

@@ -13,7 +13,7 @@ STALLS_AT = "stalls at "
 
 
 def say() -> None:
-    """When the fault happens, for the reader of the output."""
+    """Print when the fault happens, for the reader of the output."""
     os.write(sys.stdout.fileno(), f"{STALLS_AT}{time.time():.2f}\n".encode())  # whole, also from several threads
 
 

@@ -16,7 +16,7 @@ from mimo.checkpoint.reader import CheckedReader, read_index
 
 
 def safetensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder of safetensors."""
+    """Read the tensors of a folder of safetensors."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -40,7 +40,7 @@ def save_small_llama(folder: Path, changes: dict[str, torch.Tensor], **config: A
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every global tensor, whole, by its key."""
+    """Read the whole global tensors by key."""
     metadata = read_index(folder).state_dict_metadata
     tensors = {
         key: torch.full(tuple(value.size), torch.nan, dtype=value.properties.dtype)

@@ -37,7 +37,7 @@ def record(iteration: int) -> StepRecord:
 
 
 def train(flags: ObserveConfig) -> None:
-    """What the logging rank does."""
+    """Log a run as the logging rank does."""
     logger = RunLogger(flags, active=True, total_iterations=3, config_toml=CONFIG)
     for iteration in (1, 2, 3):
         logger.log_step(record(iteration))

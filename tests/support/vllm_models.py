@@ -133,7 +133,7 @@ def build(config: VllmConfig) -> torch.nn.Module:
 
 
 def live_recording(directory: str, entries: list[TensorMeta]) -> tuple[object, object, Recording]:
-    """What a new engine generates and holds before and after it is recorded, and the recording; in an own process."""
+    """Return a new engine's answers before and after it is recorded, and the recording; in an own process."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     engine = LLM(directory, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True,
                  kv_cache_memory_bytes=64 << 20, max_num_seqs=4, enable_prefix_caching=False)

@@ -39,7 +39,7 @@ NUM_UPDATES = 2
 
 @dataclass
 class Outcome:
-    """What a rank saw.
+    """Results on a rank.
 
     Attributes:
         results: of each update.
@@ -88,7 +88,7 @@ class PictureSet:
 
 
 def completions(step: int) -> list[Completion]:
-    """Two of each prompt, with log-probs near those of an untrained model; some sample the image token."""
+    """Return two completions of each prompt, with log-probs near an untrained model's; some have the image token."""
     generator, prompts, found = torch.Generator().manual_seed(step), PictureSet(), []
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()

@@ -119,7 +119,7 @@ def write_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, by the safetensors library alone."""
+    """Read the tensors of a folder with the safetensors library alone."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -252,7 +252,7 @@ def export_errors(rank: int, flags: tuple[str, ...], release: str, out: str, bas
 
 
 def spoiled_loads(rank: int, flags: tuple[str, ...], folder: str) -> dict[str, list[str]]:
-    """What a load says where one source tensor is missing, renamed, or of another shape; all of them in turn.
+    """Return the errors of loads in which one source tensor is missing, renamed or of another shape, each in turn.
 
     A change of a tensor -> lines of the error; no line where the load went through.
     """

@@ -25,7 +25,7 @@ FLAGS = ("--model-provider", "causal_lm", "--rotary-base", "5e5", "--num-layers"
 
 
 def common_of(*flags: str) -> dict[str, Any]:
-    """What a checkpoint of a run says about its model."""
+    """Return what a checkpoint of a run says about its model."""
     config = parse([*FLAGS, *flags])
     return {"config": to_toml(config),
             "model": model_fields(registry.model_provider(config.model.model_provider), config.model_family)}

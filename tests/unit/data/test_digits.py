@@ -24,7 +24,7 @@ def answer(sample: Sample) -> list[int]:
 
 
 def scan_images(scans: np.ndarray) -> set[bytes]:
-    """What unaugmented images of these scans look like."""
+    """Return the unaugmented images of these scans."""
     pixels, _ = digits.load_scans()
     return {digits.draw([pixels[scan]], 1, (16, 16), 3).tobytes() for scan in scans}
 

@@ -335,7 +335,7 @@ def test_one_bad_sample_too_many_before_a_row_ends_the_worker(tmp_path, config):
 
 
 def delivered(folder: Path, config: Config, rows: int) -> list[int]:
-    """How many bad samples a run has passed over after each of the first rows, with a lane read by a worker."""
+    """Count the bad samples that a run has passed over after each of the first rows of a worker's lane."""
     from data.energon.provider import provider
 
     flags = replace(config, data_path=str(folder), num_workers=1, shuffle=False)

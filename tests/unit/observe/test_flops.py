@@ -24,7 +24,7 @@ LENGTHS = st.lists(st.integers(1, 700), max_size=6)
 
 
 def passes(total: float) -> list[float]:
-    """How often each component of `MODEL` was computed, in order."""
+    """Return how often each component of `MODEL` was computed, in order."""
     return [round(total / component.linear) % 100 for component in MODEL]
 
 

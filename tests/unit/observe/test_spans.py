@@ -11,7 +11,7 @@ from mimo.observability.timeline import PARTS, parts_of
 
 
 class StepClock:
-    """Each look at it is a second later than the one before."""
+    """A clock that advances by a second at each look."""
 
     def __init__(self):
         self.now = 0.0

@@ -57,7 +57,7 @@ def test_a_stopped_process_is_seen_and_ends(start):
 
 
 def siblings_of_a_child(start, pid: int) -> list[int]:
-    """What another child of this process sees."""
+    """Return what another child of this process sees."""
     child = start("from mimo.watchdog.process_exit import stopped_siblings\nprint(*stopped_siblings())")
     out, _ = child.communicate(timeout=60)
     return [int(word) for word in out.split() if int(word) == pid]

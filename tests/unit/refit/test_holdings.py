@@ -213,7 +213,7 @@ def plan(maps: dict[str, WeightMap], wire_dtype: str = "bfloat16") -> tuple[list
 
 
 def is_grouped(keys: Iterable[tuple[str, int]]) -> bool:
-    """Whether equal keys follow each other, numbers ascending."""
+    """Return whether equal keys follow each other, with ascending numbers."""
     groups = [key for key, _ in itertools.groupby(keys)]
     return len(groups) == len(set(groups)) and all(
         first[1] < second[1] for first, second in itertools.pairwise(groups) if first[0] == second[0])

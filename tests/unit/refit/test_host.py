@@ -25,7 +25,7 @@ from tests.support.refit_faults import engine_options, fail_to_start, use_breaki
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EngineProcess]:
-    """One for all tests; the last kills it."""
+    """An engine process for all tests; the last test kills it."""
     made = EngineProcess(engine_options(), call_timeout_s=60, setup=use_echo_engine)
     yield made
     made.close()

@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float32")
 
 @dataclass(frozen=True)
 class Operation:
-    """What a message carries."""
+    """An operation of a message."""
 
     entry: int
     box: Box

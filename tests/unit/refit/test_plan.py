@@ -53,7 +53,7 @@ AT = "model.layers.1"
 
 @dataclass
 class Ends:
-    """What both ends of a refit know, and their tensors."""
+    """Knowledge and tensors of both ends of a refit."""
 
     entries: Sequence[TensorMeta]
     holders: Holders
@@ -204,7 +204,7 @@ def in_words(entries: Sequence[TensorMeta]) -> list[str]:
 
 
 def refusal(trainer: Ends, engine: Ends) -> str:
-    """What the two ends say when they set up a refit, from what each believes; empty when they agree."""
+    """Return the errors of both ends when they set up a refit, from what each believes; empty if they agree."""
     difference = first_difference(in_words(trainer.entries), in_words(engine.entries), "the trainer", "worker 0")
     try:
         check_holders(trainer.entries, trainer.holders)

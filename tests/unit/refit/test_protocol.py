@@ -55,7 +55,7 @@ def connected(world_size: int = 2, workers: int = 1, **options: Any) -> tuple[Ra
 
 
 def messages_of(raised: Sequence[Any]) -> list[str]:
-    """What each rank raised."""
+    """Return the error of each rank."""
     assert all(isinstance(each, (RefitError, ValueError)) for each in raised), raised
     return [str(each) for each in raised]
 

@@ -18,7 +18,7 @@ FLAGS = ["--model-provider", "mock", "--dataset-provider", "mock", "--seq-length
 
 
 def fake_training(losses: dict[str, list[float]], made: dict[str, RunConfig]) -> Any:
-    """In place of whole runs: the losses by the name of the run's folder."""
+    """Losses by the name of the run's folder, in place of whole runs."""
     def train(config: RunConfig, folder: Path) -> list[dict[str, float]]:
         made[folder.name] = config
         return [{"lm loss": loss} for loss in losses.get(folder.name, [])]

@@ -26,7 +26,7 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What a process has said, stderr first; it ends with this code."""
+    """Wait for a process to end with this code, and return stderr, then stdout."""
     out, said = process.communicate(timeout=60)
     assert process.returncode == code, said + out
     return said + out

@@ -84,7 +84,7 @@ def loader(grids, rank, provider=mock.provider, config=None, *, micro=2, num=2, 
 
 
 def same(one, two) -> bool:
-    """Whether two steps hold the same microbatches."""
+    """Return whether two steps hold the same microbatches."""
     for left, right in zip(one, two, strict=True):
         if (left.text is None) != (right.text is None) or left.encoders.keys() != right.encoders.keys():
             return False

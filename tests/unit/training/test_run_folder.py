@@ -24,7 +24,7 @@ def folder_of(*flags: str) -> Path:
 
 
 def save(root: str, config: RunConfig) -> None:
-    """What a run of a configuration leaves that says where it wrote."""
+    """Leave what a run leaves that says where it wrote."""
     folder = Path(root, "iter_0000010")
     folder.mkdir(parents=True)
     (folder / METADATA).write_text("{}")
