@@ -5,7 +5,9 @@ Numbers are those of the record, as in test_recorded_bugs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.support.equality import MOE
 from tests.support.resuming import SAVED_AT, bits, exact_state, started, train
 from tests.support.spawn import WorkerPool
 
+SavedRun = tuple[tuple[str, ...], str, list[tuple[dict[str, np.ndarray], list[str]]]]
 # name -> (ranks, flags)
 LAYOUTS = {
     "disjoint-tp2": (4, "--encoder-tp 2 --llm-tp 2"),
@@ -93,11 +96,21 @@ def describe(rank: int, flags: tuple[str, ...], world_size: int) -> Described:
              if is_main_replica(one.replica_id)])
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def described(pool: WorkerPool, request: pytest.FixtureRequest) -> list[Described]:
-    world_size, flags = LAYOUTS[request.param]
-    ranks: list[Described] = pool.run(describe, tuple(flags.split()), world_size, world_size=world_size)
-    return ranks
+@pytest.fixture(scope="module")
+def describe_layout(pool: WorkerPool) -> Callable[[str], list[Described]]:
+    """Describe all ranks of a layout, each layout once."""
+    @cache
+    def get(layout: str) -> list[Described]:
+        world_size, flags = LAYOUTS[layout]
+        ranks: list[Described] = pool.run(describe, tuple(flags.split()), world_size, world_size=world_size)
+        return ranks
+
+    return get
+
+
+@pytest.fixture(params=LAYOUTS)
+def described(describe_layout: Callable[[str], list[Described]], request: pytest.FixtureRequest) -> list[Described]:
+    return describe_layout(request.param)
 
 
 def test_bug_1_every_tensor_has_a_global_slice_without_global_process_groups(described: list[Described]) -> None:
@@ -155,9 +168,8 @@ def test_bug_3_every_element_has_exactly_one_writer(described: list[Described]) 
     assert len(set(objects)) == len(objects) >= len(described), "each rank writes its own generators"
 
 
-def test_bug_3_replicas_share_the_writing(pool: WorkerPool) -> None:
-    world_size, flags = LAYOUTS["colocated-encoder-dp4"]
-    ranks = pool.run(describe, tuple(flags.split()), world_size, world_size=world_size)
+def test_bug_3_replicas_share_the_writing(describe_layout: Callable[[str], list[Described]]) -> None:
+    ranks = describe_layout("colocated-encoder-dp4")
     written = [sum(one.num_bytes for one in rank.weights if one.writes and one.module == "vision") for rank in ranks]
     largest = max(one.num_bytes for rank in ranks for one in rank.weights if one.module == "vision")
     assert max(written) - min(written) <= largest and min(written) > sum(written) / 8, written
@@ -218,11 +230,16 @@ def groups_after_load(rank: int, flags: tuple[str, ...], world_size: int, until:
         return exact_state(parts), groups
 
 
-@pytest.mark.parametrize("sharding", ["--use-distributed-optimizer", "--no-use-distributed-optimizer"])
-def test_bug_4_a_module_without_rank_0_gets_its_optimizer_back(pool: WorkerPool, tmp_path: Path, sharding: str) -> None:
-    flags = ("--llm-dp", "2", "--bf16", sharding)
-    before = pool.run(groups_after_load, (*flags, "--save", str(tmp_path)), 3, SAVED_AT, world_size=3)
-    after = pool.run(groups_after_load, (*flags, "--load", str(tmp_path)), 3, SAVED_AT, world_size=3)
+@pytest.fixture(scope="module", params=["--use-distributed-optimizer", "--no-use-distributed-optimizer"])
+def saved_run(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> SavedRun:
+    """A run on three ranks that has saved: its flags, its folder, what `groups_after_load` found on each rank."""
+    flags, root = ("--llm-dp", "2", "--bf16", str(request.param)), str(tmp_path_factory.mktemp("saved"))
+    return flags, root, pool.run(groups_after_load, (*flags, "--save", root), 3, SAVED_AT, world_size=3)
+
+
+def test_bug_4_a_module_without_rank_0_gets_its_optimizer_back(pool: WorkerPool, saved_run: SavedRun) -> None:
+    flags, root, before = saved_run
+    after = pool.run(groups_after_load, (*flags, "--load", root), 3, SAVED_AT, world_size=3)
     for (state, groups), (loaded, loaded_groups) in zip(before[1:], after[1:], strict=True):
         assert groups == loaded_groups and len(groups) >= 2
         assert state.keys() == loaded.keys()
@@ -251,13 +268,11 @@ def step_of_size_zero(rank: int, flags: tuple[str, ...], world_size: int
         return loaded, before, weights(), result.grad_norm
 
 
-@pytest.mark.parametrize("sharding", ["--use-distributed-optimizer", "--no-use-distributed-optimizer"])
 @pytest.mark.parametrize("optimizer", ["--load-optim", "--no-load-optim"])
-def test_bug_7_the_first_step_starts_from_the_loaded_weights(pool: WorkerPool, tmp_path: Path, optimizer: str,
-                                                             sharding: str) -> None:
-    flags = ("--llm-dp", "2", "--bf16", sharding)
-    saved = pool.run(groups_after_load, (*flags, "--save", str(tmp_path)), 3, SAVED_AT, world_size=3)
-    found = pool.run(step_of_size_zero, (*flags, "--load", str(tmp_path), optimizer), 3, world_size=3)
+def test_bug_7_the_first_step_starts_from_the_loaded_weights(pool: WorkerPool, saved_run: SavedRun,
+                                                             optimizer: str) -> None:
+    flags, root, saved = saved_run
+    found = pool.run(step_of_size_zero, (*flags, "--load", root, optimizer), 3, world_size=3)
     for (state, _), (loaded, before, after, grad_norm) in zip(saved, found, strict=True):
         assert grad_norm > 0
         assert [name for name, value in before.items() if not np.array_equal(value, after[name])] == []
