@@ -13,37 +13,27 @@ from tests.support.spawn import WorkerPool
 LR, MIN_LR, BATCH, LENGTH, WARMUP, WSD = 1.0, 0.1, 8, 20, 4, 6
 
 
-def rates_of(rank: int, flags: tuple[str, ...]) -> dict[str, list[float]]:
-    """Learning rate that each of LENGTH iterations uses: of a parameter group, and as the log reports it."""
+def rates_of(rank: int, cases: list[tuple[str, ...]]) -> list[dict[str, list[float]]]:
+    """Return the learning rates of LENGTH iterations for each set of flags: of a parameter group, and as logged."""
     from types import SimpleNamespace
 
     from mimo.config.cli import parse
     from mimo.training.optimizer import build_scheduler, current_learning_rates
 
-    config = parse(
-        [
-            "--model-provider",
-            "mock",
-            "--lr",
-            str(LR),
-            "--min-lr",
-            str(MIN_LR),
-            "--global-batch-size",
-            str(BATCH),
-            "--encoder-lr",
-            "0.5",
-            *flags,
-        ]
-    )
-    optimizer = SimpleNamespace(param_groups=[{"max_lr": LR, "min_lr": MIN_LR}])
-    scheduler = build_scheduler(config, optimizer)
-    found: dict[str, list[float]] = {"group": [], "language": [], "vision": [], "projector": []}
-    for _ in range(LENGTH):
-        found["group"].append(optimizer.param_groups[0]["lr"])
-        for part, rate in current_learning_rates(config, scheduler, ("vision",)).items():
-            found[part].append(rate)
-        scheduler.step(BATCH)
-    return found
+    by_case = []
+    for flags in cases:
+        config = parse(["--model-provider", "mock", "--lr", str(LR), "--min-lr", str(MIN_LR), "--global-batch-size",
+                        str(BATCH), "--encoder-lr", "0.5", *flags])
+        optimizer = SimpleNamespace(param_groups=[{"max_lr": LR, "min_lr": MIN_LR}])
+        scheduler = build_scheduler(config, optimizer)
+        found: dict[str, list[float]] = {"group": [], "language": [], "vision": [], "projector": []}
+        for _ in range(LENGTH):
+            found["group"].append(optimizer.param_groups[0]["lr"])
+            for part, rate in current_learning_rates(config, scheduler, ("vision",)).items():
+                found[part].append(rate)
+            scheduler.step(BATCH)
+        by_case.append(found)
+    return by_case
 
 
 def decayed(shape: Callable[[float], float]) -> list[float]:
@@ -85,24 +75,18 @@ def flags_of(style: str, unit: str) -> tuple[str, ...]:
     """Flags of a style, in iterations or in samples."""
     scale = BATCH if unit == "samples" else 1
     name, _, shape = style.partition(" ")
-    flags = [
-        "--lr-decay-style",
-        name,
-        f"--train-{unit}",
-        str(LENGTH * scale),
-        f"--lr-warmup-{unit}",
-        str(WARMUP * scale),
-    ]
+    flags = ["--lr-decay-style", name, f"--train-{unit}", str(LENGTH * scale), f"--lr-warmup-{unit}",
+             str(WARMUP * scale)]
     if shape:
         flags += [f"--lr-wsd-decay-{unit}", str(WSD * scale), "--lr-wsd-decay-style", shape]
     return tuple(flags)
 
 
 @pytest.mark.parametrize("unit", ["iters", "samples"])
-@pytest.mark.parametrize("style", STYLES)
-def test_schedule_follows_its_formula(pool: WorkerPool, style: str, unit: str) -> None:
-    (found,) = pool.run(rates_of, flags_of(style, unit), world_size=1)
-    np.testing.assert_allclose(found["group"], STYLES[style], rtol=1e-12, atol=1e-12)
-    assert found["language"] == found["group"], "the log says what the optimizer uses"
-    np.testing.assert_allclose(found["vision"], 0.5 * np.array(STYLES[style]), rtol=1e-12, atol=1e-12)
-    assert found["projector"] == found["vision"], "projectors follow the encoder unless told otherwise"
+def test_schedule_follows_its_formula(pool: WorkerPool, unit: str) -> None:
+    (by_style,) = pool.run(rates_of, [flags_of(style, unit) for style in STYLES], world_size=1)
+    for (style, expected), found in zip(STYLES.items(), by_style, strict=True):
+        np.testing.assert_allclose(found["group"], expected, rtol=1e-12, atol=1e-12, err_msg=style)
+        assert found["language"] == found["group"], "the log says what the optimizer uses"
+        np.testing.assert_allclose(found["vision"], 0.5 * np.array(expected), rtol=1e-12, atol=1e-12, err_msg=style)
+        assert found["projector"] == found["vision"], "projectors follow the encoder unless told otherwise"
