@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mimo.refit.options import RefitOptions
-from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineProcess
 from tests.support import hf_families, refit
 from tests.support.marks import fast_only
@@ -31,14 +29,6 @@ OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_byte
 Engine = Callable[[str], tuple[Path, EngineProcess, dict[str, torch.Tensor]]]
 
 
-def engine_options(folder: Path, **extra: Any) -> EngineOptions:
-    """A small engine on the CPU."""
-    return EngineOptions(
-        str(folder), "float32", max_model_len=64, max_num_seqs=8,
-        extra={"enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, **extra},
-        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"})
-
-
 @pytest.fixture(scope="module")
 def engine(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """name -> (saved folder, an engine with made-up weights of it, Hugging Face's logits); one engine at a time."""
@@ -51,7 +41,7 @@ def engine(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             running.clear()
             folder = tmp_path_factory.mktemp(name)
             logits = pool.run(refit.save, name, str(folder), world_size=1)[0]
-            running[name] = folder, EngineProcess(engine_options(folder)), logits
+            running[name] = folder, EngineProcess(refit.engine_options(folder)), logits
         return running[name]
 
     yield get

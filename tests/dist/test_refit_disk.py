@@ -10,7 +10,7 @@ import torch
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.transport.disk import is_complete, read_manifest, subfolders, wait_for_weights
 from mimo.rollout.process import EngineProcess
-from tests.dist.test_refit import MAX_ERROR, engine_options
+from tests.dist.test_refit import MAX_ERROR
 from tests.support import equality, refit, refit_disk, weights
 from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
@@ -63,7 +63,7 @@ def test_an_engine_loads_what_a_trainer_has_written(pool: WorkerPool, tmp_path: 
     name, folder, root = "refit-qwen3-moe", tmp_path / "model", tmp_path / "weights"
     pool.run(refit.save, name, str(folder), world_size=1)
     prompts = pool.run(refit.prompts_of, name, str(folder), world_size=1)[0]
-    process = EngineProcess(engine_options(folder))
+    process = EngineProcess(refit.engine_options(folder))
     try:
         with pytest.raises(RefitError, match="no complete weights in"):
             process.handle.load_from_disk(str(root), None, 0.1)

@@ -49,7 +49,6 @@ from typing import Any
 import pytest
 
 from mimo.refit.options import RefitOptions
-from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineProcess
 from tests.support import refit, refit_live
 from tests.support.refit_faults import is_right, refuses
@@ -193,19 +192,6 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@pytest.fixture(scope="module")
-def live_engine(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, EngineProcess]]:
-    """vLLM itself, with made-up weights of a saved mixture of experts."""
-    folder = tmp_path_factory.mktemp("refit-qwen3-moe")
-    pool.run(refit.save, "refit-qwen3-moe", str(folder), world_size=1)
-    process = EngineProcess(EngineOptions(
-        str(folder), "float32", max_model_len=64, max_num_seqs=8,
-        extra={"enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20},
-        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}))
-    yield str(folder), process
-    process.close()
 
 
 PROMPTS = [[5, 17, 80, 2, 33, 41], [90, 3, 3, 64]]

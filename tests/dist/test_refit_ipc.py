@@ -18,9 +18,8 @@ import pytest
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.transport.shared_memory import HOST_NAME
-from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineProcess
-from tests.support import refit, refit_live, refit_ranks
+from tests.support import refit_live, refit_ranks
 from tests.support.refit_faults import is_right, refuses
 from tests.support.refit_ranks import Fault, engine_in, forkserver, ranks_of
 from tests.support.spawn import WorkerPool
@@ -33,19 +32,6 @@ OPTIONS = RefitOptions(backend="ipc", dtype="float32", timeout_s=60, chunk_bytes
 PROMPTS = [[5, 17, 80, 2, 33, 41], [90, 3, 3, 64]]
 LIMIT_S, MORE_S = 3.0, 6.0
 AMID = "blocks.3.weight"
-
-
-@pytest.fixture(scope="module")
-def live_engine(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, EngineProcess]]:
-    """vLLM itself, with made-up weights of a saved mixture of experts."""
-    folder = tmp_path_factory.mktemp(MODEL)
-    pool.run(refit.save, MODEL, str(folder), world_size=1)
-    process = EngineProcess(EngineOptions(
-        str(folder), "float32", max_model_len=64, max_num_seqs=8,
-        extra={"enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20},
-        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}))
-    yield str(folder), process
-    process.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from mimo.refit.options import RefitOptions
-from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineProcess
-from tests.support import hf_families, refit_llava
+from tests.support import hf_families, refit, refit_llava
 from tests.support.spawn import WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -55,10 +54,8 @@ def served(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One engine for the module."""
     folder = tmp_path_factory.mktemp("llava")
     saved = pool.run(refit_llava.save, str(folder), world_size=1)[0]
-    process = EngineProcess(EngineOptions(
-        str(folder), "float32", max_model_len=64, max_num_seqs=8,
-        extra={"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "block_size": 32},
-        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}), setup=refit_llava.allow_stale_caches)
+    options = refit.engine_options(folder, skip_tokenizer_init=False, block_size=32)
+    process = EngineProcess(options, setup=refit_llava.allow_stale_caches)
     yield Served(folder, process, **saved)
     process.close()
 

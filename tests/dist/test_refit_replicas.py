@@ -15,7 +15,7 @@ from mimo.refit.rendezvous import RefitError
 from mimo.rollout.engine import Rollout
 from mimo.rollout.process import EngineProcess, start_processes
 from mimo.rollout.replicas import Replicas
-from tests.dist.test_refit import MAX_ERROR, OPTIONS, engine_options
+from tests.dist.test_refit import MAX_ERROR, OPTIONS
 from tests.support import refit
 from tests.support.refit_replicas import draw, sync_under_ray
 from tests.support.spawn import WorkerPool
@@ -52,7 +52,7 @@ def case(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp(NAME)
     pool.run(refit.save, NAME, str(folder), world_size=1, timeout_s=600)
     prompts = pool.run(refit.prompts_of, NAME, str(folder), world_size=1)[0]
-    options = engine_options(folder)
+    options = refit.engine_options(folder)
     processes = start_processes([options, dataclasses.replace(options, seed=1)], 900)
     try:
         made = Case(folder, prompts, processes, [])
@@ -94,8 +94,8 @@ def test_completions_are_those_of_one_replica_whoever_draws_them(case: Case) -> 
 
 
 def test_an_engine_under_ray_answers_as_one_in_a_child_process(pool: WorkerPool, case: Case) -> None:
-    found = pool.run(sync_under_ray, NAME, str(case.folder), engine_options(case.folder), OPTIONS, case.prompts, STEPS,
-                     world_size=1, timeout_s=1200)[0]
+    found = pool.run(sync_under_ray, NAME, str(case.folder), refit.engine_options(case.folder), OPTIONS, case.prompts,
+                     STEPS, world_size=1, timeout_s=1200)[0]
     for step in range(STEPS):
         for key, mine in found.steps[step]["ours"].items():
             assert float((mine - torch.tensor(found.steps[step]["theirs"][key])).abs().max()) <= MAX_ERROR, (step, key)

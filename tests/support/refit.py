@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from mimo.data.batch import Microbatch
 from mimo.protocols import LANGUAGE
 from mimo.refit.options import RefitOptions
+from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineHandle
 from tests.support import hf_families
 
@@ -34,6 +36,14 @@ def register() -> None:
     hf_families.TEXT_MODELS.update(MODELS)
     hf_families.NEMOTRON_MODELS.update(NEMOTRON_MODELS)
     hf_families.MODELS.update(MODELS | NEMOTRON_MODELS)
+
+
+def engine_options(folder: str | Path, **extra: Any) -> EngineOptions:
+    """Options of a small live engine on the CPU."""
+    return EngineOptions(
+        str(folder), "float32", max_model_len=64, max_num_seqs=8,
+        extra={"enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, **extra},
+        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"})
 
 
 def save(rank: int, name: str, folder: str) -> dict[str, torch.Tensor]:

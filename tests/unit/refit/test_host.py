@@ -119,7 +119,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["error", "killed"])
+@pytest.mark.parametrize("end", [pytest.param("error", marks=pytest.mark.slow), "killed"])
 def test_a_stopped_engine_does_not_outlive_its_starter(end: str, tmp_path: Path) -> None:
     (tmp_path / "starter.py").write_text(STARTER)
     done = subprocess.run([sys.executable, str(tmp_path / "starter.py"), end], text=True, capture_output=True,
