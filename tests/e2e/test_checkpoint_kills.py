@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mimo.checkpoint import paths
-from tests.support.killing import STARTS_WITHIN_S, Processes, forking
+from tests.support.killing import STARTS_WITHIN_S, Processes
+from tests.support.spawn import forkserver_context
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +19,9 @@ NUM_KILLS = 20
 
 
 @pytest.fixture(scope="module")
-def context() -> Iterator[Any]:
-    with forking() as context:
-        yield context
+def context() -> Any:
+    """Processes that have imported everything: the import takes longer than a test."""
+    return forkserver_context(["tests.support.saving"])
 
 
 def kill_at_random(processes: Processes, generator: random.Random) -> bool:

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from mimo.checkpoint import paths
 
 STARTS_WITHIN_S = 120.0
 BESIDE_SHARDS = {"common.pt", "metadata.json", ".metadata", "checksums.json", "run_config.toml"}
-
-
-@contextmanager
-def forking() -> Iterator[Any]:
-    """Context whose processes are forked from one that has imported everything: the import takes longer than a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.saving"])
-        yield context
 
 
 def _keep_saving(*arguments: Any) -> None:

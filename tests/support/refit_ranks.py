@@ -22,6 +22,7 @@ from mimo.refit.sender import Trainer, WeightSender
 from mimo.rollout import process as host
 from mimo.rollout.process import EngineHandle, EngineProcess
 from tests.support.refit_faults import OPTIONS, PlainWeights, engine_options, use_plain_engine
+from tests.support.spawn import forkserver_context
 
 ANSWERS_WITHIN_S = 60.0
 
@@ -144,16 +145,9 @@ class Fleet:
 
 def forkserver() -> Any:
     """Context whose processes have imported vLLM and all else: that takes longer than a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("OMP_NUM_THREADS", "1"), ("TORCHDYNAMO_DISABLE", "1"), ("VLLM_CPU_CI_ENV", "1"),
-                            ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")):
-            patch.setenv(name, value)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["vllm.v1.worker.gpu_worker", "tests.support.refit_ranks"])
-        starter = context.Process(target=os.getpid)
-        starter.start()
-        starter.join()
-    return context
+    return forkserver_context(
+        ["vllm.v1.worker.gpu_worker", "tests.support.refit_ranks"], VLLM_CPU_CI_ENV="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -216,6 +216,22 @@ def _serve_forks(control: Connection, path: list[str]) -> None:
     for process in workers.values():
         process.kill()
         process.join()
+
+
+def forkserver_context(preload: list[str], **environment: str) -> Any:
+    """Return multiprocessing's context whose processes are forked from one that has imported `preload`.
+
+    A process has a single fork server, which never forgets what it imported. One that another test has started is
+    therefore stopped first: with vLLM in it, for example, the CPU platform could no longer be installed.
+    """
+    forkserver._forkserver._stop()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    with _environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", **environment):
+        starter = context.Process(target=os.getpid)
+        starter.start()
+        starter.join()
+    return context
 
 
 def _num_threads(worker: int) -> int:
