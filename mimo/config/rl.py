@@ -10,8 +10,8 @@ from typing import Literal
 from mimo import registry
 from mimo.config.trainer import MAX_TIMEOUT_S
 
-# vLLM samples no colder: it takes smaller temperatures for this one and only logs it (`_MAX_TEMP` of its
-# sampling_params.py), while the trainer divides by what was asked for.
+# vLLM replaces smaller temperatures by this one and only logs it (`_MAX_TEMP` of its sampling_params.py), while the
+# trainer would divide by the smaller one.
 MIN_TEMPERATURE = 0.01
 
 
@@ -39,8 +39,8 @@ LOSS_DEFAULTS = {
     "ppo": LossDefaults(0.2, 0.2, "token-mean"),
     # Section 5.1 and equation 5 of arXiv:2507.18071. Ratios of sequences vary far less than those of tokens.
     "gspo": LossDefaults(3e-4, 4e-4, "seq-mean-token-mean"),
-    # Equation 4 of arXiv:2506.13585, which has no lower bound and does not tell the upper one. Weights up to 5 are the
-    # choice of ScaleRL, arXiv:2510.13786.
+    # Equation 4 of arXiv:2506.13585, which has no lower bound and does not name the upper one. ScaleRL
+    # (arXiv:2510.13786) chooses weights up to 5.
     "cispo": LossDefaults(1.0, 4.0, "token-mean"),
 }
 
@@ -117,30 +117,30 @@ class RlConfig:
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio counts: the flags, or else the defaults of the policy loss."""
+        """How far a ratio may be below and above 1: the flags, or the defaults of the policy loss."""
         low, high, defaults = self.clip_ratio_low, self.clip_ratio_high, LOSS_DEFAULTS[self.policy_loss]
         return (defaults.clip_ratio_low if low is None else low, defaults.clip_ratio_high if high is None else high)
 
     @property
     def aggregation(self) -> Aggregation:
-        """`--loss-aggregation`, or else the default of the policy loss."""
+        """`--loss-aggregation`, or the default of the policy loss."""
         return self.loss_aggregation or LOSS_DEFAULTS[self.policy_loss].loss_aggregation
 
     def resolved(self) -> RlConfig:
-        """The flags with the defaults of the policy loss filled in."""
+        """Return the flags with the defaults of the policy loss filled in."""
         low, high = self.clip_range
         return replace(self, clip_ratio_low=low, clip_ratio_high=high, loss_aggregation=self.aggregation)
 
     @property
     def importance_band(self) -> tuple[float, float]:
-        """Least and largest weight that is kept, with icepop and sequence."""
+        """Smallest and largest weight that is kept, with icepop and sequence."""
         low, high = (0.5, 5.0) if self.importance_correction == "icepop" else (0.999, 1.002)
         return (low if self.importance_low is None else self.importance_low,
                 high if self.importance_high is None else self.importance_high)
 
     @property
     def truncates_sampling(self) -> bool:
-        """Whether some tokens cannot be sampled: rollouts then come from another distribution than the trainer's."""
+        """Whether some tokens cannot be sampled, so that rollouts come from another distribution than the trainer's."""
         return self.top_p < 1 or self.top_k > 0
 
 
@@ -204,7 +204,8 @@ def _check_coldness(flag: str, temperature: float) -> None:
 def _check_truncation(config: RlConfig) -> None:
     """Refuse bounds that cut weights which are below 1 only because the engine's distribution is truncated.
 
-    Weights are the trainer's probability over the engine's, which is larger by 1 / (share of probability that is kept).
+    A weight is the trainer's probability divided by the engine's, which truncation increases by the factor
+    1 / (share of probability that is kept).
     """
     kind, low = config.importance_correction, config.importance_band[0]
     _refuse(low > config.top_p, f"--top-p {config.top_p} with --importance-correction {kind} and --importance-low "
@@ -243,7 +244,7 @@ def _check_reference(config: RlConfig) -> None:
 
 def _check_importance(config: RlConfig) -> None:
     kind = config.importance_correction
-    # A weight of 1 says that engine and trainer agree: it must never be cut.
+    # A weight of 1 means that engine and trainer agree, so it must never be cut.
     _refuse(not _is_least(config.importance_cap, 1),
             f"--importance-cap {config.importance_cap} is not a number from 1 on")
     for flag, value in (("--importance-low", config.importance_low), ("--importance-high", config.importance_high)):
@@ -265,9 +266,6 @@ def _is_least(value: float, bound: float) -> bool:
 def _refuse(condition: bool, message: str) -> None:
     if condition:
         raise ValueError(message)
-
-
-# Flags of the rollout engine: its layout, what it may generate, how long it may take.
 
 
 @dataclass(frozen=True)
@@ -320,12 +318,12 @@ class RolloutConfig:
 
     @property
     def num_engine_workers(self) -> int:
-        """Workers of all replicas; a GPU each."""
+        """Number of workers of all replicas. Each needs a GPU."""
         return self.engine_dp * self.engine_tp * self.engine_pp
 
     @property
     def gpu_numbers(self) -> tuple[int, ...]:
-        """`--engine-gpus`. Raises ValueError where these are no numbers."""
+        """Numbers of `--engine-gpus`. Raises ValueError for anything else."""
         numbers = [each.strip() for each in self.engine_gpus.split(",")] if self.engine_gpus else []
         if not all(each.isdecimal() for each in numbers):
             raise ValueError(f"--engine-gpus {self.engine_gpus}: must be numbers with commas between them, such as 4,5")

@@ -16,8 +16,8 @@ from mimo.config.validate import validate
 from mimo.grid.spec import Layout
 from mimo.protocols import ImageProcessorProvider
 
-# Nats, well above the gen-kl of right refits (at most 4e-4 in bfloat16, 1e-13 in float32 on the CPU) and below that of
-# wrong ones (above 1).
+# Limits of gen-kl in nats. Correct refits reach at most 4e-4 in bfloat16 and 1e-13 in float32 on the CPU; wrong ones
+# are above 1.
 MAX_GEN_KL_BF16 = 0.05
 MAX_GEN_KL_FP32 = 1e-4
 
@@ -41,10 +41,10 @@ FIRST_FLAGS = {
 
 @dataclass(frozen=True)
 class RlRunConfig(RunConfig):
-    """A run of train_rl.py: a trainer's sections, and those of the algorithm and of the engine."""
+    """Run of train_rl.py: the trainer's sections and those of the algorithm and the engine."""
 
     reads_prompts: ClassVar[bool] = True
-    # Each step of that size would move the routing of a trained model, whatever its reward.
+    # With the usual rate, every step would change the routing of a trained model, whatever the rewards are.
     family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_router_bias_update_rate": 0.0})
 
     train: RlTrainConfig = field(default_factory=RlTrainConfig)
@@ -61,12 +61,12 @@ class RlRunConfig(RunConfig):
 
     @staticmethod
     def find_dataset(name: str) -> Any:
-        """The prompt provider that `--dataset-provider` names."""
+        """Return the prompt provider that `--dataset-provider` names."""
         return registry.prompt_provider(name)
 
     @property
     def max_gen_kl(self) -> float | None:
-        """Limit of gen-kl in nats; None: there is none."""
+        """Limit of gen-kl in nats; None for no limit."""
         if self.rl.max_gen_kl is not None:
             return self.rl.max_gen_kl or None
         if self.rollout.rollout_mode != "sync" or self.rl.truncates_sampling:
@@ -75,7 +75,7 @@ class RlRunConfig(RunConfig):
 
     @property
     def lane_rows(self) -> int:
-        """Parts of a microbatch, as many as encoder ranks serve one lane; each is some of its completions."""
+        """Parts of a microbatch, one for each encoder rank that serves its lane. Each part is some completions."""
         return max(1, self.layout.encoder_dp // self.layout.llm_dp)
 
     @property
@@ -85,17 +85,17 @@ class RlRunConfig(RunConfig):
 
 
 def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
-    """Check a whole run and give the trainer's layout. The first rank also opens the prompts.
+    """Check a whole run and return the trainer's layout. The first rank also opens the prompts.
 
     Args:
         config: the run.
         world_size: number of trainer ranks.
-        rank: this one.
+        rank: this rank.
 
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
     """
-    # Evaluations here are of prompts, which the trainer's own checks know nothing of; prefetch is refused below.
+    # Evaluations here use prompts, which the trainer's own checks do not know. Prefetch is refused below.
     train = replace(config.train, eval_interval=0, encoder_prefetch_depth=0)
     layout = validate(replace(config, train=train), world_size, rank)
     rl.validate(config.rl, llm_tp=config.layout.llm_tp, sequence_parallel=config.layout.sequence_parallel)
@@ -112,7 +112,7 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
 
 
 def _check_engine_model(config: RlRunConfig) -> None:
-    """Refuse a model that the rollout engine cannot be told of."""
+    """Refuse a model that cannot be described to the rollout engine."""
     provider, name = registry.model_provider(config.model.model_provider), config.model.model_provider
     if provider.encoders(config.model_family):
         _refuse(not isinstance(provider, ImageProcessorProvider),

@@ -76,13 +76,15 @@ class CheckpointConfig:
 
     @property
     def load_is_save(self) -> bool:
-        """Whether --load and --save are one folder, however each is spelled."""
+        """Whether --load and --save are the same folder, whatever their spelling."""
         return self.load is not None and self.save is not None and _real(self.load) == _real(self.save)
 
     @property
     def starts_elsewhere(self) -> bool:
-        """Whether --load names neither the folder of --save nor a checkpoint in it: the run starts there the first
-        time, and goes on from --save. False without one of the two."""
+        """Whether --load is neither the folder of --save nor a checkpoint in it.
+
+        The run then starts from --load the first time, and continues from --save later. False without one of the two.
+        """
         if self.load is None or self.save is None or self.load_is_save:
             return False
         folder, name = os.path.split(_real(self.load))
@@ -90,7 +92,7 @@ class CheckpointConfig:
 
     @property
     def allowed_differences(self) -> frozenset[str]:
-        """The field names of the flags that --allow-difference lists, with or without dashes."""
+        """Field names of the flags in --allow-difference, which may be written with dashes."""
         return frozenset(field_name(key) for key in self.allow_difference)
 
     @property
@@ -211,14 +213,14 @@ class ModelConfig:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parts named by --freeze."""
+        """Parts named by --freeze."""
         return frozenset(part.strip() for part in self.freeze.split(",") if part.strip())
 
 
 # Flags of what a run leaves behind and shows.
 
 
-# MLflow tracking URIs that look like the name of a folder and mean a server.
+# MLflow tracking URIs that look like the name of a folder but mean a server.
 NO_FOLDERS = ("databricks", "databricks-uc", "uc")
 
 
@@ -272,7 +274,7 @@ class ObserveConfig:
 
     @property
     def profiled_steps(self) -> range:
-        """Iterations of --profile-steps; none where it is left out. Raises ValueError for what is no such range."""
+        """Iterations of --profile-steps; empty without it. Raises ValueError for an invalid range."""
         if self.profile_steps is None:
             return range(0)
         first, separator, last = self.profile_steps.partition(":")
@@ -283,7 +285,7 @@ class ObserveConfig:
 
     @property
     def profiled_ranks(self) -> tuple[int, ...]:
-        """Ranks of --profile-ranks; none where it is left out. Raises ValueError for what is no list of ranks."""
+        """Ranks of --profile-ranks; empty without it. Raises ValueError for an invalid list."""
         if self.profile_ranks is None:
             return ()
         words = self.profile_ranks.split(",")
@@ -358,7 +360,7 @@ class ScheduleConfig:
 # Flags of the run: batch, length, evaluation, safety.
 
 
-# A week: limits of waits are numbers that sockets, process groups and timers take.
+# A week. Sockets, process groups and timers do not accept arbitrarily long timeouts.
 MAX_TIMEOUT_S = 604800.0
 
 
@@ -403,11 +405,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run: one section per concern, plus the provider's and the data set's own flags.
+    """Configuration of a run: a section for each concern, and the flags of the model family and the data set.
 
     Attributes:
-        reads_prompts: the data set is one of prompts, which the first rank alone opens.
-        family_defaults: defaults of the model provider's fields that are others in this kind of run, where it has them.
+        reads_prompts: whether the data set has prompts, which only the first rank opens.
+        family_defaults: other defaults for the model provider's fields in this kind of run.
         model_family: an instance of the model provider's `Config`.
         dataset: an instance of the data provider's `Config`.
     """
@@ -429,14 +431,14 @@ class RunConfig:
 
     @property
     def lane_rows(self) -> int:
-        """Rows of a lane's microbatch, which encoder ranks share where several serve one lane."""
+        """Rows of a lane's microbatch. If several encoder ranks serve a lane, they share its rows."""
         return self.train.micro_batch_size
 
     def resolved(self) -> Self:
-        """The configuration with defaults filled in that depend on other flags."""
+        """Return the configuration with defaults filled in that depend on other flags."""
         return self
 
     @staticmethod
     def find_dataset(name: str) -> Any:
-        """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
+        """Return the data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
         return registry.dataset_provider(name)

@@ -1,4 +1,4 @@
-"""Every check that needs no process group and no GPU: one call before a run starts."""
+"""Checks of a run's flags before it starts. They need neither process groups nor a GPU."""
 
 from __future__ import annotations
 
@@ -25,52 +25,25 @@ from mimo.protocols import (
     TokenSpec,
 )
 
-# Checks of what a run leaves behind and shows.
-
 
 def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, dry_run: bool) -> None:
     """Check the flags of logging and measurement.
 
     Args:
-        flags: of the run.
+        flags: the flags.
         world_size: number of ranks.
-        length: of the run in iterations; None for a dry run without one.
+        length: length of the run in iterations; None for a dry run without one.
         dry_run: nothing is trained, so packages may be missing here; see `check_packages`.
 
     Raises:
         ValueError: the first thing found wrong.
     """
-    _check_timeline(flags)
-    _check_profile(flags, world_size, length)
-    _check_trackers(flags)
-    if not dry_run:
-        check_packages(flags)
-
-
-def check_device(flags: ObserveConfig, device: str) -> None:
-    """Refuse what only a GPU can do on a run without. Raises ValueError.
-
-    Args:
-        flags: of the run.
-        device: `cuda` or `cpu`.
-    """
-    if device == "cuda":
-        return
-    for flag, given in (("--memory-snapshot", flags.memory_snapshot), ("--nvtx", flags.nvtx)):
-        if given:
-            raise ValueError(f"{flag} needs CUDA, and this run is on {device}: leave it out")
-
-
-def _check_timeline(flags: ObserveConfig) -> None:
     if flags.log_interval < 1:
         raise ValueError(f"--log-interval {flags.log_interval} is below 1")
     if flags.timeline_interval < 0:
         raise ValueError(f"--timeline-interval {flags.timeline_interval} is below 0")
     if flags.timeline_interval and not flags.timeline:
         raise ValueError(f"--timeline-interval {flags.timeline_interval} needs --timeline, it is --no-timeline")
-
-
-def _check_profile(flags: ObserveConfig, world_size: int, length: int | None) -> None:
     steps, ranks = flags.profiled_steps, flags.profiled_ranks
     if length is not None and steps and steps.start > length:
         raise ValueError(f"--profile-steps {flags.profile_steps} begins after the run's last iteration, {length}")
@@ -78,6 +51,28 @@ def _check_profile(flags: ObserveConfig, world_size: int, length: int | None) ->
         raise ValueError(f"--profile-ranks {flags.profile_ranks}: this run has ranks 0 to {world_size - 1}")
     if ranks and not steps and not flags.memory_snapshot:
         raise ValueError(f"--profile-ranks {flags.profile_ranks} needs --profile-steps or --memory-snapshot")
+    if flags.tensorboard_by_samples and flags.tensorboard_dir is None:
+        raise ValueError("--tensorboard-by-samples needs --tensorboard-dir")
+    if flags.wandb_name is not None and flags.wandb_project is None:
+        raise ValueError(f"--wandb-name {flags.wandb_name} needs --wandb-project")
+    if flags.mlflow_experiment is not None and flags.mlflow_uri is None:
+        raise ValueError(f"--mlflow-experiment {flags.mlflow_experiment} needs --mlflow-uri")
+    if not dry_run:
+        check_packages(flags)
+
+
+def check_device(flags: ObserveConfig, device: str) -> None:
+    """Refuse flags that need a GPU on a run without one. Raises ValueError.
+
+    Args:
+        flags: the flags.
+        device: `cuda` or `cpu`.
+    """
+    if device == "cuda":
+        return
+    for flag, given in (("--memory-snapshot", flags.memory_snapshot), ("--nvtx", flags.nvtx)):
+        if given:
+            raise ValueError(f"{flag} needs CUDA, and this run is on {device}: leave it out")
 
 
 def check_packages(flags: ObserveConfig) -> None:
@@ -90,20 +85,8 @@ def check_packages(flags: ObserveConfig) -> None:
                              "the flag out")
 
 
-def _check_trackers(flags: ObserveConfig) -> None:
-    if flags.tensorboard_by_samples and flags.tensorboard_dir is None:
-        raise ValueError("--tensorboard-by-samples needs --tensorboard-dir")
-    if flags.wandb_name is not None and flags.wandb_project is None:
-        raise ValueError(f"--wandb-name {flags.wandb_name} needs --wandb-project")
-    if flags.mlflow_experiment is not None and flags.mlflow_uri is None:
-        raise ValueError(f"--mlflow-experiment {flags.mlflow_experiment} needs --mlflow-uri")
-
-
-# Checks of encoder prefetch: what has to be frozen and where, for features to be good in any step.
-
-
 MAX_STEPS_AHEAD = 4
-"""Iterations ahead whose data may be asked for. A reader of lanes keeps its place for a few more, no others."""
+"""Iterations that prefetch may read ahead. A reader of lanes remembers its position only for a few iterations."""
 
 
 def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> None:
@@ -115,7 +98,7 @@ def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> 
         num_microbatches: microbatches of an iteration.
 
     Raises:
-        ValueError: what does not fit, with its flag and value.
+        ValueError: the depth does not fit the run; names flags and values.
     """
     depth, frozen = config.train.encoder_prefetch_depth, config.model.frozen
     flag = f"--encoder-prefetch-depth {depth}"
@@ -144,7 +127,7 @@ def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> 
 
 
 def steps_ahead(depth: int, num_microbatches: int) -> int:
-    """Iterations after the present one whose data a queue of `depth` microbatches may need."""
+    """Return for how many iterations after the present one a queue of `depth` microbatches may need data."""
     return -(-depth // num_microbatches)
 
 
@@ -154,13 +137,13 @@ CHECKED_SAMPLES = 64
 
 
 def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
-    """Check a whole run and give its layout.
+    """Check a whole run and return its layout.
 
     Args:
         config: the run; a dry run needs no length.
         world_size: number of ranks.
-        rank: this one. Data that costs something to open is checked by the ranks that will read it, the first always
-            among them.
+        rank: this rank. Data that is costly to open is checked only by the ranks that read it, among them always the
+            first one.
 
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
@@ -190,12 +173,12 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
 
 
 def num_microbatches(config: RunConfig) -> int:
-    """Microbatches of one lane in one iteration."""
+    """Return the number of microbatches of one lane in one iteration."""
     return config.train.global_batch_size // (config.train.micro_batch_size * config.layout.llm_dp)
 
 
 def train_iterations(config: RunConfig) -> int:
-    """Length of the run in iterations; with --train-samples the last one may go past them."""
+    """Return the length of the run in iterations. The last one may exceed --train-samples."""
     if config.train.train_samples is not None:
         return -(-config.train.train_samples // config.train.global_batch_size)
     if config.train.train_iters is None:
@@ -204,10 +187,10 @@ def train_iterations(config: RunConfig) -> int:
 
 
 def run_world_size(config: RunConfig, environment: Mapping[str, str]) -> int:
-    """Ranks of the run: torchrun's; for a dry run --world-size, or else as many as the grids need.
+    """Return the number of ranks: torchrun's, or for a dry run --world-size or as many as the grids need.
 
     Raises:
-        ValueError: a process of its own for grids that need several, or as `build_layout`.
+        ValueError: the grids need several ranks and torchrun was not used, or `build_layout` refuses the layout.
     """
     if config.train.dry_run and config.train.world_size is not None:
         return config.train.world_size
@@ -231,7 +214,7 @@ def _refuse(condition: bool, message: str) -> None:
 
 
 def _refuse_below(section: Any, bounds: dict[str, float]) -> None:
-    """Raise for the first field of `section` below its bound (or not a number); None is never below."""
+    """Refuse fields of `section` that are below their bound or not a number. None is accepted."""
     for name, least in bounds.items():
         value = getattr(section, name)
         _refuse(value is not None and not value >= least, f"{flag_name(name)} {value} is below {least}")
@@ -315,7 +298,7 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_lengths(schedule: ScheduleConfig, unit: str, length: int | None) -> None:
-    """Warm-up, decay and run have to fit into each other. `length` is None in a dry run without one."""
+    """Refuse a warm-up or decay that does not fit into the run. `length` is None in a dry run without one."""
     warmup = getattr(schedule, f"lr_warmup_{unit}")
     decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}") or 0
     _refuse(length is not None and bool(warmup) and warmup >= length,
@@ -344,7 +327,7 @@ def _check_ddp(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
-    """Let the data set refuse what cannot work, and refuse images in a run without an encoder.
+    """Let the data set check its flags, and refuse images in a run without an encoder.
 
     A data set that is read by lanes is checked on the ranks that read it, any other one on all ranks.
     """

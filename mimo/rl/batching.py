@@ -1,4 +1,4 @@
-"""Dynamic microbatches: whole sequences packed up to a budget of tokens, as many on every data-parallel rank.
+"""Dynamic microbatches: whole sequences packed up to a budget of tokens, equally many on every data-parallel rank.
 
 Pure and deterministic: every rank computes the same plan from the lengths of all sequences.
 """
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 
 def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[list[int]]]:
-    """Which sequences each data-parallel rank takes, microbatch by microbatch.
+    """Assign sequences to the microbatches of each data-parallel rank.
 
-    Ranks meet in collectives, so all have equally many microbatches, and none is empty. There are about as few as
-    fit, and no more than packing the longest first would need; those with the same place on different ranks hold about
-    as many tokens, so that ranks wait for each other as little as can be.
+    All ranks get equally many microbatches, because they meet in collectives, and none is empty. There are about as few
+    microbatches as possible, and never more than first fit decreasing needs. Microbatches with the same number on
+    different ranks have about as many tokens, so that ranks wait little for each other.
 
     Args:
-        lengths: tokens of each sequence, prompt and padding of its own included.
-        dp: data-parallel ranks.
+        lengths: tokens of each sequence, with its prompt and its own padding.
+        dp: number of data-parallel ranks.
         max_tokens: `--max-tokens-per-microbatch`.
 
     Returns:
-        For each rank, for each of its microbatches, positions in `lengths` in ascending order.
+        For each rank and each of its microbatches, positions in `lengths` in ascending order.
 
     Raises:
         ValueError: a sequence is longer than a microbatch, or the sequences do not divide over the ranks.
@@ -40,15 +40,15 @@ def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int) -> list[
         raise ValueError(
             f"{len(lengths)} sequences do not divide over --llm-dp {dp}: every rank needs as many microbatches")
     bins = _fewest_bins(lengths, dp, max_tokens)
-    # Fullest first: the k-th microbatches of all ranks are neighbours. Every other row backwards, or the first rank
-    # would have the most of each.
+    # Sorted by size, neighbours become the k-th microbatches of all ranks. Every other row is reversed, so that the
+    # first rank does not always get the fullest one.
     bins.sort(key=lambda members: (-_size(members, lengths), members))
     rows = [bins[start : start + dp] for start in range(0, len(bins), dp)]
     return [[row[rank if number % 2 == 0 else dp - 1 - rank] for number, row in enumerate(rows)] for rank in range(dp)]
 
 
 def _fewest_bins(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[int]]:
-    """Bins, a multiple of `dp` of them: as few as balanced packing needs, and no more than first fit does."""
+    """Pack into a multiple of `dp` bins: as few as balanced packing needs, and no more than first fit does."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     packed = _first_fit(order, lengths, max_tokens)
     most = _round_up(len(packed), dp)
@@ -57,7 +57,7 @@ def _fewest_bins(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[
         if all(_size(members, lengths) <= max_tokens for members in bins):
             return [sorted(members) for members in bins]
     while len(packed) < most:
-        # There are as many sequences as bins at least, so some bin has two.
+        # There are at least as many sequences as bins, so the fullest bin has two or more.
         packed.sort(key=lambda members: (-len(members), members))
         fullest = packed.pop(0)
         packed += [fullest[0::2], fullest[1::2]]
@@ -65,7 +65,7 @@ def _fewest_bins(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First fit decreasing: each sequence into the first bin that has room."""
+    """Pack by first fit decreasing: put each sequence into the first bin that has room."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in order:
@@ -80,7 +80,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
 
 
 def _balanced(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Longest processing time: each sequence into the emptiest of `count` bins."""
+    """Pack by longest processing time: put each sequence into the emptiest of `count` bins."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, place) for place in range(count)]
     for index in order:

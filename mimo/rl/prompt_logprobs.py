@@ -23,18 +23,18 @@ from mimo.training.step import TrainerParts, run_schedule
 
 def prompt_logprobs(parts: TrainerParts, provider: ModelProvider, prompts: Sequence[Sequence[int]]
                     ) -> list[list[float]]:
-    """Log-probs of the tokens of text prompts. Collective over the world; every rank gives the same prompts.
+    """Compute log-probs of the tokens of text prompts. Collective over the world.
 
-    Every lane computes all of them, so that layouts of any size can. The model is left in evaluation mode.
+    Every lane computes all prompts, so that their number need not fit the layout. The model stays in evaluation mode.
 
     Args:
         parts: this rank's trainer.
         provider: the model family.
-        prompts: token ids, at most `--seq-length` of each.
+        prompts: token ids, at most `--seq-length` for each prompt; the same on every rank.
 
     Returns:
-        Of each prompt the natural logarithm of the probability of each token from the second on, given those before;
-        on every rank.
+        For each prompt, the natural logarithm of the probability of each token from the second on, given those before.
+        The same on every rank.
 
     Raises:
         ValueError: a prompt is too long or has an id outside of the vocabulary.
@@ -55,14 +55,14 @@ def prompt_logprobs(parts: TrainerParts, provider: ModelProvider, prompts: Seque
 
 @torch.no_grad()
 def target_logprobs(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
-    """Log-probs of the target tokens of every sample. Collective over the world.
+    """Compute log-probs of the target tokens of every sample. Collective over the world.
 
     Args:
         parts: this rank's trainer.
         microbatches: this rank's side of one global batch.
 
     Returns:
-        Key of a sample -> float32 `[targets]` on the host, of all lanes, on every rank.
+        Log-probs of all lanes' samples by key, float32 `[targets]` on the host. The same on every rank.
     """
     found: dict[str, torch.Tensor] = {}
 
@@ -84,7 +84,7 @@ def target_logprobs(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> 
 
 
 class _Prompts:
-    """The same rows for every lane, once."""
+    """Source that gives the same rows to every lane, once. It has no position to save."""
 
     reads = True
 
@@ -96,22 +96,22 @@ class _Prompts:
         """Do nothing: there is nothing to start."""
 
     def read(self) -> StepSamples:
-        """All rows."""
+        """Return all rows."""
         return {(need.module, need.share.lane): [rows[need.share.start:need.share.stop] for rows in self._microbatches]
                 for need in self._needs}
 
     def mark(self) -> None:
-        """It is read once."""
+        """Do nothing: there is no position."""
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
-        """It is read once."""
+        """Return nothing: there is no position."""
         return {}
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """It is read once."""
+        """Do nothing: there is no position."""
 
     def describe(self) -> str:
-        """Describe what a rank that waits for its data waits for."""
+        """Describe the data that a rank waits for."""
         return "prompts"
 
     @property

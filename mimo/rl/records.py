@@ -1,4 +1,4 @@
-"""The figures of an iteration of reinforcement learning, and their line on the console."""
+"""Records of iterations of reinforcement learning, and their line on the console."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from mimo.observability.trackers import Value
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRecord:
-    """One iteration.
+    """Figures of one iteration.
 
     Attributes:
-        iteration: 1 for the first.
+        iteration: number of the iteration, 1 for the first.
         consumed_samples: completions trained on so far, this iteration included if it took a step.
         skipped_iterations: iterations without an update so far.
-        policy_version: of the weights that drew the completions: the iterations before them.
-        success: the optimizer took the step.
-        grad_norm: before clipping; None where the step was skipped.
-        num_zeros: zeros in the gradient; None where not counted.
-        learning_rate: of the step.
-        batch_size: completions.
-        num_tokens: of all sequences, prompts included.
-        num_microbatches: of each data-parallel rank.
-        world_size: trainer ranks.
-        figures: of completions, loss and mismatch, by name.
-        refit_bytes: that the engine took.
-        seconds: by part: memory (going between trainer and engine on the same GPUs), refit, rollout (of the engine),
-            reward, rollout-wait (of the trainer, for all of these), log-probs, reference (its log-probs, where there is
-            one), update, and the whole iteration; beside it checkpoint, for which training stood still
-            since the iteration before, where it did.
+        policy_version: version of the weights that drew the completions: the number of iterations before them.
+        success: whether the optimizer took the step.
+        grad_norm: norm before clipping; None if the step was skipped.
+        num_zeros: zeros in the gradient; None if not counted.
+        learning_rate: learning rate of the step.
+        batch_size: number of completions.
+        num_tokens: tokens of all sequences, prompts included.
+        num_microbatches: microbatches of each data-parallel rank.
+        world_size: number of trainer ranks.
+        figures: figures of completions, loss and mismatch, by name.
+        refit_bytes: bytes that the engine received.
+        seconds: seconds by part: memory (moved between trainer and engine on the same GPUs), refit, rollout (of the
+            engine), reward, rollout-wait (of the trainer, for all of these), log-probs, reference (log-probs of the
+            reference policy, if there is one), update, and the whole iteration. Also checkpoint, if training stood
+            still for one since the iteration before.
         moe_losses: load-balancing losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers,
             microbatches and data-parallel ranks; with per-layer logging also `moe/<name>_layer_<i>`.
         peak_memory_bytes: by module, the highest memory of any of its ranks.
@@ -57,11 +57,10 @@ class PolicyRecord:
 
     @property
     def headline(self) -> str:
-        """The reward."""
         return f"reward {self.figures['reward']:.3f}"
 
     def to_dict(self) -> dict[str, Value]:
-        """Flat; figures of a training run have the same names as there."""
+        """Return all figures. Those that supervised training has, too, have the same names."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -85,7 +84,7 @@ class PolicyRecord:
 
 
 def format_policy_steps(records: Sequence[PolicyRecord], total_iterations: int) -> str:
-    """The console line of the iterations since the last one: rewards and times are means over them."""
+    """Format the console line of the iterations since the last line. Rewards and times are means over them."""
     last = records[-1]
     figures = last.figures
     parts = [

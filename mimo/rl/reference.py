@@ -1,8 +1,8 @@
-"""The reference policy: weights that stay as they are, on the host, and take the policy's place for a forward pass.
+"""The reference policy: fixed weights on the host, which replace the policy's weights for a forward pass.
 
-The run's own model is used for both, so the reference has its layout, and one rank keeps its own shards alone. What is
-exchanged are bytes of storages, as in `mimo.rl.offload`: parameters, buffers and Megatron Core's contiguous buffers
-behind them stay the objects that optimizers and hooks refer to, and the policy comes back bit by bit.
+Both use the run's own model, so the reference has its layout, and each rank keeps only its own shards. The contents of
+storages are exchanged, as in `mimo.rl.offload`. Parameters, buffers and Megatron Core's contiguous buffers remain the
+objects that optimizers and hooks refer to, and the policy's weights come back with the same bits.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class ReferencePolicy:
-    """A copy of all weights and buffers of this rank, as they are when it is made. Collective over each module's ranks.
+    """Copy of this rank's present weights and buffers. The constructor is collective over each module's ranks.
 
-    It takes as much host memory as they take on the device, pinned on CUDA; while they are exchanged, a block of
-    `mimo.rl.offload` more on the device. Nothing else is kept: during a forward pass the policy's weights are
-    what lies on the host.
+    The copy takes as much host memory as they take on the device, pinned on CUDA. An exchange needs one more block of
+    `mimo.rl.offload` on the device. There is no second copy: during a forward pass of the reference, the policy's
+    weights are on the host.
 
     Args:
-        built: this rank's model, its weights not offloaded.
-        device: where it is.
+        built: this rank's model; its weights must be on the device.
+        device: device of the model.
     """
 
     def __init__(self, built: BuiltModel, device: torch.device) -> None:
@@ -52,14 +52,14 @@ class ReferencePolicy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copy."""
+        """Size of the copy in bytes."""
         return sum(self._sizes)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While the block runs, the model has the weights of the reference. Collective over each module's ranks.
+        """Context in which the model has the weights of the reference. Collective over each module's ranks.
 
-        Only forward passes without gradient may run in it; no step, refit or checkpoint.
+        Only forward passes without gradient may run inside, but no step, refit or checkpoint.
 
         Raises:
             OffloadedError: the weights are not on the device.
@@ -72,13 +72,13 @@ class ReferencePolicy:
                 self._exchange()
 
     def exchange(self) -> None:
-        """Make the model's weights the reference, and what was the reference the model's. Collective as `in_place`."""
+        """Swap the weights of the model and of the reference for good. Collective like `in_place`."""
         with self._complete():
             self._exchange()
 
     @contextmanager
     def _complete(self) -> Iterator[None]:
-        """Gathers of parameters that an overlapped step left open are finished, and none begins in the block."""
+        """Context with complete parameters: finish open gathers of an overlapped step, and let none begin inside."""
         self._built.residency.require("the reference policy", WEIGHTS)
         self._built.model.disable_forward_pre_hook()
         try:
@@ -87,7 +87,7 @@ class ReferencePolicy:
             self._built.model.enable_forward_pre_hook()
 
     def _held(self) -> list[Held]:
-        """Looked up afresh: what is behind a parameter may be other memory than before."""
+        """Look up the storages again, because a parameter's memory may have changed."""
         held = [Held(storage, storage.nbytes()) for storage in weight_storages(self._built)]
         return [each for each in held if each.num_bytes]
 
@@ -95,34 +95,34 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         held = self._held()
         assert [each.num_bytes for each in held] == self._sizes, "weights lie in other storages than at set-up"
-        synchronize(self._device)  # other streams may still use them
+        synchronize(self._device)  # other streams may still use the weights
         self._memory.exchange(held)
         synchronize(self._device)
 
 
 def reference_policy(state: RunState, provider: ModelProvider, config: RlConfig, watchdog: Watchdog, *,
                      resumed: bool) -> tuple[ReferencePolicy | None, list[str]]:
-    """The reference policy that the flags ask for; None with --kl-coeff 0. Collective over the world.
+    """Build the reference policy that the flags ask for, or None with --kl-coeff 0. Collective over the world.
 
-    It is that of --ref-load or --ref-load-hf, without either the weights that the run started from: those that the
-    model has now, or, where the run was resumed, those that it began with: of --load where that is not the folder of
-    --save and gave weights alone, else of --load-hf or the provider's own flag. Model, optimizers and schedule are the
-    same afterwards.
+    Its weights come from --ref-load or --ref-load-hf. Without these flags it has the weights that the run started from.
+    In a new run the model has them now. A resumed run reads them again: from --load, if that is not the folder of
+    --save and gave only weights, otherwise from --load-hf or the provider's own flag. Model, optimizers and schedule
+    are unchanged afterwards.
 
     Args:
-        state: the run, its weights loaded.
+        state: the run, with its weights loaded.
         provider: the model family.
         config: the algorithm.
         watchdog: told about every wait.
-        resumed: the weights have been trained by this run.
+        resumed: whether this run has already trained the weights.
 
     Returns:
-        The policy, and a line that says where it is from.
+        The policy, and a line for the log that says where it is from.
 
     Raises:
-        ValueError: on one rank: there are no such weights, or they do not fit the model, or nobody knows what a resumed
-            run started from.
-        ReportedElsewhereError: on the other ranks then.
+        ValueError: the weights do not exist or do not fit the model, or it is not known what a resumed run started
+            from; raised on one rank.
+        ReportedElsewhereError: the same, on the other ranks.
     """
     if not config.kl_coeff:
         return None, []
@@ -138,7 +138,7 @@ def reference_policy(state: RunState, provider: ModelProvider, config: RlConfig,
 
 def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog: Watchdog, *,
             resumed: bool) -> tuple[str, Callable[[], object]] | None:
-    """Name of the weights to read and what reads them into the model; None for those that it has."""
+    """Return the name of the weights and a function that reads them; None if the model has them already."""
     flags, family = state.config.checkpoint, state.config.model_family
     if config.ref_load:
         folder = _find(state, config.ref_load, "--ref-load", None)
@@ -150,10 +150,10 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
         return None
     if flags.load is not None and state.source is not None and state.source.flag == "--save":
         began = _find(state, flags.load, "--load", flags.ckpt_step)
-        # Without --finetune it began as a run that had trained already, unless with imported weights.
+        # Without --finetune the run continued one that had been trained, unless the checkpoint has imported weights.
         if flags.finetune or began.name == paths.RELEASE:
             return str(began), lambda: load_weights(state, began, watchdog, "--load")
-    # Of several modules one might have started from random weights: only the whole model's folder names all.
+    # Only a folder with the whole model is certain: with several modules, one may have started from random weights.
     if flags.load_hf or (flags.load_language_from and not provider.encoders(family)):
         hf = HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from)
         return flags.load_hf or flags.load_language_from, lambda: _load_hf(state, provider, hf, watchdog)
@@ -169,10 +169,10 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
 
 
 class _RefLoadHf(HfPaths):
-    """The whole model, under the name of its own flag."""
+    """Folder of --ref-load-hf with a whole model, so that errors name this flag."""
 
     def flag(self, path: str) -> str:
-        """The flag that names the folder, with its value."""
+        """Return the flag that names the folder, with its value."""
         return f"--ref-load-hf {path}"
 
 
@@ -188,7 +188,7 @@ def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Wa
 
 
 def _find(state: RunState, given: str, flag: str, step: int | None) -> Path:
-    """The checkpoint that a flag names, found by the first rank; nothing in there is changed."""
+    """Find the checkpoint that a flag names, on the first rank. Nothing in the folder is changed."""
     error, folder = None, None
     if state.grids.rank == 0:
         try:
