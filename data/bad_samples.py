@@ -67,10 +67,8 @@ def sample_name(sample: Any, sources: Any) -> str:
         # Before a sample is loaded it is a dict, or one dict for each joined data set.
         parts = sample if isinstance(sample, dict) else sample.data[0]
         key, origin = parts["__key__"], sources or parts["__sources__"]
-    return " ".join([*(_shard_name(source) for source in (origin or ())[:1]), key])
-
-
-def _shard_name(source: Any) -> str:
-    """Return a shard with the folder of its data set. A JSONL file is both, and Energon passes its path as a string."""
-    folder = PurePath(str(source.dataset_path)).name
-    return folder if folder == source.shard_name else f"{folder}/{source.shard_name}"
+    if not origin:
+        return str(key)
+    # A JSONL file is both data set and shard, and Energon passes its path as a string.
+    folder, shard = PurePath(str(origin[0].dataset_path)).name, origin[0].shard_name
+    return f"{folder if folder == shard else f'{folder}/{shard}'} {key}"

@@ -74,14 +74,14 @@ def main(argv: list[str] | None = None) -> int:
             return dry_run(flags.dry_run)
         config = parse(trainer)
         # Imported here because torch takes seconds, and a dry run does not need it.
-        from preflight_checks.board import Board, Place
+        from preflight_checks.board import JobNode, MessageBoard
         from preflight_checks.nodes import check_nodes
 
         # The script of a job sets JOB_HOSTS and MASTER_PORT. Slurm sets the rest.
         hosts = tuple(os.environ.get("JOB_HOSTS", socket.gethostname()).split())
-        place = Place(int(os.environ.get("SLURM_NODEID", "0")), hosts, os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        place = JobNode(int(os.environ.get("SLURM_NODEID", "0")), hosts, os.environ.get("MASTER_ADDR", "127.0.0.1"),
                       int(os.environ.get("MASTER_PORT", "0")), flags.gpus_per_node)
-        return check_nodes(Board(place, flags.timeout_s), config, flags.timeout_s)
+        return check_nodes(MessageBoard(place, flags.timeout_s), config, flags.timeout_s)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -29,8 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from stage_files import manifest
-from stage_files.children import Children, StageError
+from stage_files import record
+from stage_files.children import Children, Progress, StageError, format_gb
 from stage_files.folders import (
     Copy,
     Options,
@@ -44,9 +44,7 @@ from stage_files.folders import (
     remove_parts,
 )
 from stage_files.hub import PREFIX, parse, stage_hub
-from stage_files.manifest import Place, Recorded
-from stage_files.node_lock import NodeLock
-from stage_files.progress import Progress, format_gb
+from stage_files.record import NodeLock, Recorded, StagedSource
 
 COUNTS = ("copied", "copied_bytes", "there", "there_bytes", "removed")
 
@@ -104,7 +102,7 @@ def find_places(sources: list[str], folder: Path) -> dict[str, Path]:
 
 def stage(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
     """Copy what is missing and return files and bytes by COUNTS. Raises StageError, which names the file."""
-    known = manifest.load(flags.to)
+    known = record.load(flags.to)
     before = json.dumps(known, default=vars)
     try:
         counts = stage_local(flags, known, progress)
@@ -119,11 +117,11 @@ def stage(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
     finally:
         # Files copied before an error stay recorded.
         if not flags.dry_run and json.dumps(known, default=vars) != before:
-            manifest.save(flags.to, known)
+            record.save(flags.to, known)
     return counts
 
 
-def stage_local(flags: argparse.Namespace, known: dict[str, Place], progress: Progress) -> Counter[str]:
+def stage_local(flags: argparse.Namespace, known: dict[str, StagedSource], progress: Progress) -> Counter[str]:
     """Stage the sources that are folders and files."""
     places = {os.path.abspath(source): place for source, place in flags.places.items()
               if not source.startswith(PREFIX)}
@@ -145,11 +143,11 @@ def stage_local(flags: argparse.Namespace, known: dict[str, Place], progress: Pr
         check_space(flags.to, absent)
         if flags.dry_run:
             return counts
-        earlier = {listing.place.name: known.get(listing.place.name, Place("")) for listing in listings}
+        earlier = {listing.place.name: known.get(listing.place.name, StagedSource("")) for listing in listings}
         for listing in listings:
             # Files staged with other patterns stay as long as the source has them.
             kept = {name: found for name, found in earlier[listing.place.name].files.items() if name in listing.files}
-            known[listing.place.name] = Place(listing.source, [], kept)
+            known[listing.place.name] = StagedSource(listing.source, [], kept)
         for copy in there:
             known[copy.listing.place.name].files.setdefault(copy.name, copy.wanted)
         make_folders(listings, absent, options)

@@ -22,10 +22,6 @@ DATACLASSES = {
 }
 
 
-def _mapping(state: dict[Any, Any]) -> list[list[Any]]:
-    return [[to_plain(key), to_plain(value)] for key, value in state.items()]
-
-
 def to_plain(state: Any) -> Any:
     """Convert a state to plain objects.
 
@@ -40,7 +36,7 @@ def to_plain(state: Any) -> Any:
     if kind is tuple:
         return {"tuple": [to_plain(item) for item in state]}
     if kind is dict or kind is FlexState:
-        return {kind.__name__: _mapping(state)}
+        return {kind.__name__: [[to_plain(key), to_plain(value)] for key, value in state.items()]}
     if kind is np.ndarray and state.dtype.kind in "biuf":
         return {"ndarray": [state.dtype.str, list(state.shape), state.tobytes()]}
     if kind is torch.Tensor and state.dtype is torch.uint8:  # generators' states; other dtypes would have to be stored

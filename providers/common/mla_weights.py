@@ -13,7 +13,11 @@ def latent_map(config: LatentDecoderConfig) -> WeightMap:
     for layer, is_moe in enumerate(config.moe_layer_freq):
         megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         rules += _attention_rules(config, megatron, hf)
-        rules += _moe_rules(config, megatron, hf) if is_moe else _dense_rules(config, megatron, hf)
+        if is_moe:
+            rules += _moe_rules(config, megatron, hf)
+        else:
+            norm = Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "post_attention_layernorm.weight",))
+            rules += [norm, *_mlp_rules(megatron + "mlp.", hf + "mlp.", config.ffn_hidden_size)]
     ignored = [ROTARY_BUFFERS]
     repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
     for layer in range(config.num_layers, config.num_layers + config.ignored_mtp_layers):
@@ -38,11 +42,6 @@ def _attention_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> lis
     return [Rule(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",)),
             *(Rule(f"{megatron}self_attention.{ours}", (f"{hf}self_attn.{theirs}.weight",))
               for ours, theirs in names.items())]
-
-
-def _dense_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:
-    return [Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "post_attention_layernorm.weight",)),
-            *_mlp_rules(megatron + "mlp.", hf + "mlp.", config.ffn_hidden_size)]
 
 
 def _moe_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:

@@ -15,8 +15,8 @@ PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)
-class Place:
-    """This node among those of the job.
+class JobNode:
+    """This node among the nodes of the job.
 
     Attributes:
         node: index of this node.
@@ -42,10 +42,10 @@ class Place:
         return self.node == 0
 
 
-class Board:
+class MessageBoard:
     """Messages of the nodes by topic."""
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
+    def __init__(self, place: JobNode, timeout_s: float) -> None:
         """Connect. Raises ValueError if the first node does not answer in time or its port is taken."""
         self.place = place
         try:

@@ -7,9 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mimo.config.trainer import RunConfig
-from preflight_checks.board import Board
-from preflight_checks.host import Findings, check_gpus, check_read, check_space, check_written
-from preflight_checks.packages import check_mamba_kernels, check_transformer_engine
+from preflight_checks.board import MessageBoard
+from preflight_checks.host import (
+    Findings,
+    check_gpus,
+    check_mamba_kernels,
+    check_read,
+    check_space,
+    check_transformer_engine,
+    check_written,
+)
 from preflight_checks.reach import ENDED, pairs_of, run_check
 from preflight_checks.run_plan import checkpoints, has_mamba_layers, read_paths, written_paths
 
@@ -18,7 +25,7 @@ CONTINUE, PAIRS, READY, NOT_READY = "continue", "pairs", "ready", "not ready"
 MAX_LINES = 40
 
 
-def check_nodes(board: Board, config: RunConfig, timeout_s: float) -> int:
+def check_nodes(board: MessageBoard, config: RunConfig, timeout_s: float) -> int:
     """Run all checks on this node, in step with the others.
 
     Returns:
@@ -88,7 +95,7 @@ class Report:
         silent: nodes that have not answered.
     """
 
-    def __init__(self, board: Board, device: str, config: RunConfig) -> None:
+    def __init__(self, board: MessageBoard, device: str, config: RunConfig) -> None:
         self.board, self.device, self.config = board, device, config
         self.hosts_of_job = board.place.hosts
         self.silent: set[int] = set()

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from preflight_checks.board import Board, Place
+from preflight_checks.board import JobNode, MessageBoard
 
 # Elements of the float32 tensor that is summed. On CUDA, it is as large as a gradient bucket.
 ELEMENTS = {"cuda": 64 * 2**20, "cpu": 2**16}
@@ -92,7 +92,7 @@ def sum_over_group(process: Process) -> float:
     return moved / min(seconds[1:])
 
 
-def run_check(board: Board, topic: str, group: list[int], device: str, timeout_s: float) -> None:
+def run_check(board: MessageBoard, topic: str, group: list[int], device: str, timeout_s: float) -> None:
     """Run this node's processes of a check over the nodes of `group`, and post how each ended."""
     place, prefix = board.place, f"{topic}/{group[0]}"
     children = []
@@ -116,7 +116,7 @@ def run_check(board: Board, topic: str, group: list[int], device: str, timeout_s
     board.post(topic, {"failed": failed, "bytes_per_s": min(rates, default=0.0)})
 
 
-def pairs_of(place: Place, turn: int) -> list[list[int]]:
+def pairs_of(place: JobNode, turn: int) -> list[list[int]]:
     """Return the pairs of a turn: first 0 with 1, 2 with 3, ...; then 1 with 2, ..., and the last with 0."""
     count = len(place.hosts)
     found = [[node, node + 1] for node in range(turn, count - 1, 2)]
@@ -125,7 +125,7 @@ def pairs_of(place: Place, turn: int) -> list[list[int]]:
     return found
 
 
-def _wait(processes: list[subprocess.Popen[Any]], timeout_s: float, board: Board, prefix: str) -> str:
+def _wait(processes: list[subprocess.Popen[Any]], timeout_s: float, board: MessageBoard, prefix: str) -> str:
     """Wait for all processes. Kills those that still run when the time is up or soon after a failure in the group.
 
     Returns:

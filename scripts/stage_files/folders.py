@@ -13,9 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from stage_files.children import Children, StageError, Task
-from stage_files.manifest import Place, Recorded
-from stage_files.progress import Progress, format_gb
+from stage_files.children import Children, Progress, StageError, Task, format_gb
+from stage_files.record import Recorded, StagedSource
 from stage_files.worker import PART, is_part
 
 
@@ -164,12 +163,12 @@ def missing(listings: list[Listing], options: Options) -> tuple[list[Copy], list
     return absent, there
 
 
-def damaged(children: Children, there: list[Copy], known: dict[str, Place], progress: Progress) -> list[Copy]:
+def damaged(children: Children, there: list[Copy], known: dict[str, StagedSource], progress: Progress) -> list[Copy]:
     """Return the copies whose content is wrong, by the checksum of when they were copied or else of the source now."""
     expected: dict[str, str] = {}
     tasks, found = [], {}
     for copy in there:
-        recorded = known.get(copy.listing.place.name, Place("")).files.get(copy.name)
+        recorded = known.get(copy.listing.place.name, StagedSource("")).files.get(copy.name)
         if recorded is not None and recorded.sha256 and recorded.mtime_ns == copy.wanted.mtime_ns:
             expected[str(copy.target)] = recorded.sha256
         else:
@@ -222,7 +221,7 @@ def remove_parts(listings: list[Listing], copies: list[Copy]) -> None:
                     path.unlink()
 
 
-def remove_gone(listing: Listing, earlier: Place) -> int:
+def remove_gone(listing: Listing, earlier: StagedSource) -> int:
     """Delete copies whose source is gone, and return their number."""
     gone = [name for name in earlier.files if name not in listing.files]
     for name in gone:

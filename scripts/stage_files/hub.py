@@ -8,10 +8,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from stage_files.children import HERE, Children, StageError, Task
+from stage_files.children import HERE, Children, Progress, StageError, Task, format_gb
 from stage_files.folders import existing, is_chosen
-from stage_files.manifest import Place, Recorded
-from stage_files.progress import Progress, format_gb
+from stage_files.record import Recorded, StagedSource
 
 PREFIX = "hf://"
 DOWNLOADING = (sys.executable, str(HERE / "hub_worker.py"))
@@ -67,8 +66,9 @@ class HubCounts:
     there_bytes: int = 0
 
 
-def stage_hub(source: HubSource, folder: Path, include: tuple[str, ...], known: dict[str, Place], progress: Progress, *,
-              workers: int, timeout_s: float, retries: int, dry_run: bool, verify: bool) -> HubCounts:
+def stage_hub(source: HubSource, folder: Path, include: tuple[str, ...], known: dict[str, StagedSource],
+              progress: Progress, *, workers: int, timeout_s: float, retries: int, dry_run: bool,
+              verify: bool) -> HubCounts:
     """Download a repository to `folder/name` and put its record into `known`.
 
     A commit that is there needs no network. A branch is looked up every time.
@@ -120,21 +120,21 @@ def _last(children: Children, task: Task, progress: Progress) -> dict[str, objec
     return found
 
 
-def _is_staged(earlier: Place | None, source: str, place: Path, include: tuple[str, ...], verify: bool) -> bool:
+def _is_staged(earlier: StagedSource | None, source: str, place: Path, include: tuple[str, ...], verify: bool) -> bool:
     """Whether all files of a commit are there. With --verify, the Hub's client checks them instead."""
     return (not verify and earlier is not None and (earlier.source, earlier.include) == (source, list(include))
             and all(recorded.is_at(place / name) for name, recorded in earlier.files.items()))
 
 
-def _there(earlier: Place) -> HubCounts:
+def _there(earlier: StagedSource) -> HubCounts:
     return HubCounts(there=len(earlier.files), there_bytes=sum(each.size for each in earlier.files.values()))
 
 
-def _record(source: str, place: Path, include: tuple[str, ...], files: dict[str, int]) -> Place:
+def _record(source: str, place: Path, include: tuple[str, ...], files: dict[str, int]) -> StagedSource:
     recorded = {}
     for name in files:
         if not (place / name).is_file():
             raise StageError(f"{source}: {name} is not there after the download")
         status = (place / name).stat()
         recorded[name] = Recorded(status.st_size, status.st_mtime_ns)
-    return Place(source, list(include), recorded)
+    return StagedSource(source, list(include), recorded)

@@ -15,10 +15,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from preflight_checks import nodes
-from preflight_checks.board import Board, Place
-from preflight_checks.host import Findings, check_gpus, check_read, check_space, check_written, format_size
+from preflight_checks.board import JobNode, MessageBoard
+from preflight_checks.host import (
+    Findings,
+    check_gpus,
+    check_mamba_kernels,
+    check_read,
+    check_space,
+    check_transformer_engine,
+    check_written,
+    format_size,
+)
 from preflight_checks.job_script import read_directives
-from preflight_checks.packages import check_mamba_kernels, check_transformer_engine
 from preflight_checks.reach import pairs_of
 from preflight_checks.run_plan import Checkpoints, checkpoints, has_mamba_layers, read_paths, written_paths
 
@@ -28,8 +36,8 @@ MOCK = ["--model-provider", "mock", "--train-iters", "100", "--device", "cpu"]
 Usage = namedtuple("Usage", "total used free")
 
 
-def place(node: int, count: int, port: int = 0) -> Place:
-    return Place(node, tuple(f"host{number}" for number in range(count)), "127.0.0.1", port, gpus_per_node=2)
+def place(node: int, count: int, port: int = 0) -> JobNode:
+    return JobNode(node, tuple(f"host{number}" for number in range(count)), "127.0.0.1", port, gpus_per_node=2)
 
 
 def test_a_path_that_cannot_be_read_is_named(tmp_path):
@@ -215,11 +223,11 @@ def run_nodes(monkeypatch, capsys, count: int, *, silent: int | None = None, cut
     monkeypatch.setattr(nodes, "run_check", pretend)
     monkeypatch.setattr(nodes, "check_host", lambda *_: Findings(problems=found.get(here.node, [])))
     config, codes = parse(MOCK), [None] * count
-    first = Board(place(0, count), 5.0)
+    first = MessageBoard(place(0, count), 5.0)
 
     def one(node: int) -> None:
         here.node = node
-        board = first if node == 0 else Board(place(node, count, first.port), 5.0)
+        board = first if node == 0 else MessageBoard(place(node, count, first.port), 5.0)
         codes[node] = nodes.check_nodes(board, config, 0.5 if silent is not None else 5.0)
 
     threads = [threading.Thread(target=one, args=(node,)) for node in range(count) if node != silent]
