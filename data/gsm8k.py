@@ -227,7 +227,7 @@ def _rows(path: Path) -> Iterator[Any]:
                 try:
                     yield json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"{path}: line {number} is no JSON: {error}") from error
+                    raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
 
 
 def _parquet_rows(path: Path) -> list[Any]:

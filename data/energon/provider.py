@@ -110,7 +110,7 @@ def check(config: Config, request: DataRequest) -> None:
         if value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if config.packing_balance and not config.packing_buffer_size:
-        raise ValueError("--packing-balance: chooses packs, and needs --packing-buffer-size")
+        raise ValueError("--packing-balance: it chooses packs, so it needs --packing-buffer-size")
     if config.packing_buffer_size and request.micro_batch_size != 1:
         raise ValueError(
             f"--packing-buffer-size {config.packing_buffer_size}: a packed row is a microbatch of its own; "
@@ -242,8 +242,8 @@ class EnergonProvider:
         errors = ErrorLog(config.max_bad_samples)
         encoder = VlmTaskEncoder(config, request, errors)
         if train and 0 in lanes and encoder.tokenizer.rewrites_history:
-            logger.warning("%s: the chat template writes an answer differently once other turns follow; of a "
-                           "conversation with several answers, those that it has rewritten are not learned",
+            logger.warning("%s: the chat template writes an answer differently once other turns follow. In a "
+                           "conversation with several answers, the rewritten ones are not learned",
                            encoder.tokenizer.name)
         encoding = Encoding(encoder, errors.handler, to_sample)
         return EnergonReader(config, request, lanes, encoding) if train else ValidReader(

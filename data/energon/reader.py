@@ -51,7 +51,7 @@ class BadSamples:
     def add(self, messages: Sequence[str]) -> None:
         """Log each sample. Raises ValueError above the limit, with the last few samples."""
         for message in messages:
-            logger.warning("bad sample passed over: %s", message)
+            logger.warning("bad sample skipped: %s", message)
         self._count += len(messages)
         self._last.extend(messages)
         if self._count > self._most:

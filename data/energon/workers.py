@@ -130,7 +130,7 @@ class RowStream(IterableDataset):
                 checkpoint, saved = Checkpoint(count, self._state(count)), count
             self._status.write(f"waiting for the trainer, after {self._status.place}")
             yield Arrival(worker, count - 1, row, checkpoint)
-        raise ValueError("--data-path: the data set ended, where it should start over")
+        raise ValueError("--data-path: the data set ended, but it should start over")
 
     def _next(self, rows: Iterator[Any], count: int) -> Any:
         config = self._dataset.worker_config

@@ -110,7 +110,7 @@ class VisionLanguageProvider(Computed):
     def check_processor(self, config: Any) -> None:
         """Raise ValueError if the family's image processor is unknown, or images are not red, green and blue."""
         if "LlavaForConditionalGeneration" not in self.hf_architectures:
-            raise ValueError("an image processor for rollouts is made for --model-provider llava alone, not for "
+            raise ValueError("image processors for rollouts exist only for --model-provider llava, not for "
                              f"{', '.join(self.hf_architectures) or 'this one'}")
         channels = self.resolved(config).vision_num_channels
         if channels != 3:

@@ -203,7 +203,7 @@ def test_bad_samples_are_logged_once_and_end_the_run_above_the_limit(tmp_path, c
         found = keys(reader, 0, 5)
     assert sorted(found) == ["t00_000", "t00_002", "t00_003", "t00_004", "t00_006"]
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"bad sample passed over: train/00.tar {key}: refused" for key in ("t00_001", "t00_005")]
+        f"bad sample skipped: train/00.tar {key}: refused" for key in ("t00_001", "t00_005")]
     with pytest.raises(ValueError, match=r"--max-bad-samples 2: 3 samples .*train/00.tar t00_00\d: refused"):
         keys(reader, 0, 12)
     reader.close()

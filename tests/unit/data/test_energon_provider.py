@@ -104,7 +104,7 @@ def test_validation_counts_single_samples_even_where_training_packs(digits):
         ({"shuffle_buffer_size": -3}, "--shuffle-buffer-size -3: must be at least 0"),
         ({"max_samples_per_sequence": 0}, "--max-samples-per-sequence 0: must be at least 1"),
         ({"max_bad_samples": -1}, "--max-bad-samples -1"),
-        ({"packing_balance": True}, "--packing-balance: chooses packs, and needs --packing-buffer-size"),
+        ({"packing_balance": True}, "--packing-balance: it chooses packs, so it needs --packing-buffer-size"),
         ({"tokenizer": ""}, "--tokenizer: give the folder"),
         ({"prompt_format": "x"}, "--prompt-format x: unknown"),
         ({"image_tiling": "dynamic"}, "--image-tiling dynamic: the encoder takes"),
@@ -129,7 +129,7 @@ def test_a_template_that_rewrites_answers_is_told_once(digits, tmp_path, caplog)
     config = replace(digits, tokenizer=str(write_tokenizer(tmp_path, special=CHATML_TOKENS, chat_template=QWEN3)))
     provider.reader(config, wanted, [0])
     provider.reader(config, wanted, [1])
-    assert [record.message.count("those that it has rewritten are not learned") for record in caplog.records] == [1]
+    assert [record.message.count("the rewritten ones are not learned") for record in caplog.records] == [1]
 
 
 def test_packing_wants_one_row_a_microbatch(digits):

@@ -121,7 +121,7 @@ def test_plain_text_has_no_template(files):
 @pytest.mark.parametrize(("name", "text", "expected"), [
     ("test.jsonl", None, "has no test.jsonl or test-*.jsonl, and no such .parquet"),
     ("test.jsonl", "\n", "test.jsonl: has no row"),
-    ("test.jsonl", "{\n", "test.jsonl: line 1 is no JSON"),
+    ("test.jsonl", "{\n", "test.jsonl: line 1 is not JSON"),
     ("test.jsonl", '{"question": "q"}\n', "row 1 has no question and answer"),
     ("test.jsonl", '["q", "a"]\n', "row 1 has no question and answer"),
     ("test.jsonl", '{"question": "q", "answer": "none"}\n', "the answer of row 1 has no number: 'none'"),

@@ -184,7 +184,7 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
     ({"vision_pixel_shuffle": 3}, layout(), "--vision-pixel-shuffle 3 does not divide the 4 patches a side of "
      "--vision-image-size 32 with --vision-patch-size 8; --vision-pixel-shuffle that fit: 1, 2, 4"),
     ({"vision_dynamic_resolution": True}, layout(),
-     "--vision-dynamic-resolution does not go with --vision-class-token: use --no-vision-class-token"),
+     "--vision-dynamic-resolution cannot be used with --vision-class-token: use --no-vision-class-token"),
     ({"vision_hidden_size": 66}, layout(), "--vision-hidden-size 66 is not divisible by --vision-num-"),
     ({"vision_patch_size": 4}, layout(), "an image becomes 64 tokens"),
     ({}, layout(vision={"tp": 3}), "--vision-num-attention-heads 4 is not divisible by --encoder-tp 3"),

@@ -97,7 +97,7 @@ def as_request_image(picture: np.ndarray) -> object:
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    ("--model-provider mock", "an image processor for rollouts is made for --model-provider llava alone"),
+    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava"),
     ("--vision-num-channels 1", "--vision-num-channels 1: image processors .* take images of 3 channels"),
     ("--no-vision-class-token", "CLIP has --vision-class-token and --vision-pre-layernorm, SigLIP"),
 ])
