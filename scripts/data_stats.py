@@ -1,4 +1,4 @@
-r"""What a data set gives a model: a page of figures, charts and samples, from samples read as training reads them.
+r"""Show what a model would get of a data set: figures, charts and samples on one page, read as in training.
 
     python scripts/data_stats.py DATASET --tokenizer FOLDER --model-provider llava --hf-config FOLDER
     python scripts/data_stats.py --config run.toml --out page.html
@@ -35,7 +35,7 @@ from mimo.protocols import ComparableProvider, DataRequest
 if TYPE_CHECKING:
     from data.stats.page import Report
 
-# Flags of a training run that say how its data and its model are measured; others change nothing here.
+# Sections of flags that decide how data and model are measured. Others have no effect here.
 SECTIONS = ("dataset", "model_family")
 
 
@@ -70,7 +70,7 @@ class StatsRunConfig(RunConfig):
 
 
 def parse_flags(arguments: list[str] | None) -> StatsRunConfig:
-    """Read the command line. Raises ValueError, naming flags and values, for what cannot work."""
+    """Read the command line. Raises ValueError, with flags and values, if they cannot work."""
     run = parse_as(StatsRunConfig, arguments, (__doc__ or "").partition("\n\n")[0])
     stats, name = run.stats, run.data.dataset_provider
     if name != "energon":
@@ -83,7 +83,7 @@ def parse_flags(arguments: list[str] | None) -> StatsRunConfig:
 
 
 def with_tokenizer(run: StatsRunConfig) -> StatsRunConfig:
-    """The run whose model has the tokenizer's image token and vocabulary, where no flag or file says which it has."""
+    """Give the model the tokenizer's image token and vocabulary, unless flags or files set them."""
     from data.stats.collect import tokenizer_image_token
 
     family = run.model_family
@@ -100,7 +100,7 @@ def with_tokenizer(run: StatsRunConfig) -> StatsRunConfig:
 
 
 def request_of(run: StatsRunConfig) -> DataRequest:
-    """Return what the run's model asks of the data set, in one lane. Raises ValueError for sizes that cannot be."""
+    """Return the run's request to the data set, in one lane. Raises ValueError for impossible sizes."""
     provider, family = registry.model_provider(run.model.model_provider), run.model_family
     encoders = provider.encoders(family)
     layout = build_layout(run.layout, required_world_size(run.layout, encoders), encoders)
@@ -111,7 +111,7 @@ def request_of(run: StatsRunConfig) -> DataRequest:
 
 
 def model_of(run: StatsRunConfig, request: DataRequest) -> dict[str, Any]:
-    """Which model the data was measured for."""
+    """Describe the model for which the data was measured."""
     tokens, family = request.tokens, vars(run.model_family)
     model = {"provider": run.model.model_provider, "hf_config": family.get("hf_config", ""),
              "image_token_id": tokens.image_token_id, "seq_length": request.seq_length}
@@ -123,7 +123,7 @@ def model_of(run: StatsRunConfig, request: DataRequest) -> dict[str, Any]:
 
 
 def in_words(model: dict[str, Any]) -> str:
-    """The model on one line."""
+    """Format the model as one line."""
     source = f" --hf-config {model['hf_config']}" if model["hf_config"] else ""
     parts = [f"--model-provider {model['provider']}{source}"]
     if "image_tokens" in model:
@@ -136,7 +136,7 @@ def in_words(model: dict[str, Any]) -> str:
 
 
 def given_flags(run: StatsRunConfig) -> str:
-    """The flags of data and model that are not at their defaults, and a few others."""
+    """Return the flags of data and model that differ from their defaults, and a few others."""
     words = [f"--model-provider {run.model.model_provider}", f"--seq-length {run.train.seq_length}",
              f"--seed {run.train.seed}"]
     for section in SECTIONS:
@@ -153,7 +153,7 @@ def given_flags(run: StatsRunConfig) -> str:
 
 
 def read(run: StatsRunConfig) -> Report:
-    """Read the samples. Raises ValueError, naming flags and values, for what cannot work."""
+    """Read the samples. Raises ValueError, with flags and values, if they cannot work."""
     stats, config = run.stats, run.dataset
     check_path(config, "train")
     # torch, transformers and Energon take seconds to import, and --help needs none of them.
@@ -184,7 +184,7 @@ def _spread(values: dict[str, float]) -> str:
 
 
 def summary(keys: dict[str, Any]) -> str:
-    """The key figures as lines for a terminal."""
+    """Format the key figures for a terminal."""
     samples, tokens, images = keys["samples"], keys["tokens"], keys["images"]
     lines = [("model", in_words(keys["model"]))]
     lines += [("samples", f"{samples['read']:,} read of {samples['in_one_pass']:,}: {samples['good']:,} good, "

@@ -23,13 +23,13 @@ SHOWN = 3000
 
 
 def num_ranks(config: RunConfig) -> int:
-    """Number of ranks that the grids of a run need. Raises ValueError for layout flags that contradict each other."""
+    """Return the number of ranks that the grids of a run need. Raises ValueError for contradicting layout flags."""
     provider = registry.model_provider(config.model.model_provider)
     return required_world_size(config.layout, provider.encoders(config.model_family))
 
 
 def quiet(config: RunConfig) -> RunConfig:
-    """The run without evaluations, generations, checkpoints and console lines before its end."""
+    """Return the run without evaluations, generations, checkpoints and console lines before its end."""
     return replace(
         config,
         train=replace(config.train, eval_interval=0, eval_iters=0, num_generations=0),
@@ -41,7 +41,7 @@ def quiet(config: RunConfig) -> RunConfig:
 
 def torchrun(script: str | Path, ranks: int, arguments: Sequence[str], *, output: Path | None = None,
              **environment: str) -> int:
-    """Run a script once a rank on this host and return torchrun's exit code.
+    """Run a script in a process for each rank on this host, and return torchrun's exit code.
 
     Args:
         script: the program of a rank.
@@ -64,7 +64,7 @@ def torchrun(script: str | Path, ranks: int, arguments: Sequence[str], *, output
 
 
 def iterations(folder: Path) -> list[dict[str, Any]]:
-    """The iterations in a run folder's metrics.jsonl, in order. Evaluations are left out."""
+    """Read the iterations in a run folder's metrics.jsonl, in order. Evaluations are left out."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if "iteration-time" in record]
 

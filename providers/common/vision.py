@@ -104,7 +104,8 @@ def check_vision(config: VisionConfig, problems: Problems) -> None:
         return
     problems.divides("vision_image_size", config.vision_image_size, "vision_patch_size", config.vision_patch_size)
     if config.vision_dynamic_resolution and config.vision_class_token:
-        problems.add("--vision-dynamic-resolution cannot be used with --vision-class-token: use --no-vision-class-token")
+        problems.add("--vision-dynamic-resolution cannot be used with --vision-class-token: "
+                     "use --no-vision-class-token")
     side, factor = config.vision_image_size // config.vision_patch_size, config.vision_pixel_shuffle
     if not config.vision_dynamic_resolution and side % factor:
         fits = ", ".join(str(divisor) for divisor in divisors(side))

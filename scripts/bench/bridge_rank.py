@@ -51,7 +51,7 @@ DEVICE_WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), 
 
 
 class Operations(Protocol):
-    """The methods of a bridge that Megatron Core's schedule calls."""
+    """Methods of a bridge that Megatron Core's schedule calls."""
 
     def send_forward(self, tensor_to_send: torch.Tensor) -> None: ...
     def recv_forward(self) -> torch.Tensor: ...
@@ -62,7 +62,7 @@ class Operations(Protocol):
 
 
 class Payload:
-    """The rows of each lane's samples in a microbatch, and their values.
+    """Rows of each lane's samples in a microbatch, and their values.
 
     Args:
         layout: grids of one encoder and the language model.
@@ -294,7 +294,7 @@ def layout_of(case: dict[str, int]) -> Layout:
 
 
 class Bench:
-    """The arms of one case on this rank.
+    """Arms of one case on this rank.
 
     Args:
         settings: the benchmark's settings.

@@ -226,7 +226,7 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def start_processes(arguments: argparse.Namespace) -> int:
-    """This command again under torchrun, which would take --nproc for its own."""
+    """Start this program again under torchrun, without --nproc, which torchrun would read as its own flag."""
     given = [text for name, value in vars(arguments).items() if value is not None and name != "nproc"
              for text in (f"--{name.replace('_', '-')}", str(value))]
     return torchrun(__file__, arguments.nproc, given)

@@ -274,7 +274,7 @@ class Bench:
                        for start in range(0, len(outcomes), max(len(names), 1))]
 
     def _kept(self, kind: str) -> list[Candidate]:
-        """The candidates of a kind that are tried."""
+        """Return the candidates of a kind that are tried."""
         tried = len(vars(self.chosen)[kind]) or self.chosen.candidates
         self.pruned[kind] = max(len(self.found[kind]) - tried, 0)
         return self.found[kind][:tried]
