@@ -1,22 +1,19 @@
-"""Charts as SVG elements; colours are CSS variables of the page that they stand in."""
+"""Charts of what samples give the model, as figures for Plotly."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import Any
 
 import numpy as np
 
-# About as many pixels as on the page, so that text keeps its size.
-WIDTH, HEIGHT = 280, 190
-LEFT, RIGHT, TOP, BOTTOM = 40, 18, 26, 40
+from mimo.report.html import figure, label
+from mimo.report.summary import number
+
 MAX_BARS = 24
-MAX_BAR_WIDTH = 30
-MAX_LABELS = 6
-LYING_WIDTH = 480
-# Edges of width over height, each 2 ** 0.25 from the next, from 1:6 to 6:1; what lies outside counts as the outermost.
+# Bars of width over height are 2 ** 0.25 apart, from 1:6 to 6:1. Values outside count as the outermost.
 ASPECT_STEP = 4
 ASPECT_LABELS = {"1:4": 0.25, "1:2": 0.5, "1:1": 1.0, "2:1": 2.0, "4:1": 4.0}
 
@@ -26,166 +23,121 @@ class Bars:
     """A histogram.
 
     Attributes:
+        places: middle of each bar.
+        width: of a bar.
         counts: of each bar.
-        names: of each bar, for its tooltip.
-        ticks: label by place on the axis, in bars: 0 is the left edge of the first bar, 0.5 its middle.
-        marker: place and text of a line, such as the median; None without.
+        names: of each bar, shown beside the pointer.
+        axis: what differs from the usual horizontal axis.
+        median: its place and words; None without.
     """
 
+    places: list[float]
+    width: float
     counts: list[int]
     names: list[str]
-    ticks: dict[float, str]
-    marker: tuple[float, str] | None = None
+    axis: Mapping[str, Any]
+    median: tuple[float, str] | None = None
 
 
-def number(value: float) -> str:
-    """A number for people: thousands apart, three digits that count."""
-    if value == int(value):
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... times a power of ten that is at least `least`."""
-    scale = 10.0 ** math.floor(math.log10(least))
-    return next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= least * 0.999)
+def nice_step(least: float) -> int:
+    """Return the smallest of 1, 2, 5, 10, 20, ... that is at least `least`."""
+    power = 10 ** max(math.floor(math.log10(least)), 0)
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
 
 
 def integer_bars(values: Sequence[int]) -> Bars:
-    """Whole numbers: a bar for each where they are few, else equal intervals."""
+    """Return a bar for each whole number if there are few, and for equal intervals if there are many."""
     low, high = min(values), max(values)
-    step = 1 if high - low < MAX_BARS else int(nice_step((high - low + 1) / (MAX_BARS - 2)))
-    start = low if step == 1 else low // step * step
-    count = (high - start) // step + 1
-    counts = np.bincount([(value - start) // step for value in values], minlength=count).tolist()
-    firsts = [start + index * step for index in range(count)]
-    each = math.ceil(nice_step(count / MAX_LABELS)) if count > MAX_LABELS else 1
-    middle = 0.5 if step == 1 else 0.0
-    ticks = {index + middle: number(first) for index, first in enumerate(firsts) if first // step % each == 0}
-    if len(ticks) < 2:
-        ticks = {index + middle: number(firsts[index]) for index in sorted({0, count - 1})}
+    step = 1 if high - low < MAX_BARS else nice_step((high - low + 1) / (MAX_BARS - 2))
+    start = low // step * step
+    counts = np.bincount([(value - start) // step for value in values]).tolist()
+    firsts = [start + index * step for index in range(len(counts))]
     names = [number(first) if step == 1 else f"{number(first)} to {number(first + step - 1)}" for first in firsts]
     median = float(np.median(values))
-    place = (median - start) / step + (0.5 if step == 1 else 0.0)
-    return Bars(counts, names, ticks, (place, f"median {number(median)}") if high > low else None)
+    # A few bars are not as wide as the chart.
+    axis = {"tickvals": firsts, "range": [start - 2.5, high + 2.5]} if len(firsts) <= 5 else {}
+    return Bars([first + (step - 1) / 2 for first in firsts], step, counts, names, axis,
+                (median, f"median {number(median)}") if high > low else None)
 
 
 def share_bars(values: Sequence[float]) -> Bars:
-    """Shares from 0 to 1, in twentieths."""
-    count = 20
-    counts = np.bincount([min(int(value * count), count - 1) for value in values], minlength=count).tolist()
-    names = [f"{100 * index // count} to {100 * (index + 1) // count} %" for index in range(count)]
-    median = float(np.median(values))
-    ticks = {float(count * place // 100): f"{place} %" for place in (0, 25, 50, 75, 100)}
-    return Bars(counts, names, ticks, (median * count, f"median {100 * median:.0f} %"))
+    """Return bars for shares from 0 to 1, in twentieths."""
+    width = 5
+    counts = np.bincount([min(int(value * 20), 19) for value in values], minlength=20).tolist()
+    median = 100 * float(np.median(values))
+    return Bars([width * (index + 0.5) for index in range(20)], width, counts,
+                [f"{width * index} to {width * (index + 1)} %" for index in range(20)],
+                {"range": [0, 100], "ticksuffix": " %", "dtick": 25}, (median, f"median {median:.0f} %"))
 
 
 def aspect_bars(ratios: Sequence[float]) -> Bars:
-    """Width over height on a logarithmic axis, a bar around 1:1 in its middle."""
+    """Return bars for width over height on a logarithmic axis, with one around 1:1 in its middle."""
     half = ASPECT_STEP * 2 + 3
-    places = [min(max(round(math.log2(ratio) * ASPECT_STEP), -half), half) + half for ratio in ratios]
-    counts = np.bincount(places, minlength=2 * half + 1).tolist()
-    names = [f"width about {number(float(2 ** ((index - half) / ASPECT_STEP)))} times height"
-             for index in range(2 * half + 1)]
-    ticks = {half + math.log2(ratio) * ASPECT_STEP + 0.5: name for name, ratio in ASPECT_LABELS.items()}
-    return Bars(counts, names, ticks)
+    steps = [min(max(round(math.log2(ratio) * ASPECT_STEP), -half), half) for ratio in ratios]
+    counts = np.bincount([step + half for step in steps], minlength=2 * half + 1).tolist()
+    places = [step / ASPECT_STEP for step in range(-half, half + 1)]
+    return Bars(places, 1 / ASPECT_STEP, counts, [f"width about {2**place:.3g} times height" for place in places],
+                {"tickvals": [math.log2(ratio) for ratio in ASPECT_LABELS.values()], "ticktext": list(ASPECT_LABELS)})
 
 
-def _bar(left: float, top: float, width: float, height: float) -> str:
-    """A bar with a rounded top."""
-    radius = min(3.0, width / 2, height)
-    return (f"M{left:.1f},{top + height:.1f}v{-(height - radius):.1f}q0,{-radius:.1f} {radius:.1f},{-radius:.1f}"
-            f"h{width - 2 * radius:.1f}q{radius:.1f},0 {radius:.1f},{radius:.1f}v{height - radius:.1f}z")
+def _line_at(place: float) -> dict[str, Any]:
+    """Return a dashed line across the chart at a value of the horizontal axis."""
+    return {"type": "line", "yref": "paper", "x0": place, "x1": place, "y0": 0, "y1": 1,
+            "line": {"color": "var(--ink)", "width": 1.5, "dash": "dash"}}
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", css: str = "tick") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}">{escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
-
-
-def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
-    return (f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(label)}">'
-            + "".join(parts) + "</svg>")
-
-
-def histogram(bars: Bars, axis: str, colour: str, unit: str) -> str:
-    """A histogram.
+def histogram(title: str, bars: Bars, axis: str, colour: str, unit: str) -> str:
+    """Return a histogram.
 
     Args:
-        bars: what it shows.
+        title: what is shown.
+        bars: its values.
         axis: title of the horizontal axis.
-        colour: CSS variable of the bars, such as `text`.
+        colour: variable of the style sheet, such as `text`.
         unit: what is counted, such as samples.
     """
-    count, top = len(bars.counts), max(bars.counts)
-    width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-    band = min(width / count, MAX_BAR_WIDTH + 8)
-    left = LEFT + (width - band * count) / 2
-    bottom = TOP + height
-    step = max(nice_step(top / 5), 1)
-    parts = []
-    for index in range(1, int(top / step) + 1):
-        y = bottom - height * index * step / top
-        parts += [_line(LEFT, y, WIDTH - RIGHT, y, "grid"), _text(LEFT - 6, y + 3.5, number(index * step), "end")]
-    for index, (value, name) in enumerate(zip(bars.counts, bars.names, strict=True)):
-        if value:
-            tall = max(height * value / top, 1.5)
-            shape = _bar(left + index * band + 1, bottom - tall, band - 2, tall)
-            parts.append(f'<path d="{shape}" fill="var(--{colour})"><title>{escape(name)}: {value:,} {escape(unit)}'
-                         "</title></path>")
-    parts.append(_line(LEFT, bottom, WIDTH - RIGHT, bottom, "axis"))
-    parts += [_text(left + place * band, bottom + 15, name) for place, name in bars.ticks.items()]
-    parts.append(_text(LEFT + width / 2, HEIGHT - 6, axis, css="name"))
-    if bars.marker is not None:
-        x = left + bars.marker[0] * band
-        parts += [_line(x, TOP - 6, x, bottom, "marker"),
-                  _text(min(max(x, LEFT + 30), WIDTH - RIGHT - 34), TOP - 11, bars.marker[1], css="note")]
-    return _svg(WIDTH, HEIGHT, f"{axis}: {unit}", parts)
+    trace = {"type": "bar", "x": bars.places, "y": bars.counts, "width": 0.92 * bars.width, "hoverinfo": "text",
+             "marker": {"color": f"var(--{colour})"},
+             "hovertext": [f"{name}: {count:,} {label(unit)}"
+                           for name, count in zip(bars.names, bars.counts, strict=True)]}
+    layout = {"hovermode": "closest", "showlegend": False, "shapes": [_line_at(bars.median[0])] if bars.median else [],
+              "xaxis": {"title": {"text": label(axis), "font": {"size": 12}}, "showgrid": False, **bars.axis},
+              "yaxis": {"rangemode": "tozero", "tickformat": ",d", "nticks": 6}}
+    return figure(title, [trace], layout, height=210, note=f"Dashed: {bars.median[1]}." if bars.median else "")
 
 
 @dataclass(frozen=True)
-class Group:
-    """Bars of one line of a bar chart.
-
-    Attributes:
-        name: on the left.
-        bars: CSS variable, value and text of each.
-        strong: whether its name stands out.
-    """
+class Series:
+    """Bars of one colour: their name in the legend, a variable of the style sheet, values and their texts."""
 
     name: str
-    bars: list[tuple[str, float, str]]
-    strong: bool = False
+    colour: str
+    values: list[float]
+    texts: list[str]
 
 
-def lying_bars(groups: Sequence[Group], label: str, most: float, reference: tuple[float, str] | None = None) -> str:
-    """Horizontal bars from 0 to `most`, one group below the other, with values at their ends.
+def lying_bars(title: str, names: Sequence[str], series: Sequence[Series], most: float,
+               reference: tuple[float, str] | None = None) -> str:
+    """Return horizontal bars with their values at the ends.
 
     Args:
-        groups: from top to bottom.
-        label: what it shows, for screen readers.
+        title: what is shown.
+        names: of the rows, from top to bottom, as HTML.
+        series: bars of each row.
         most: value of a bar of full length.
-        reference: value and text of a line that bars are to be compared with; None without.
+        reference: value and text of a line to compare bars with.
     """
-    left, right, thick, gap = 112, 56, 14, 12
-    width = LYING_WIDTH - left - right
-    y = 24.0 if reference else 6.0
-    parts = []
-    for group in groups:
-        tall = len(group.bars) * (thick + 2) - 2
-        parts.append(_text(left - 8, y + tall / 2 + 4, group.name, "end", "strong" if group.strong else "label"))
-        for colour, value, text in group.bars:
-            long = max(width * value / most, 1.5)
-            parts.append(f'<rect x="{left}" y="{y:.1f}" width="{long:.1f}" height="{thick}" rx="2" '
-                         f'fill="var(--{colour})"><title>{escape(group.name)}: {escape(text)}</title></rect>')
-            parts.append(_text(left + long + 6, y + thick - 3, text, "start", "value"))
-            y += thick + 2
-        y += gap - 2
+    traces = [{"type": "bar", "orientation": "h", "name": label(each.name), "y": list(range(len(names))),
+               "x": each.values, "text": each.texts, "textposition": "outside", "cliponaxis": False,
+               "hoverinfo": "text", "hovertext": [f"{name}: {text}" for name, text in
+                                                  zip(names, each.texts, strict=True)],
+               "marker": {"color": f"var(--{each.colour})"}} for each in series]
+    layout: dict[str, Any] = {
+        "barmode": "group", "hovermode": "closest", "showlegend": len(series) > 1,
+        "xaxis": {"range": [0, 1.18 * most], "showticklabels": False, "showgrid": False, "fixedrange": True},
+        "yaxis": {"autorange": "reversed", "tickvals": list(range(len(names))), "ticktext": list(names),
+                  "showgrid": False, "fixedrange": True},
+    }
     if reference is not None:
-        x = left + width * reference[0] / most
-        parts += [_line(x, 18, x, y - gap + 4, "marker"), _text(x, 12, reference[1], css="note")]
-    parts.append(_line(left, 18 if reference else 0, left, y - gap + 4, "axis"))
-    return _svg(LYING_WIDTH, y, label, parts)
+        layout["shapes"] = [{**_line_at(reference[0]), "name": label(reference[1]), "showlegend": True}]
+    return figure(title, traces, layout, height=40 + (20 + 18 * len(series)) * len(names))

@@ -1,8 +1,8 @@
-"""The page: one HTML file that needs nothing else."""
+"""The page of a data set: one HTML file that needs no other file and no network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 from data.energon.provider import Config
 from data.image_tiling import Tiling
 from data.prompts import load_tokenizer
-from data.stats.charts import Bars, Group, aspect_bars, histogram, integer_bars, lying_bars, number, share_bars
+from data.stats.charts import Bars, Series, aspect_bars, histogram, integer_bars, lying_bars, share_bars
 from data.stats.collect import Collected, Record
 from data.stats.figures import Packing
 from data.stats.samples import chosen_rows, sample_html
-from data.stats.style import CSS
+from mimo.report.html import document, section, table
+from mimo.report.summary import number
 
 MAX_BAD_ROWS = 100
 IMBALANCE_NOTE = (
@@ -72,23 +73,6 @@ def _key(name: str, value: str, *, wrong: bool = False) -> str:
     return f'<div class="key{" wrong" * wrong}"><span>{name}</span><b>{value}</b></div>'
 
 
-def _figure(title: str, svg: str, legend: Iterable[tuple[str, str]] = ()) -> str:
-    entries = "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in legend)
-    legend_html = f'<div class="legend">{entries}</div>' if entries else ""
-    return f'<section class="figure"><h3>{title}</h3>{legend_html}{svg}</section>'
-
-
-def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """Heads with whether their column is of numbers; rows with their CSS class, cells being HTML."""
-    css = [' class="num"' if numeric else "" for _, numeric in heads]
-    head = "".join(f"<th{kind}>{name}</th>" for kind, (name, _) in zip(css, heads, strict=True))
-    body = "".join(
-        f'<tr class="{kind}">' + "".join(f"<td{at}>{cell}</td>" for at, cell in zip(css, cells, strict=True)) + "</tr>"
-        for kind, cells in rows
-    )
-    return f'<div class="card scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
 def keys_html(report: Report) -> str:
     """The figures at the top."""
     samples, tokens = report.figures["samples"], report.figures["tokens"]
@@ -113,40 +97,37 @@ def flavors(source: Mapping[str, Any]) -> str:
 def sources_html(report: Report) -> str:
     """Samples of each data set of a blend."""
     sources = report.figures["sources"]
-    heads = [("data set", False), ("subflavors", False), ("good samples", True), ("share", True), ("tokens", True)]
-    if not any(source["subflavors"] for source in sources):
-        del heads[1]
+    has_flavors = any(source["subflavors"] for source in sources)
+    heads = ["data set", *(["subflavors"] if has_flavors else []), "good samples", "share", "tokens"]
     rows = []
     for source in sources:
         meter = f'<span class="meter"><i style="width:{100 * source["share"]:.1f}%"></i></span>'
         cells = [f"<code>{escape(source['path'])}</code>", f"<code>{escape(flavors(source))}</code>",
                  number(source["samples"]), percent(source["share"]) + meter, number(source["tokens"])]
-        rows.append(("", cells if len(heads) == len(cells) else [cells[0], *cells[2:]]))
+        rows.append(cells if has_flavors else [cells[0], *cells[2:]])
     samples = report.figures["samples"]
     repeated = samples["good"] - samples["distinct"]
     note = f"<p>{number(repeated)} of the samples were met before: a blend repeats small data sets.</p>"
-    return "<h2>Data sets</h2>" + (note if repeated else "") + _table(heads, rows)
+    return section("Data sets", [note if repeated else "", table(heads, rows, numeric_from=1 + has_flavors)])
 
 
 def tokens_html(report: Report) -> str:
     """Tokens of each sample."""
     records = report.records
-    total = [record.length for record in records]
-    over = f"row of {number(report.seq_length)}"
     shown = [
-        _figure("Text tokens", histogram(integer_bars([record.text_tokens for record in records]),
-                                         "text tokens of a sample", "text", "samples")),
-        _figure("Image tokens", histogram(integer_bars([record.image_tokens for record in records]),
-                                          "image tokens of a sample", "image", "samples")),
-        _figure("Length", histogram(integer_bars(total), f"tokens of a sample, in a {over}", "quiet", "samples")),
-        _figure("Tokens to learn", histogram(
-            share_bars([record.target_tokens / record.text_tokens for record in records if record.text_tokens]),
-            "share of a sample's text tokens", "learn", "samples")),
+        histogram("Text tokens", integer_bars([record.text_tokens for record in records]), "text tokens of a sample",
+                  "text", "samples"),
+        histogram("Image tokens", integer_bars([record.image_tokens for record in records]),
+                  "image tokens of a sample", "image", "samples"),
+        histogram("Length", integer_bars([record.length for record in records]),
+                  f"tokens of a sample, in a row of {number(report.seq_length)}", "quiet", "samples"),
+        histogram("Tokens to learn",
+                  share_bars([record.target_tokens / record.text_tokens for record in records if record.text_tokens]),
+                  "share of a sample's text tokens", "learn", "samples"),
     ]
     tokens = report.figures["tokens"]
-    note = (f"<p>{percent(tokens['target_share'])} of all tokens, and {percent(tokens['target_share_of_text'])} of "
-            "those of text, are learnt. Image tokens never are.</p>")
-    return f'<h2>Tokens</h2>{note}<div class="charts">{"".join(shown)}</div>'
+    return section("Tokens", shown, f"{percent(tokens['target_share'])} of all tokens, and "
+                   f"{percent(tokens['target_share_of_text'])} of text tokens, are learnt. Image tokens never are.")
 
 
 def images_html(report: Report) -> str:
@@ -168,9 +149,8 @@ def images_html(report: Report) -> str:
         patches = integer_bars([image.patches(report.patch_size) for image in images])
         shown.append(("Patches", patches, f"patches of {report.patch_size} pixels, of an image"))
     count = report.figures["images"]["samples_with_images"]
-    note = f"<p>{number(len(images))} images in {number(count)} of {number(len(report.records))} samples.</p>"
-    charts = "".join(_figure(title, histogram(bars, axis, "image", "images")) for title, bars, axis in shown)
-    return f'<h2>Images</h2>{note}<div class="charts">{charts}</div>'
+    return section("Images", [histogram(title, bars, axis, "image", "images") for title, bars, axis in shown],
+                   f"{number(len(images))} images in {number(count)} of {number(len(report.records))} samples.")
 
 
 def _buffer_name(packing: Packing) -> str:
@@ -180,33 +160,33 @@ def _buffer_name(packing: Packing) -> str:
 def packing_html(report: Report) -> str:
     """How full rows get, and how uneven, with several packing buffers."""
     packings, given = report.packings, report.config.packing_buffer_size
-    used = [Group(_buffer_name(packing), [("text", packing.utilisation, percent(packing.utilisation))],
-                  packing.buffer_size == given) for packing in packings]
-    charts = [_figure("Part of a row that holds tokens", lying_bars(used, "utilisation by buffer size", 1.0))]
-    measured = [(packing, packing.imbalance, packing.imbalance_balanced) for packing in packings
+    names = [f"<b>{_buffer_name(packing)}</b>" if packing.buffer_size == given else _buffer_name(packing)
+             for packing in packings]
+    used = [packing.utilisation for packing in packings]
+    charts = [lying_bars("Part of a row that holds tokens", names,
+                         [Series("used", "text", used, list(map(percent, used)))], 1.0)]
+    measured = [(name, packing.imbalance, packing.imbalance_balanced)
+                for name, packing in zip(names, packings, strict=True)
                 if packing.imbalance is not None and packing.imbalance_balanced is not None]
     if measured:
-        most = max(plain for _, plain, _ in measured)
-        groups = [Group(_buffer_name(packing), [("quiet", plain, f"{plain:.2f}"), ("image", even, f"{even:.2f}")],
-                        packing.buffer_size == given) for packing, plain, even in measured]
-        legend = [("quiet", "packed as they fit"), ("image", "with --packing-balance")]
-        svg = lying_bars(groups, "imbalance of image tokens", most, (1.0, "even"))
-        charts.append(_figure("Imbalance of image tokens", svg, legend))
-    heads = [("packing buffer", False), ("samples a row", True), ("row used", True),
-             ("imbalance", True), ("with --packing-balance", True)]
-    rows = [("chosen" if packing.buffer_size == given else "", [
-        _buffer_name(packing) + (" (as given)" if packing.buffer_size == given else ""),
-        f"{packing.samples_per_row:.1f}", percent(packing.utilisation),
-        *("&ndash;" if value is None else f"{value:.2f}" for value in (packing.imbalance, packing.imbalance_balanced)),
-    ]) for packing in packings]
+        plain, even = [one for _, one, _ in measured], [one for _, _, one in measured]
+        series = [Series("packed as they fit", "quiet", plain, [f"{one:.2f}" for one in plain]),
+                  Series("with --packing-balance", "image", even, [f"{one:.2f}" for one in even])]
+        charts.append(lying_bars("Imbalance of image tokens", [name for name, _, _ in measured], series, max(plain),
+                                 (1.0, "even")))
+    heads = ["packing buffer", "samples a row", "row used", "imbalance", "with --packing-balance"]
+    rows = [[name + (" (as given)" if packing.buffer_size == given else ""), f"{packing.samples_per_row:.1f}",
+             percent(packing.utilisation),
+             *("&ndash;" if value is None else f"{value:.2f}"
+               for value in (packing.imbalance, packing.imbalance_balanced))]
+            for name, packing in zip(names, packings, strict=True)]
     note = (f"<p>Rows have {number(report.seq_length)} tokens (<code>--seq-length</code>). A buffer is the "
             "number of samples among which a pack is chosen (<code>--packing-buffer-size</code>). "
             f"{IMBALANCE_NOTE if measured else ''}</p>")
     if given > len(report.records):
         note += (f"<p>Only {number(len(report.records))} samples were read, fewer than the buffer of {number(given)} "
                  "holds: read more with --samples.</p>")
-    return (f'<h2>Packing</h2>{note}<div class="charts wide">{"".join(charts)}</div>'
-            + _table(heads, rows))
+    return f'<h2>Packing</h2>{note}<div class="charts pairs">{"".join(charts)}{table(heads, rows)}</div>'
 
 
 def bad_html(report: Report) -> str:
@@ -214,11 +194,11 @@ def bad_html(report: Report) -> str:
     bad = report.figures["bad_samples"]
     if not bad:
         return "<h2>Bad samples</h2><p>None.</p>"
-    rows = [("", [f"<code>{escape(entry['shard'])}</code>", f"<code>{escape(entry['key'])}</code>",
-                  escape(entry["reason"]), number(entry["times"])]) for entry in bad[:MAX_BAD_ROWS]]
-    more = f"<p>The first {MAX_BAD_ROWS} of {number(len(bad))}.</p>" if len(bad) > MAX_BAD_ROWS else ""
-    heads = [("shard", False), ("key", False), ("reason", False), ("times met", True)]
-    return f"<h2>Bad samples</h2><p>Training passes over them.</p>{more}{_table(heads, rows)}"
+    rows = [[f"<code>{escape(entry['shard'])}</code>", f"<code>{escape(entry['key'])}</code>",
+             escape(entry["reason"]), number(entry["times"])] for entry in bad[:MAX_BAD_ROWS]]
+    more = f" The first {MAX_BAD_ROWS} of {number(len(bad))}." if len(bad) > MAX_BAD_ROWS else ""
+    return section("Bad samples", [table(["shard", "key", "reason", "times met"], rows, numeric_from=3)],
+                   f"Training skips them.{more}")
 
 
 def samples_html(report: Report) -> str:
@@ -248,6 +228,53 @@ def page_html(report: Report) -> str:
     body.append(bad_html(report))
     if report.records:
         body.append(samples_html(report))
-    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            f'content="width=device-width, initial-scale=1"><title>{escape(config.data_path)}</title>'
-            f"<style>{CSS}</style></head><body><main>{''.join(body)}</main></body></html>\n")
+    return document(escape(config.data_path), CSS, "".join(body))
+
+
+# Rules of the style sheet beside those that the pages of runs have, too (mimo/report/html.py).
+CSS = """
+:root { --text: #2a78d6; --image: #d9622b; --learn: #1a8f66; --quiet: #b4b2a8; --faint: #7a7872; --token: #eeede8;
+  --token-edge: #b9b7ad; --learn-back: #cdeedd; --learn-edge: #3f9a74; --image-back: #fbe3d6; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --text: #4b95ea; --image: #e5793f; --learn: #2bab7e; --quiet: #6a6861;
+  --faint: #98968c; --token: #262624; --token-edge: #56544d; --learn-back: #123d2d; --learn-edge: #2f8f6a;
+  --image-back: #4a2513; --bad: #f2887f; } }
+p.flags { max-width: none; }
+p:not(.flags) code { white-space: nowrap; }
+td { overflow-wrap: anywhere; }
+.charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 290px), 1fr)); }
+.charts.pairs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
+.charts > p { grid-column: 1 / -1; margin: 0; }
+.keys { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 20px; }
+.key { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px; }
+.key span { display: block; color: var(--soft); font-size: 13px; }
+.key b { display: block; font-size: 24px; line-height: 1.3; font-weight: 600; }
+.key.wrong b { color: var(--bad); }
+.meter { display: inline-block; width: 90px; height: 8px; border-radius: 4px; background: var(--line);
+  margin-left: 10px; overflow: hidden; vertical-align: 1px; }
+@media (max-width: 600px) { .meter { display: none; } }
+.meter i { display: block; height: 100%; background: var(--text); }
+.sample { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 16px 18px;
+  margin-bottom: 12px; }
+.sample header { display: flex; flex-wrap: wrap; gap: 2px 18px; align-items: baseline; margin-bottom: 12px; }
+.sample header span, .more { color: var(--soft); font-size: 13px; }
+.figures { display: flex; flex-wrap: wrap; gap: 16px; margin-bottom: 14px; }
+.figures figure { max-width: 100%; overflow-x: auto; padding: 0; border: 0; background: none; }
+.shown { display: flex; gap: 12px; align-items: flex-end; }
+.tiles { display: grid; gap: 2px; padding: 2px; background: var(--image); width: max-content; }
+.tiles.thumbnail { background: var(--quiet); }
+.tiles img { display: block; }
+.crisp { image-rendering: pixelated; }
+.figures figcaption { max-width: 340px; }
+.tokens { font: 13px/2 ui-monospace, "SF Mono", "DejaVu Sans Mono", monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; max-height: 30em; overflow-y: auto; }
+.token, .image { background: var(--token); border-left: 1px solid var(--token-edge); padding: 2px 0; }
+.target { background: var(--learn-back); border-left-color: var(--learn-edge); }
+.special { color: var(--faint); }
+.target.special { color: var(--learn); }
+.token i { font-style: normal; color: var(--faint); }
+.image { background: var(--image-back); border-left-color: var(--image); padding: 2px 7px; }
+.key-tokens { margin-bottom: 12px; color: var(--soft); font-size: 13px; }
+.key-tokens span { margin-right: 4px; color: var(--ink);
+  font: 13px ui-monospace, "SF Mono", "DejaVu Sans Mono", monospace; }
+.key-tokens .special { color: var(--faint); }
+"""

@@ -13,8 +13,8 @@ from PIL import Image
 
 from data.energon.task_encoder import Row
 from data.image_tiling import Tiling, fixed_grid
-from data.stats.charts import number
 from data.stats.collect import Collected, ImageRecord, Record
+from mimo.report.summary import number
 
 NUM_SHOWN = 8
 MAX_IMAGES = 12  # of a sample

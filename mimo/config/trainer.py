@@ -246,7 +246,8 @@ class ObserveConfig:
     """Progress bar when the console is a terminal."""
     timeline: bool = True
     """Time what each rank does in a step. metrics.jsonl gets the times by module. `timeline/step-N.json` gets every
-    interval of an early step, and of the current step when a rank gets SIGUSR2."""
+    interval of an early step, and of the current step when a rank gets SIGUSR2; `step-N.trace.json` has the same for
+    Perfetto."""
     timeline_interval: int = 0
     """Iterations between further `timeline/step-N.json` files; 0: none."""
     profile_steps: str | None = None

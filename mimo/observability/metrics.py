@@ -287,7 +287,7 @@ class RunLogger:
             run_dir.mkdir(parents=True, exist_ok=True)
             # Readers would take files of an earlier run's later iterations for this run's.
             for old in run_dir.glob("timeline/step-*.json"):
-                number = old.stem.removeprefix("step-")
+                number = old.name.removeprefix("step-").partition(".")[0]  # of step-N.json and step-N.trace.json
                 if number.isdigit() and int(number) > self._resume_iteration:
                     old.unlink(missing_ok=True)
             if self._resume_iteration == 0:

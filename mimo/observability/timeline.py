@@ -123,13 +123,15 @@ class TimelineSignal:
 
 
 class Gantt:
-    """Writes `RUN_DIR/timeline/step-N.json` on the logging rank: a step of all ranks, interval by interval.
+    """Writes a step of all ranks, interval by interval, on the logging rank.
+
+    `RUN_DIR/timeline/step-N.json` is for the report, and `step-N.trace.json` for Perfetto.
 
     Args:
         grids: process groups; everything is sent over the host.
         writer: the rank that writes.
         run_dir: folder of the run.
-        interval: iterations between files; 0 writes only the early one.
+        interval: iterations between steps that are written; 0 writes only the early one.
         first: the first iteration of this process.
         last: the last iteration.
     """
@@ -145,7 +147,7 @@ class Gantt:
         return iteration == self._early or bool(self._interval) and iteration % self._interval == 0
 
     def write(self, iteration: int, intervals: Sequence[Interval], lanes: Mapping[str, Sequence[float]]) -> str | None:
-        """Write an iteration's file. Collective over the world.
+        """Write an iteration's files. Collective over the world.
 
         Args:
             iteration: number of the iteration.
@@ -172,9 +174,11 @@ class Gantt:
         if gathered is None:
             return None
         path = self._folder / f"step-{iteration}.json"
+        document = self._document(iteration, gathered, lanes)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self._document(iteration, gathered, lanes)), encoding="utf-8")
+            path.write_text(json.dumps(document), encoding="utf-8")
+            path.with_suffix(".trace.json").write_text(json.dumps(chrome_trace(document)), encoding="utf-8")
         except OSError as error:
             return f"timeline of iteration {iteration}: cannot be written: {error}"
         return f"timeline of iteration {iteration}: {path}"
@@ -191,3 +195,34 @@ class Gantt:
             ranks.append({"rank": rank, "place": place, "modules": modules, "intervals": rows})
         return {"iteration": iteration, "tokens_per_lane": {kind: list(tokens) for kind, tokens in lanes.items()},
                 "ranks": ranks}
+
+
+def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `step-N.json` in the Chrome trace format, which Perfetto (https://ui.perfetto.dev) opens.
+
+    A grid is a process of the trace, and each of its ranks a thread. A rank of several modules is a thread of each,
+    with its work for that module. Ids begin at 1, because Perfetto takes 0 for the idle task of the system.
+    """
+    modules = list(dict.fromkeys(module for rank in document["ranks"] for module in rank["modules"]))
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"{module} grid"}}
+        for pid, module in enumerate(modules, 1)]
+    tid = 0
+    for rank in document["ranks"]:
+        for module, coordinates in rank["modules"].items():
+            tid += 1
+            thread = {"pid": 1 + modules.index(module), "tid": tid}
+            place = " ".join(f"{axis} {index}" for axis, index in coordinates.items())
+            events += [{"ph": "M", "name": "thread_name", **thread, "args": {"name": f"rank {rank['rank']} {place}"}},
+                       {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": rank["rank"]}}]
+            for one in rank["intervals"]:
+                if one["kind"] == Kind.OTHER or (len(rank["modules"]) > 1 and one["module"] != module):
+                    continue
+                batch = {} if one["microbatch"] is None else {"microbatch": one["microbatch"]}
+                events.append({
+                    "ph": "X", "name": " ".join([one["name"], *map(str, batch.values())]), "cat": one["kind"],
+                    **thread, "ts": round(1e6 * one["begin_s"], 1),
+                    "dur": round(1e6 * (one["end_s"] - one["begin_s"]), 1),
+                    "args": {"kind": one["kind"], "module": one["module"], **batch}})
+    return {"traceEvents": events, "displayTimeUnit": "ms",
+            "otherData": {"iteration": document["iteration"], "tokens_per_lane": document["tokens_per_lane"]}}

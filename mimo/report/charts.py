@@ -1,83 +1,31 @@
-"""Line charts as inline SVG: figures over iterations, thinned to means and ranges where there are many."""
+"""Charts of runs: figures over iterations, parts of a step as bars, and one step of all ranks."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from mimo.report.run_folder import Floats
-from mimo.report.summary import number, short
+from mimo.observability.spans import Kind
+from mimo.report.html import figure, label
+from mimo.report.run_folder import Floats, Run, Table
+from mimo.report.summary import PASSES, WAITS, WORDS, number, percent, seconds
 
-# Axes: where a value lies, and which values get a line.
-
-
-def nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... times a power of ten that is at least `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Values from `low` to `high` onto pixels from `start` to `end`.
-
-    Attributes:
-        log: equal distances are equal ratios; both ends are above 0.
-    """
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def __call__(self, value: float) -> float:
-        """Place of a value, pixels."""
-        low, high = self.low, self.high
-        if self.log:
-            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
-        return self.start + (self.end - self.start) * (value - low) / (high - low)
-
-    def ticks(self, most: int) -> list[float]:
-        """Round values on the axis, about `most` at most."""
-        if self.log:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            every = max(1, -(-(last - first + 1) // most))
-            tens = [10.0**power for power in range(first, last + 1, every)]
-            if len(tens) >= 2:
-                return tens
-        step = nice_step((self.high - self.low) / most)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [index * step for index in range(first, last + 1)]
-
-
-def fitting(low: float, high: float, start: float, end: float, *, log: bool = False, zero: bool = False) -> Scale:
-    """A scale on which values from `low` to `high` have a little room, `zero` being on it if asked for."""
-    if log:
-        return Scale(low / 1.15, high * 1.15, start, end, log=True)
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-9 * max(abs(high), abs(low)):  # a constant
-        room = abs(high) * 0.1 or 1.0
-    else:
-        room = (high - low) * 0.06
-    return Scale(low if low == 0 or (zero and low >= 0) else low - room, high + room, start, end)
-
-
-WIDTH, HEIGHT = 560, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
-# More than twice as many points become so many means, with the range of what they stand for.
-MAX_POINTS = 260
-# More than these are a line without dots.
-MAX_DOTS = 60
-# A first iteration may take a hundred times a later one: values above this multiple of most others are cut off.
-CUT_ABOVE = 2.0
+LETTERS = "AB"
 NUM_COLOURS = 6
+# A line with more than twice as many points is drawn as this many means, with the range of the values behind them.
+MAX_POINTS = 260
+# More evaluations than these are a line without dots.
+MAX_DOTS = 60
+# A first iteration may take a hundred times as long as a later one: values above this multiple of most others are cut.
+CUT_ABOVE = 2.0
+# Rows of the chart of one step. Larger grids show some of their ranks.
+MAX_ROWS = 32
+
+
+# Figures over iterations.
 
 
 @dataclass(frozen=True)
@@ -86,11 +34,11 @@ class Line:
 
     Attributes:
         name: in the legend.
-        x: float64 `[n]`, iterations, increasing.
-        y: float64 `[n]`; what is not finite is left out.
-        colour: index of it, less than `NUM_COLOURS`.
+        x: iterations, increasing, float64 `[n]`.
+        y: float64 `[n]`; values that are not finite are left out.
+        colour: its index, less than `NUM_COLOURS`.
         dashed: for the second of two runs.
-        dots: points are marked, such as those of evaluations.
+        dots: whether points are marked, such as those of evaluations.
     """
 
     name: str
@@ -119,7 +67,7 @@ class Points:
 
 
 def thin(x: Floats, y: Floats, most: int = MAX_POINTS) -> Points:
-    """At most twice `most` points, else `most`: of neighbouring ones the mean, the smallest and the largest."""
+    """Return at most `2 * most` points as they are, and more points as `most` means of neighbouring ones."""
     if len(x) <= 2 * most:
         return Points(x, y, y, y, thinned=False)
     starts = np.unique(np.linspace(0, len(x), most, endpoint=False).astype(np.int64))
@@ -128,123 +76,315 @@ def thin(x: Floats, y: Floats, most: int = MAX_POINTS) -> Points:
                   np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts), thinned=True)
 
 
-def _finite(line: Line, *, log: bool) -> Line:
-    kept = np.isfinite(line.y) & ((line.y > 0) if log else True)
-    return Line(line.name, line.x[kept].astype(np.float64), line.y[kept], line.colour, line.dashed, line.dots)
+def _digits(values: Floats) -> list[float]:
+    """Return values with as many digits as a chart shows, which keeps pages small."""
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
-def _merged(lines: Sequence[Line]) -> list[Line]:
-    """Lines that would hide each other as one, under all their names."""
-    found: list[Line] = []
-    for line in lines:
-        for place, other in enumerate(found):
-            same = line.dots == other.dots and np.array_equal(line.x, other.x) and np.array_equal(line.y, other.y)
-            if same and line.dashed == other.dashed:
-                found[place] = replace(other, name=f"{other.name}, {line.name}")
-                break
-        else:
-            found.append(line)
-    return found
-
-
-def _path(x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float]) -> str:
-    return "L".join(f"{x(one):.1f},{y(two):.1f}" for one, two in zip(xs, ys, strict=True))
-
-
-def _drawn(line: Line, points: Points, x: Scale, y: Scale) -> str:
-    """A line, its range behind it, and its dots."""
-    css, clipped = f"c{line.colour}", np.minimum
-    mean, low, high = (clipped(values, y.high) for values in (points.mean, points.low, points.high))
-    parts = []
+def _traces(line: Line) -> list[dict[str, Any]]:
+    """Return a line, with the shade of its range behind it if it is thinned."""
+    points, colour, found = thin(line.x, line.y), f"var(--s{line.colour})", []
+    x = [round(at, 1) for at in points.x.tolist()]
+    main: dict[str, Any] = {
+        "type": "scatter", "name": label(line.name), "legendgroup": label(line.name), "x": x, "y": _digits(points.mean),
+        "mode": "lines+markers" if len(x) == 1 or (line.dots and len(x) <= MAX_DOTS) else "lines",
+        "line": {"color": colour, "width": 1.8, "dash": "dash" if line.dashed else "solid"}, "marker": {"size": 6},
+    }
     if points.thinned:
-        there = _path(x, y, points.x.tolist(), high.tolist())
-        back = _path(x, y, points.x[::-1].tolist(), low[::-1].tolist())
-        parts.append(f'<path class="range {css}" d="M{there}L{back}z"/>')
-    if len(points.x) > 1:
-        parts.append(f'<path class="line {css}{" dashed" * line.dashed}" d="M'
-                     f'{_path(x, y, points.x.tolist(), mean.tolist())}"/>')
-    if (line.dots and len(points.x) <= MAX_DOTS) or len(points.x) == 1:
-        parts += [f'<circle class="dot {css}{" dashed" * line.dashed}" cx="{x(one):.1f}" cy="{y(two):.1f}" r="3"/>'
-                  for one, two in zip(points.x.tolist(), mean.tolist(), strict=True)]
-    return "".join(parts)
+        low, high = _digits(points.low), _digits(points.high)
+        shade = {"type": "scatter", "x": x, "mode": "lines", "line": {"color": colour, "width": 0},
+                 "legendgroup": main["legendgroup"], "showlegend": False, "hoverinfo": "skip", "opacity": 0.25}
+        found = [shade | {"y": low}, shade | {"y": high, "fill": "tonexty"}]
+        main |= {"customdata": [list(pair) for pair in zip(low, high, strict=True)],
+                 "hovertemplate": "%{y} (%{customdata[0]:,.5~g} to %{customdata[1]:,.5~g})"}
+    return [*found, main]
 
 
-def axes(x: Scale, y: Scale, x_title: str) -> str:
-    """Grid lines with their values, and the title of the horizontal axis."""
-    parts = []
-    for tick in y.ticks(5):
-        at = y(tick)
-        parts.append(f'<line class="grid" x1="{x.start:.1f}" y1="{at:.1f}" x2="{x.end:.1f}" y2="{at:.1f}"/>'
-                     f'<text x="{x.start - 6:.1f}" y="{at + 4:.1f}" class="end">{short(tick)}</text>')
-    for tick in x.ticks(7):
-        parts.append(f'<text x="{x(tick):.1f}" y="{y.start + 15:.1f}" class="middle">{short(tick)}</text>')
-    middle = (x.start + x.end) / 2
-    parts.append(f'<line class="axis" x1="{x.start:.1f}" y1="{y.start:.1f}" x2="{x.end:.1f}" y2="{y.start:.1f}"/>'
-                 f'<text x="{middle:.1f}" y="{y.start + 31:.1f}" class="middle">{escape(x_title)}</text>')
-    return "".join(parts)
+def _cut(lines: Sequence[Line]) -> tuple[float, str]:
+    """Return where the vertical axis ends and a sentence about it, if a few values tower above nearly all others."""
+    usual = float(np.quantile(np.concatenate([line.y for line in lines]), 0.98))
+    highest = max(lines, key=lambda line: float(line.y.max()))
+    place = int(highest.y.argmax())
+    if not 0 < 2 * CUT_ABOVE * usual < highest.y[place]:
+        return 0.0, ""
+    return CUT_ABOVE * usual, (f"Cut off: up to {number(float(highest.y[place]))} at iteration "
+                               f"{number(highest.x[place])}; a double click shows all.")
 
 
-def _top(lines: Sequence[Line]) -> float:
-    """Upper end of the values: the largest, unless a few tower above nearly all others."""
-    values = np.concatenate([line.y for line in lines])
-    usual = float(np.quantile(values, 0.98))
-    largest = float(values.max())
-    return CUT_ABOVE * usual if usual > 0 and largest > 2 * CUT_ABOVE * usual else largest
-
-
-def _hover(lines: Sequence[Line], points: Sequence[Points], x: Scale) -> str:
-    """Return the values that the page's script shows beside the pointer, as JSON."""
-    def rounded(values: Floats) -> list[float]:
-        return [float(f"{value:.5g}") for value in values.tolist()]
-
-    shown = []
-    for line, found in zip(lines, points, strict=True):
-        entry: dict[str, object] = {"n": line.name, "c": line.colour, "x": [round(at, 1) for at in found.x.tolist()],
-                                    "y": rounded(found.mean)}
-        if found.thinned:
-            entry |= {"l": rounded(found.low), "h": rounded(found.high)}
-        shown.append(entry)
-    scale = [round(x.low, 3), round(x.high, 3), x.start, x.end]
-    return json.dumps({"x": scale, "s": shown}, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Marks and names: CSS classes of a mark, and what it stands for."""
-    marks = "".join(f'<span><i class="{css}"></i>{escape(name)}</span>' for css, name in entries)
-    return f'<div class="legend">{marks}</div>'
-
-
-def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, x_title: str = "iteration",
-               note: str = "") -> str:
-    """A chart; nothing where no line has a value to show.
+def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, note: str = "") -> str:
+    """Return a chart of figures over iterations, or nothing if no line has a value to show.
 
     Args:
         title: what is shown, with its unit.
         lines: on common axes.
-        log: the vertical axis is logarithmic; values that are not above 0 are left out.
-        zero: 0 is on the vertical axis.
-        x_title: of the horizontal axis.
+        log: whether the vertical axis is logarithmic; values that are not above 0 are left out then.
+        zero: whether the vertical axis includes 0.
         note: a sentence under the chart.
     """
-    shown = _merged([found for line in lines if len((found := _finite(line, log=log)).x)])
+    shown = []
+    for line in lines:
+        kept = np.isfinite(line.y) & ((line.y > 0) if log else True)
+        if kept.any():
+            shown.append(Line(line.name, line.x[kept], line.y[kept], line.colour, line.dashed, line.dots))
     if not shown:
         return ""
-    points = [thin(line.x, line.y) for line in shown]
-    top = max(float(line.y.max()) for line in shown) if log or not zero else _top(shown)
-    first, last = min(float(line.x[0]) for line in shown), max(float(line.x[-1]) for line in shown)
-    x = Scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
-    y = fitting(min(float(line.y.min()) for line in shown), top, HEIGHT - BOTTOM, TOP, log=log, zero=zero)
-    drawn = "".join(_drawn(line, found, x, y) for line, found in zip(shown, points, strict=True))
-    highest = max(shown, key=lambda line: float(line.y.max()))
-    if float(highest.y.max()) > y.high:
-        place = int(highest.y.argmax())
-        note += f" Cut off: up to {number(float(highest.y[place]))} at iteration {number(highest.x[place])}."
-    if any(found.thinned for found in points):
-        note += " Line: mean of neighbouring iterations; shade: their range."
-    names = [(f"c{line.colour}{' dashed' * line.dashed}{' round' * line.dots}", line.name) for line in shown]
+    traces = [trace for line in shown for trace in _traces(line)]
+    values: dict[str, Any] = {"type": "log"} if log else {"rangemode": "tozero"} if zero else {}
+    top, cut = _cut(shown) if zero and not log else (0.0, "")
+    if cut:
+        values["range"] = [min(0.0, *(float(line.y.min()) for line in shown)), top]
+    thinned = any(len(line.x) > 2 * MAX_POINTS for line in shown)
+    notes = [note, cut, "Line: mean of neighbouring iterations; shade: their range." * thinned]
     named = len(shown) > 1 or shown[0].name.lower() not in title.lower()
-    return (f'<figure><h3>{escape(title)}</h3>{legend(names) if named else ""}'
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" class="lines" role="img" aria-label="{escape(title)} over {x_title}">'
-            f'{axes(x, y, x_title)}{drawn}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
-            f'<script type="application/json">{_hover(shown, points, x)}</script>'
-            f'{f"<figcaption>{escape(note.strip())}</figcaption>" if note else ""}</figure>')
+    return figure(title, traces, {
+        "hovermode": "x unified", "showlegend": named, "yaxis": values | {"hoverformat": ",.5~g"},
+        "xaxis": {"title": {"text": "iteration"}, "showgrid": False, "hoverformat": ",.0f",
+                  "unifiedhovertitle": {"text": "iteration %{x}"}},
+    }, height=250, note=" ".join(filter(None, notes)))
+
+
+def run_name(runs: Sequence[Run], index: int, name: str) -> str:
+    """Return the name of a line, with the run's letter if there are two runs."""
+    return name if len(runs) == 1 else f"{LETTERS[index]}: {name}"
+
+
+def lines_of(runs: Sequence[Run], keys: Mapping[str, str], *, scale: float = 1.0) -> list[Line]:
+    """Return a line for each figure and run.
+
+    One figure of two runs has a colour for each run. Several figures have a colour each, and the second run's lines are
+    dashed.
+
+    Args:
+        runs: one or two.
+        keys: names by key.
+        scale: factor of the figures.
+    """
+    found = []
+    for place, (key, name) in enumerate(keys.items()):
+        for index, run in enumerate(runs):
+            if key in run.steps.columns:
+                colour = index if len(keys) == 1 else place
+                found.append(Line(run_name(runs, index, name), _x(run.steps), scale * run.steps.get(key),
+                                  colour % NUM_COLOURS, dashed=len(keys) > 1 and index == 1))
+    return found
+
+
+def evaluated(runs: Sequence[Run], key: str, name: str, colour: int = 1) -> list[Line]:
+    """Return a line with dots for each run's evaluations."""
+    return [Line(run_name(runs, index, name), _x(run.evaluations), run.evaluations.get(key),
+                 index if len(runs) > 1 else colour, dots=True)
+            for index, run in enumerate(runs) if key in run.evaluations.columns]
+
+
+def _x(found: Table) -> Floats:
+    return found.iterations.astype(np.float64)
+
+
+def chart(title: str, runs: Sequence[Run], keys: Mapping[str, str], *, scale: float = 1.0, log: bool = False,
+          zero: bool = False, note: str = "") -> str:
+    """Return a chart of figures over iterations, or nothing if no run has them."""
+    return line_chart(title, lines_of(runs, keys, scale=scale), log=log, zero=zero, note=note)
+
+
+# Parts of a time, one bar a row.
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row: its name, and seconds by part in order."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+
+def _fill(kind: str) -> dict[str, Any]:
+    """Return the fill of a part of a step: work is solid, waits are hatched."""
+    colour: dict[str, Any] = {"color": f"var(--{kind})", "line": {"width": 0}}
+    if kind in WAITS:
+        colour["pattern"] = {"shape": "/", "fillmode": "overlay", "fgcolor": "var(--card)", "fgopacity": 0.6,
+                             "size": 6, "solidity": 0.3}
+    return colour
+
+
+def _unit(length_s: float) -> tuple[str, float]:
+    """Return the unit of an axis of so many seconds, and how many of it make a second."""
+    return next(((unit, per_s) for unit, per_s in (("s", 1.0), ("ms", 1e3)) if length_s * per_s >= 1), ("us", 1e6))
+
+
+def _time_axis(length_s: float) -> tuple[dict[str, Any], float]:
+    """Return a horizontal axis of so many seconds, and the factor by which seconds become its values."""
+    unit, per_s = _unit(length_s)
+    return {"range": [0, length_s * per_s], "ticksuffix": f" {unit}", "rangemode": "tozero"}, per_s
+
+
+def stacked_bars(title: str, bars: Sequence[Bar], kinds: Mapping[str, str], *, axis_s: float = 0.0,
+                 marker: tuple[float, str] | None = None, note: str = "") -> str:
+    """Return bars on one axis of seconds.
+
+    Args:
+        title: what is shown.
+        bars: rows, with the same parts or some of them.
+        kinds: kind of each part, which decides its fill; the legend has them in this order.
+        axis_s: least length of the axis, seconds: charts that are compared have the same.
+        marker: seconds and words of a line across all bars.
+        note: a sentence under the chart.
+    """
+    axis, per_s = _time_axis(1.02 * max([axis_s, *(bar.total_s for bar in bars), marker[0] if marker else 0.0]))
+    traces = []
+    for part, kind in kinds.items():
+        found = {place: bar.parts[part] for place, bar in enumerate(bars) if bar.parts.get(part, 0.0) > 0}
+        if found:
+            shares = [percent(value / bars[place].total_s) for place, value in found.items()]
+            traces.append({
+                "type": "bar", "orientation": "h", "name": label(part), "marker": _fill(kind), "y": list(found),
+                "x": [value * per_s for value in found.values()], "text": shares, "textposition": "inside",
+                "insidetextanchor": "middle", "textangle": 0, "insidetextfont": {"color": "var(--inside)"},
+                "hoverinfo": "text", "hovertext": [
+                    f"{label(bars[place].name)}: {label(part)} {seconds(value)}, {share}"
+                    for (place, value), share in zip(found.items(), shares, strict=True)],
+            })
+    layout: dict[str, Any] = {
+        "barmode": "stack", "hovermode": "closest", "xaxis": axis, "uniformtext": {"mode": "hide", "minsize": 10},
+        "yaxis": {"autorange": "reversed", "fixedrange": True, "showgrid": False, "tickvals": list(range(len(bars))),
+                  "ticktext": [f"<b>{label(bar.name)}</b><br>{seconds(bar.total_s)}" for bar in bars]},
+        "legend": {"traceorder": "normal"},
+    }
+    if marker is not None:
+        at, words = marker
+        layout["shapes"] = [{"type": "line", "yref": "paper", "x0": at * per_s, "x1": at * per_s, "y0": 0, "y1": 1,
+                             "line": {"color": "var(--ink)", "width": 2, "dash": "dash"}, "name": label(words),
+                             "showlegend": True}]
+    return figure(title, traces, layout, height=70 + 50 * len(bars), note=note, wide=True)
+
+
+# One step of all ranks.
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of the chart: one rank's work for one module.
+
+    Attributes:
+        module: the grid.
+        rank: global.
+        name: of the row: the rank, and its coordinates on axes with more than one rank.
+        intervals: of the file.
+    """
+
+    module: str
+    rank: int
+    name: str
+    intervals: Sequence[Mapping[str, Any]]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of passes."""
+        return sum(one["end_s"] - one["begin_s"] for one in self.intervals if one["kind"] in PASSES)
+
+
+def rows_of(timeline: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """Return rows by module, ranks in order. A rank with several modules has a row for its work for each of them."""
+    ranks = sorted(timeline["ranks"], key=lambda rank: rank["rank"])
+    sizes: dict[str, dict[str, int]] = {}
+    for rank in ranks:
+        for module, place in rank["modules"].items():
+            most = sizes.setdefault(module, {})
+            for axis, index in place.items():
+                most[axis] = max(most.get(axis, 0), index)
+    found: dict[str, list[Row]] = {}
+    for rank in ranks:
+        for module, place in rank["modules"].items():
+            words = [f"rank {rank['rank']}"] + [f"{axis} {index}" for axis, index in place.items()
+                                                if sizes[module][axis]]
+            own = [one for one in rank["intervals"] if one["kind"] != Kind.OTHER]
+            if len(rank["modules"]) > 1:
+                own = [one for one in own if one["module"] == module]
+            found.setdefault(module, []).append(Row(module, rank["rank"], " ".join(words), own))
+    return found
+
+
+def chosen_rows(rows: Sequence[Row], most: int) -> list[Row]:
+    """Return `most` rows: those that compute longest and least, and others spread evenly over the grid."""
+    if len(rows) <= most:
+        return list(rows)
+    by_work = sorted(rows, key=lambda row: row.busy_s)
+    ranks = {by_work[0].rank, by_work[-1].rank}
+    for index in (0, most - 1, *range(1, most - 1)):
+        if len(ranks) < most:
+            ranks.add(rows[index * (len(rows) - 1) // (most - 1)].rank)
+    return [row for row in rows if row.rank in ranks]
+
+
+def _shown(modules: Mapping[str, Sequence[Row]], most: int) -> dict[str, list[Row]]:
+    return {name: chosen_rows(rows, max(2, most // len(modules))) for name, rows in modules.items()}
+
+
+def num_intervals(timeline: Mapping[str, Any]) -> int:
+    """Return how many intervals a chart of as many rows as possible has."""
+    return sum(len(row.intervals) for rows in _shown(rows_of(timeline), MAX_ROWS).values() for row in rows)
+
+
+def _words(one: Mapping[str, Any]) -> str:
+    words = WORDS.get(one["kind"], one["kind"])
+    words += "" if one["microbatch"] is None else f", microbatch {one['microbatch']}"
+    words += "" if one["name"] in (one["kind"], "step") else f" ({one['name']})"
+    return label(f"{words}: {seconds(one['end_s'] - one['begin_s'])}, from {seconds(one['begin_s'])}")
+
+
+def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
+    """Return the chart of one `timeline/step-N.json`, with about `most` intervals: of fewer ranks if there are more."""
+    modules = rows_of(timeline)
+    longest = max(len(row.intervals) for rows in modules.values() for row in rows)
+    shown = _shown(modules, min(MAX_ROWS, most // max(longest, 1)))
+    length_s = max(one["end_s"] for rank in timeline["ranks"] for one in rank["intervals"])
+    axis, per_s = _time_axis(length_s)
+
+    # From top to bottom: the name of each grid, and below it a row for each of its ranks.
+    names: list[str] = []
+    intervals: list[tuple[int, Mapping[str, Any]]] = []
+    for module, rows in shown.items():
+        names.append(f"<b>{label(module)} grid</b>")
+        for row in rows:
+            intervals += [(len(names), one) for one in row.intervals]
+            names.append(label(row.name))
+    num_left_out = max(len(intervals) - most, 0)
+    if num_left_out:
+        intervals = sorted(intervals, key=lambda each: each[1]["begin_s"] - each[1]["end_s"])[:most]
+    traces = []
+    for kind, words in WORDS.items():
+        found = [(row, one) for row, one in intervals if one["kind"] == kind]
+        if found:
+            traces.append({
+                "type": "bar", "orientation": "h", "name": words, "marker": _fill(kind), "width": 0.84,
+                "y": [row for row, _ in found], "base": [round(one["begin_s"] * per_s, 5) for _, one in found],
+                "x": [round((one["end_s"] - one["begin_s"]) * per_s, 5) for _, one in found],
+                "text": ["" if kind not in PASSES or one["microbatch"] is None else str(one["microbatch"])
+                         for _, one in found],
+                "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
+                "insidetextfont": {"color": "var(--inside)"}, "hoverinfo": "text",
+                "hovertext": [_words(one) for _, one in found],
+            })
+    title = f"Iteration {timeline['iteration']:,}: {seconds(length_s)} from the first begin to the last end"
+    labels = {"range": [len(names) - 0.5, -0.5], "fixedrange": True, "showgrid": False, "zeroline": False,
+            "tickvals": list(range(len(names))), "ticktext": names}
+    return figure(title, traces, {"barmode": "overlay", "hovermode": "closest", "xaxis": axis, "yaxis": labels,
+                                  "uniformtext": {"mode": "hide", "minsize": 9}},
+                  height=60 + (34 if len(names) <= 12 else 22) * len(names), wide=True,
+                  note=_gantt_note(modules, shown, num_left_out))
+
+
+def _gantt_note(modules: Mapping[str, Sequence[Row]], shown: Mapping[str, Sequence[Row]], num_left_out: int) -> str:
+    note = ("Solid is work, hatched is waiting, numbers are microbatches. A row that is empty at its left: the rank "
+            "had not begun the step yet; ranks begin it one after the other, the one that writes the run's records "
+            "late. Small gaps are other work of the host. Drag over a part to enlarge it; a double click shows all.")
+    left_out = [f"{len(shown[name])} of the {number(len(rows))} ranks of {name}"
+                for name, rows in modules.items() if len(shown[name]) < len(rows)]
+    if left_out:
+        note += f" Shown: {' and '.join(left_out)}, the ones that compute longest and least among them."
+    if num_left_out:
+        note += f" The {num_left_out:,} shortest intervals are left out."
+    return note

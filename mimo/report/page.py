@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs no other and no network."""
+"""The page of a run: one HTML file that needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from html import escape
 
 from mimo.report.answers import Answer, compared, did_it_learn, how_fast, who_waited
-from mimo.report.html import CSS, LETTERS, SCRIPT, hatches, part_css
+from mimo.report.charts import LETTERS
+from mimo.report.html import document
 from mimo.report.run_folder import Run, began_unix_s
 from mimo.report.sections import (
     compare_section,
@@ -24,6 +25,32 @@ from mimo.report.sections import (
 from mimo.report.summary import finite, joined, module_times, seconds
 
 AXES = ("tp", "cp", "pp", "dp", "ep")
+# The last variables are the colours of parts of a step, named like their kinds.
+CSS = """
+:root {
+  --forward: #0067a8; --backward: #4f9fd4; --gradient-sync: #007f5b; --optimizer: #5b4a9c; --other-modules: #8f9aa3;
+  --bridge-wait: #d55e00; --pipeline-wait: #d99100; --data-wait: #bb5a94; --idle: #8a7a1e; --other: #c9c7be;
+  --rest: #e4e2da; }
+@media (prefers-color-scheme: dark) { :root {
+  --forward: #58a8e8; --backward: #a3d1f2; --gradient-sync: #35c796; --optimizer: #b3a4f0; --other-modules: #7f8a92;
+  --bridge-wait: #ff8442; --pipeline-wait: #f0b030; --data-wait: #e793c4; --idle: #cdbd55; --other: #55544e;
+  --rest: #34342f; } }
+p.about { max-width: none; margin: 0 0 4px; }
+pre { white-space: pre-wrap; max-height: 26em; overflow-y: auto; margin: 8px 0 0; }
+.warn ul { margin: 0; padding-left: 18px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 12px;
+  margin-top: 18px; }
+.tile, details { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 18px; }
+.tile h2 { font-size: 14px; font-weight: 600; color: var(--soft); margin: 0; }
+.tile b { display: block; font-size: 22px; line-height: 1.3; margin: 4px 0; overflow-wrap: anywhere; }
+.tile p { margin: 0 0 6px; }
+.tag { display: inline-block; min-width: 22px; padding: 0 6px; border-radius: 4px; font-size: 13px; font-weight: 700;
+  text-align: center; color: var(--inside); background: var(--s0); vertical-align: 2px; }
+.tag.b { background: var(--s1); }
+details { margin-top: 12px; }
+summary { cursor: pointer; font-weight: 600; font-size: 14px; }
+select { font: inherit; font-size: 14px; padding: 3px 6px; margin: 0 0 8px; }
+"""
 
 
 def _grids(run: Run) -> str:
@@ -137,11 +164,8 @@ def _footer(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run]) -> str:
     """The whole page of one run, or of two side by side."""
-    body = [hatches(), _header(runs), _problems(runs), tiles(runs), compare_section(runs), learned(runs),
+    body = [_header(runs), _problems(runs), tiles(runs), compare_section(runs), learned(runs),
             gantt_section(runs), where_time_went(runs), speed_section(runs), rl_section(runs), lanes(runs),
             stops_section(runs), memory(runs), _footer(runs)]
     title = " against ".join(escape(run.name) for run in runs)
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            f'content="width=device-width, initial-scale=1"><title>{title}</title><style>{CSS}{part_css()}</style>'
-            f'</head><body><main>{"".join(body)}</main><div id="tip" aria-hidden="true"></div><script>{SCRIPT}</script>'
-            "</body></html>\n")
+    return document(title, CSS, "".join(body))

@@ -11,26 +11,24 @@ import numpy as np
 
 from mimo.observability.spans import Kind
 from mimo.report.answers import prefetch_beside
-from mimo.report.bars import Bar, stacked_bars
-from mimo.report.charts import Line, line_chart
-from mimo.report.gantt_chart import gantt_chart, num_shapes
-from mimo.report.html import (
-    any_above,
-    by_module,
+from mimo.report.charts import (
+    Bar,
+    Line,
     chart,
     evaluated,
+    gantt_chart,
+    line_chart,
     lines_of,
-    prefixed,
+    num_intervals,
     run_name,
-    section,
-    table,
-    varies,
+    stacked_bars,
 )
+from mimo.report.html import section, table
 from mimo.report.run_folder import EVALUATED, MAX_STEPS, Floats, Run, evenly
 from mimo.report.summary import (
-    CSS_OF_PART,
-    CSS_OF_RL,
     ENGINE_PARTS,
+    KIND_OF_PART,
+    KIND_OF_RL,
     ORDER,
     OTHER_MODULES,
     OWN_PARTS,
@@ -52,13 +50,37 @@ from mimo.report.summary import (
     typical,
 )
 
-# Rectangles of the steps of all ranks on a page: about 1 MB.
-MAX_SHAPES = 6000
+# Intervals of the steps of all ranks on a page: about 1 MB.
+MAX_INTERVALS = 6000
 NUM_SLOWEST = 5
 TYPICAL = "without the first ones, the fastest and the slowest tenth"
 # Slower than this multiple of the median is a slow iteration.
 SLOW = 1.5
 PART_KEY = re.compile(r"timeline/(?P<module>.+)/(?P<part>[^/]+)-max-s")
+
+
+def by_module(runs: Sequence[Run], pattern: str) -> dict[str, str]:
+    """Return the keys of all modules of the runs with the module's name, which `*` in the pattern stands for."""
+    names = dict.fromkeys(name for run in runs for name in run.modules)
+    keys = {pattern.replace("*", name): name for name in names}
+    return {key: name for key, name in keys.items() if any(key in run.steps.columns for run in runs)}
+
+
+def prefixed(runs: Sequence[Run], prefix: str) -> dict[str, str]:
+    """Return the keys that begin with a prefix, with the rest of their names."""
+    keys = dict.fromkeys(key for run in runs for key in run.steps.columns if key.startswith(prefix))
+    return {key: key.removeprefix(prefix) for key in keys}
+
+
+def any_above(runs: Sequence[Run], key: str, bound: float = 0.0) -> bool:
+    """Whether a figure is above a bound anywhere."""
+    return any(bool((run.steps.get(key) > bound).any()) for run in runs)
+
+
+def varies(runs: Sequence[Run], key: str) -> bool:
+    """Whether a figure changes within a run."""
+    return any(run.steps.has(key) and float(np.nanmax(run.steps.get(key))) != float(np.nanmin(run.steps.get(key)))
+               for run in runs)
 
 
 def speed_section(runs: Sequence[Run]) -> str:
@@ -82,11 +104,11 @@ def gantt_section(runs: Sequence[Run]) -> str:
             continue
         every = list(run.timelines)
         # Rather fewer steps than a part of each.
-        fitting = MAX_SHAPES // len(runs) // max(num_shapes(run.timelines[step]) for step in every)
+        fitting = MAX_INTERVALS // len(runs) // max(num_intervals(run.timelines[step]) for step in every)
         chosen = [every[place] for place in evenly(len(every), min(max(fitting, 2), MAX_STEPS // len(runs)))]
-        shapes = MAX_SHAPES // (len(chosen) * len(runs))
+        most = MAX_INTERVALS // (len(chosen) * len(runs))
         charts = "".join(f'<div data-step="{step}"{" hidden" * (place > 0)}>'
-                         f"{gantt_chart(run.timelines[step], shapes)}</div>" for place, step in enumerate(chosen))
+                         f"{gantt_chart(run.timelines[step], most)}</div>" for place, step in enumerate(chosen))
         choice = ""
         if len(chosen) > 1:
             options = "".join(f'<option value="{step}">iteration {step:,}</option>' for step in chosen)
@@ -112,7 +134,7 @@ def where_time_went(runs: Sequence[Run]) -> str:
         if not times:
             continue
         title = "Mean step of a rank of each grid" + (f", run {'AB'[index]}" if len(runs) > 1 else "")
-        blocks.append(stacked_bars(title, _bars(times, runs, index), CSS_OF_PART,
+        blocks.append(stacked_bars(title, _bars(times, runs, index), KIND_OF_PART,
                                    axis_s=axis_s,
                                    marker=_marker(times), note=f"{_ideal_words(times)}Means over the ranks of a grid "
                                    f"and the typical iterations: {TYPICAL}.{prefetch_beside(times)}"))
@@ -439,7 +461,7 @@ def rl_section(runs: Sequence[Run]) -> str:
         return ""
     bars = [Bar(run_name(runs, index, "iteration"), parts) for index, run in enumerate(runs)
             if (parts := rl_parts(run)[0])]
-    split = stacked_bars("Where an iteration went, mean", bars, CSS_OF_RL,
+    split = stacked_bars("Where an iteration went, mean", bars, KIND_OF_RL,
                          note="Hatched: the trainer waits for completions. Solid: its own work.") if bars else ""
     return section("Reinforcement learning", [
         split, _refits(runs),

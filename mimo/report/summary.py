@@ -12,8 +12,7 @@ from mimo.observability.spans import Kind
 from mimo.protocols import LANGUAGE
 from mimo.report.run_folder import EVALUATED, Floats, Run, Table
 
-# Parts of a step as the page shows them: their order, their words and the classes of their colours.
-
+# Parts of a step as the page shows them: their order and their words. Colours go by kind, see `mimo.report.page.CSS`.
 
 OTHER_MODULES = "other-modules"
 # Work is solid, waits are hatched: also for readers who see no colours.
@@ -28,7 +27,7 @@ WORDS = {
     Kind.IDLE: "waiting for all ranks", Kind.OTHER: "other",
     OTHER_MODULES: "other modules on the same ranks",
 }
-CSS_OF_PART = {WORDS[kind]: f"k-{kind}" for kind in ORDER}
+KIND_OF_PART = {WORDS[kind]: kind for kind in ORDER}
 
 
 # Iterations at either end whose mean is a run's first or last loss: at most so many, or this share of all.
@@ -270,9 +269,12 @@ WAIT = "other waits for completions"
 # Keys of what the trainer waits for in each iteration, and of its own work, with their words.
 ENGINE_PARTS = {"memory-s": "memory to and fro", "refit-s": "refit", "rollout-s": "rollout", "reward-s": "reward"}
 OWN_PARTS = {"log-probs-s": "log-probs", "reference-s": "reference", "update-s": "update"}
-CSS_OF_RL = {"rollout": "k-bridge-wait", "refit": "k-pipeline-wait", "memory to and fro": "k-data-wait",
-             "reward": "k-idle", WAIT: "k-other", "log-probs": "k-backward", "reference": "k-gradient-sync",
-             "update": "k-forward", "rest": "k-row"}
+# Parts are drawn like kinds of a training step: the trainer's own work is solid, waits for the engine are hatched.
+KIND_OF_RL: Mapping[str, str] = {
+    "rollout": Kind.BRIDGE_WAIT, "refit": Kind.PIPELINE_WAIT, "memory to and fro": Kind.DATA_WAIT, "reward": Kind.IDLE,
+    WAIT: Kind.OTHER, "log-probs": Kind.BACKWARD, "reference": Kind.GRADIENT_SYNC, "update": Kind.FORWARD,
+    "rest": "rest",
+}
 # How far parts may exceed what they are parts of, for clocks.
 SLACK = 1.02
 
@@ -316,17 +318,6 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.3g}"
 
 
-def short(value: float) -> str:
-    """For an axis: `250`, `12k`, `1.5M`, `0.02`, `1e-13`."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 10 * size or (abs(value) >= size and size > 1e3):
-            return f"{value / size:.4g}{unit}"
-    if value and abs(value) < 1e-4:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
 def seconds(value: float) -> str:
     """A time: `3.2 ms`, `0.243 s`, `121 s`, `2 h 5 min`."""
     if value >= 3600:
@@ -338,12 +329,6 @@ def seconds(value: float) -> str:
     if value >= 1e-4:
         return f"{1000 * value:.3g} ms"
     return f"{1e6 * value:.3g} us"
-
-
-def time_ticks(ticks: list[float]) -> list[str]:
-    """Times on an axis, all in the unit of the last: `0`, `50 ms`, `100 ms`."""
-    unit, length_s = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if ticks[-1] >= pair[1]), ("us", 1e-6))
-    return [f"{tick / length_s:.6g} {unit}" if tick else "0" for tick in ticks]
 
 
 def percent(share: float) -> str:

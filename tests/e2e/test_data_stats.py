@@ -19,6 +19,7 @@ from PIL import Image
 
 from data.stats.collect import Record
 from data.stats.figures import pack
+from tests.support.report_pages import contents, figures
 from tests.support.shards import prepare, write_tar
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
@@ -146,15 +147,30 @@ def test_figures_are_those_of_the_data(main, folder, capsys, shown):
 
 
 def test_page_shows_samples_as_the_model_gets_them(shown):
-    page = Page(shown)
+    page = Page(contents(shown))
     assert page.count == 8
     assert all(address.startswith("data:image/") for address in page.addresses)
-    assert "http" not in shown and "url(" not in shown and "<script" not in shown
+    assert "http" not in contents(shown).replace("http-equiv", "") and "url(" not in contents(shown)
     tiles = [np.asarray(Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))))
              for address in page.addresses]
     assert len(tiles) % 2 == 0 and len(tiles) >= 2
     assert all(np.array_equal(np.concatenate([left, right], axis=1), PIXELS)
                for left, right in zip(tiles[::2], tiles[1::2], strict=True))
+
+
+def test_charts_show_every_sample(shown):
+    found = figures(shown)
+    counts = {title: {name.partition(":")[0]: count for trace in figure["data"] if trace.get("y") and "x" in trace
+                      for name, count in zip(trace["hovertext"], trace["y"], strict=True) if count}
+              for title, figure in found.items()}
+    assert counts["Image tokens"] == {"0": TEXTS, "8": PAIRS}
+    assert sum(counts["Length"].values()) == sum(counts["Tokens to learn"].values()) == PAIRS + TEXTS
+    assert counts["Width"] == {"32": PAIRS} and counts["Height"] == {"16": PAIRS} and counts["Tiles"] == {"2": PAIRS}
+    assert counts["Aspect ratio"] == {"width about 2 times height": PAIRS}
+    assert found["Part of a row that holds tokens"]["layout"]["yaxis"]["ticktext"] == [
+        "no packing", "<b>buffer of 4</b>", "buffer of 16"]
+    assert [trace["name"] for trace in found["Imbalance of image tokens"]["data"]] == [
+        "packed as they fit", "with --packing-balance"]
 
 
 def test_page_marks_what_is_learnt(shown):

@@ -1,12 +1,16 @@
-"""Whether a page of a run is sound HTML that needs nothing else."""
+"""Checks of pages with charts: sound HTML that needs nothing else, and the figures that are shown."""
 
 from __future__ import annotations
 
+import json
 import re
+from html import unescape
 from html.parser import HTMLParser
+from typing import Any
 
-# Without an end, and those of SVG that close themselves.
-VOID, CLOSED = {"meta"}, {"line", "rect", "circle", "path"}
+from mimo.report.html import POLICY, plotly_script
+
+VOID = {"meta"}
 
 
 class Sound(HTMLParser):
@@ -24,9 +28,6 @@ class Sound(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in CLOSED, tag
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open.pop() == tag, (tag, self.open)
 
@@ -35,14 +36,32 @@ class Sound(HTMLParser):
             self.headings.append(data)
 
 
+def contents(html: str) -> str:
+    """Return a page without Plotly's script, which it has once, and with the policy that keeps it off the network."""
+    script = plotly_script()
+    assert html.count(script) == 1
+    assert POLICY.startswith("default-src 'none';") and "http" not in POLICY
+    assert html.index(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">') < html.index("<style>")
+    return html.replace(script, "")
+
+
 def headings(html: str) -> list[str]:
-    """Section titles of a page that is sound."""
+    """Return the titles of the sections of a page that is sound."""
+    html = contents(html)
     parser = Sound()
     parser.feed(html)
     parser.close()
     assert parser.open == []
     assert "http" not in re.sub(r"</?html", "", html).lower().replace("http-equiv", "")
-    assert not re.search(r"@import|url\((?!#)", html)
-    assert not re.search(r"(?<![\w-])nan(?![\w-])", re.sub(r"<script>.*?</script>", "", html, flags=re.S))
+    assert not re.search(r"@import|url\(", html)
+    assert not re.search(r"(?<![\w-])nan(?![\w-])", html, re.IGNORECASE)
     assert html.isascii()
     return parser.headings
+
+
+def figures(html: str) -> dict[str, dict[str, Any]]:
+    """Return the figures of a page, data and layout, by their titles."""
+    found = re.findall(r'<h3>([^<]*)</h3><div class="chart"[^>]*></div><script type="application/json">(.*?)</script>',
+                       html, re.DOTALL)
+    assert len(found) == html.count('<div class="chart"')
+    return {unescape(title): json.loads(text) for title, text in found}

@@ -205,13 +205,14 @@ def test_no_bar_without_a_terminal(start, tmp_path):
 
 
 def test_a_fresh_run_leaves_nothing_of_an_earlier_one_for_readers(tmp_path: Path) -> None:
-    for name in ("timeline/step-10.json", "timeline/step-20.json", "startup.json", "timeline/notes.txt"):
+    for name in ("timeline/step-10.json", "timeline/step-20.json", "timeline/step-20.trace.json", "startup.json",
+                 "timeline/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     flags = ObserveConfig(run_dir=str(tmp_path))
     RunLogger(flags, active=True, total_iterations=2, config_toml="", resume_iteration=10).close()
     assert (tmp_path / "timeline" / "step-10.json").exists() and (tmp_path / "startup.json").exists()
-    assert not (tmp_path / "timeline" / "step-20.json").exists(), "the run that goes on has not come to it"
+    assert not list(tmp_path.glob("timeline/step-20.*")), "the resumed run has not come to it"
     RunLogger(flags, active=True, total_iterations=2, config_toml="").close()
     assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["notes.txt"]
     assert not (tmp_path / "startup.json").exists()

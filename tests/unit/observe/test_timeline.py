@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 
@@ -11,7 +13,8 @@ from mimo.grid.spec import GridSpec, Layout
 from mimo.observability.clock import DeviceClock
 from mimo.observability.profiler import StepProfiler
 from mimo.observability.spans import Interval, Kind, Label, Spans
-from mimo.observability.timeline import Timeline, TimelineSignal
+from mimo.observability.timeline import Timeline, TimelineSignal, chrome_trace
+from tests.support.report_runs import interval, timeline
 
 DISJOINT = Layout("disjoint", 3, (GridSpec("vision"),), GridSpec("language", offset=1, dp=2))
 
@@ -33,6 +36,55 @@ def test_figures_are_mean_and_maximum_over_the_ranks_of_a_module():
     assert figures["language/step-s"] == figures["language/step-max-s"] == 4.0
     assert "language/other-modules-s" not in figures, "these grids share no ranks"
     assert all(other.figures(largest, summed) == figures for other in timelines)
+
+
+def check_trace(trace, document):
+    """Compare a trace, rule by rule of the format, with the document that it was made from."""
+    names = {"process_name": {}, "thread_name": {}, "thread_sort_index": {}}
+    slices = []
+    for event in trace["traceEvents"]:
+        assert event["pid"] >= 1 and isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            [value] = event["args"].values()
+            thread = event["pid"] if event["name"] == "process_name" else (event["pid"], event["tid"])
+            names[event["name"]][thread] = value
+        else:
+            assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] > 0 and event["name"] and event["cat"]
+            slices.append(event)
+    assert names["thread_name"].keys() == names["thread_sort_index"].keys()
+    assert {(event["pid"], event["tid"]) for event in slices} <= names["thread_name"].keys()
+    assert len({tid for _, tid in names["thread_name"]}) == len(names["thread_name"]), "no thread of two processes"
+    by_rank = {}
+    for event in slices:
+        rank = names["thread_sort_index"][event["pid"], event["tid"]]
+        assert names["thread_name"][event["pid"], event["tid"]].startswith(f"rank {rank} ")
+        by_rank.setdefault(rank, []).append((event["cat"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+    for rank in document["ranks"]:
+        wanted = [(one["kind"], one["begin_s"], one["end_s"]) for one in rank["intervals"] if one["kind"] != "other"]
+        found = sorted(by_rank[rank["rank"]], key=lambda each: each[1])
+        assert [kind for kind, *_ in found] == [kind for kind, *_ in wanted]
+        assert [at for _, *at in found] == [pytest.approx(at, abs=1e-7) for _, *at in wanted]
+        for thread in {(event["pid"], event["tid"]) for event in slices}:
+            own = sorted((event["ts"], event["dur"]) for event in slices if (event["pid"], event["tid"]) == thread)
+            assert all(ts + dur <= later + 1e-6 for (ts, dur), (later, _) in itertools.pairwise(own))
+    return names
+
+
+def test_a_step_is_a_chrome_trace_of_a_process_for_each_grid():
+    document = timeline(10, {"vision": 2, "language": 3}, microbatches=4)
+    names = check_trace(json.loads(json.dumps(chrome_trace(document))), document)
+    assert names["process_name"] == {1: "vision grid", 2: "language grid"}
+    assert [pid for pid, _ in names["thread_name"]] == [1, 1, 2, 2, 2]
+
+
+def test_a_rank_of_two_grids_is_a_thread_of_each():
+    intervals = [interval("forward", 0.0, 0.4, "vision", 0), interval("forward", 0.4, 1.0, "language", 1)]
+    document = {"iteration": 1, "tokens_per_lane": {}, "ranks": [
+        {"rank": 0, "modules": {"vision": {"dp": 0}, "language": {"dp": 0}}, "intervals": intervals}]}
+    trace = chrome_trace(document)
+    check_trace(trace, document)
+    assert [(event["pid"], event["name"]) for event in trace["traceEvents"] if event["ph"] == "X"] == [
+        (1, "forward 0"), (2, "forward 1")]
 
 
 def test_device_clock_reads_events_after_the_step(monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from mimo.report.page import page
 from mimo.report.run_folder import Run
 from mimo.report.sections import difference
-from tests.support.report_pages import headings
+from tests.support.report_pages import figures, headings
 from tests.support.report_runs import policy_record, run_of, step_record, usual_records
 
 
@@ -30,11 +28,13 @@ def test_two_runs_side_by_side(usual: Run, tmp_path: Path) -> None:
     assert '<td class="num">2.22</td><td class="num">2.32</td><td class="num">0.1</td>' in html
     assert "<code>--lr</code></td><td>0.001</td><td>0.002</td>" in html
     assert "--global-batch-size</code>" not in html, "equal in both"
-    shown = {entry["n"]: entry["y"] for text in re.findall(r'<script type="application/json">(.*?)</script>', html)
-             for entry in json.loads(text)["s"]}
+    found = figures(html)
+    shown = {trace["name"]: trace["y"] for figure in found.values() for trace in figure["data"]}
     assert {"A: training", "B: training"} <= shown.keys()
-    bars = re.findall(r"<rect class=\"k-forward\" x=\"[\d.]+\" y=\"[\d.]+\" width=\"([\d.]+)\" height=\"30\">", html)
-    assert [float(width) / float(bars[0]) for width in bars] == pytest.approx([1, 3, 0.5, 1.5], rel=0.01), "one scale"
+    bars = [found[f"Mean step of a rank of each grid, run {letter}"] for letter in "AB"]
+    forward = [seconds for figure in bars for seconds in figure["data"][0]["x"]]
+    assert [each / forward[0] for each in forward] == pytest.approx([1, 3, 0.5, 1.5], rel=0.01)
+    assert bars[0]["layout"]["xaxis"]["range"] == bars[1]["layout"]["xaxis"]["range"], "one scale"
     assert shown["B minus A"] == pytest.approx([0.0] * 5 + [0.1] * 35)
 
 
