@@ -1,4 +1,4 @@
-"""Reads samples of a data set as training does, and notes what they give the model."""
+"""Read samples of a data set as training does, and record what they give the model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def length(self) -> int:
-        """Tokens that it takes of a row."""
+        """Tokens of a row that the sample takes."""
         return self.text_tokens + self.image_tokens
 
 
@@ -85,14 +85,14 @@ class Collected:
 
 
 class BadSampleLog(ErrorLog):
-    """Notes bad samples instead of counting towards the end of a run; ends the reading once enough were read."""
+    """Records bad samples instead of ending a run that has too many; ends the reading once enough were read."""
 
     def __init__(self, collected: Collected, wanted: int, advance: Callable[[], object]) -> None:
         super().__init__(wanted)
         self._collected, self._wanted, self._advance = collected, wanted, advance
 
     def handler(self, exception: Exception, sample: Any, sources: Any) -> None:
-        """Note a bad sample.
+        """Record a bad sample.
 
         Raises:
             FatalSampleError: as many samples as wanted were read, none of which may be good.
@@ -106,7 +106,7 @@ class BadSampleLog(ErrorLog):
 
 
 class RecordingEncoder(VlmTaskEncoder):
-    """The task encoder of training, which notes what goes through it."""
+    """The task encoder of training, which records what goes through it."""
 
     def __init__(self, config: Config, request: DataRequest, errors: ErrorLog, collected: Collected) -> None:
         super().__init__(config, request, errors)
@@ -117,7 +117,7 @@ class RecordingEncoder(VlmTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: EncodedSample) -> Row:
-        """Encode as in training, and note the sample once its images were decoded."""
+        """Encode as in training, and record the sample once its images are decoded."""
         row = super().postencode_sample(sample)
         images = [oriented_size(open_image(name, data)) for name, data in sample.images]
         source = source_of(row)
@@ -141,14 +141,14 @@ class RecordingEncoder(VlmTaskEncoder):
 
 
 def source_of(row: Row) -> tuple[str, str]:
-    """Path of the data set of a row, relative where it lies below this folder; and its subflavors as JSON or ""."""
+    """Return the path of a row's data set, relative if it is below this folder, and its subflavors as JSON or ""."""
     path = str(row.__sources__[0].dataset_path) if row.__sources__ else ""
     flavors = json.dumps(row.__subflavors__, sort_keys=True, default=str) if row.__subflavors__ else ""
     return path.removeprefix(f"{Path.cwd()}/"), flavors
 
 
 def tokenizer_image_token(folder: str) -> tuple[int, int]:
-    """Id of the token that a tokenizer has as an image's placeholder, -1 if it has none, and its highest id."""
+    """Return the id of a tokenizer's placeholder for an image, or -1 if it has none, and its highest id."""
     tokenizer = load_tokenizer(folder)
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
     return next((special[name] for name in IMAGE_TOKENS if name in special), -1), max(tokenizer.get_vocab().values())

@@ -19,7 +19,7 @@ BUFFER_SIZES = (16, 64, 256, 1024)
 
 @dataclass(frozen=True)
 class Packing:
-    """Packs among so many samples.
+    """Result of packing with one size of the buffer.
 
     Attributes:
         buffer_size: as given; 0: no packing, one sample a row.
@@ -42,9 +42,9 @@ class Packing:
 
 
 def pack(records: Sequence[Record], buffer_size: int, seq_length: int, seed: int) -> Packing:
-    """Result of packing: the packs that the only worker of a run would choose.
+    """Pack samples like the only worker of a run would.
 
-    Samples that do not fill a last buffer are left out, unless they are all there are.
+    Samples that do not fill a last buffer are left out, unless there are no others.
     """
     lengths = [record.length for record in records]
     costs = [record.image_tokens for record in records]
@@ -75,7 +75,7 @@ def pack(records: Sequence[Record], buffer_size: int, seq_length: int, seed: int
 
 
 def pack_all(records: Sequence[Record], chosen: int, seq_length: int, seed: int) -> list[Packing]:
-    """Packing with the chosen buffer size, with several others that the samples fill, and without; by rising size."""
+    """Pack with the chosen buffer size, with others that the samples fill, and not at all; by rising size."""
     if not records:
         return []
     sizes = {0, chosen, *(size for size in BUFFER_SIZES if size <= len(records))}
@@ -83,7 +83,7 @@ def pack_all(records: Sequence[Record], chosen: int, seq_length: int, seed: int)
 
 
 def spread(values: Sequence[int]) -> dict[str, float]:
-    """Smallest, median, mean, 95th percentile and largest of some values; empty of none."""
+    """Return the smallest, median, mean, 95th percentile and largest of some values; empty without values."""
     if not values:
         return {}
     return {
@@ -96,7 +96,7 @@ def spread(values: Sequence[int]) -> dict[str, float]:
 
 
 def figures(collected: Collected, packings: Sequence[Packing], chosen: int, patch_size: int) -> dict[str, Any]:
-    """Key figures, ready for JSON: counts in samples, images or tokens, sizes in pixels, shares from 0 to 1.
+    """Return key figures, ready for JSON: counts in samples, images or tokens, sizes in pixels, shares from 0 to 1.
 
     Patches are counted only where `patch_size` is above 0.
     """

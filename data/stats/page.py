@@ -59,13 +59,13 @@ class Report:
 
     @property
     def chosen(self) -> Packing | None:
-        """Packing with the flags as given; None where no sample is good."""
+        """Packing with the flags as given; None if no sample is good."""
         given = self.config.packing_buffer_size
         return next((packing for packing in self.packings if packing.buffer_size == given), None)
 
 
 def percent(share: float) -> str:
-    """A share for people."""
+    """Return a share for people."""
     return f"{100 * share:.1f} %"
 
 
@@ -74,7 +74,7 @@ def _key(name: str, value: str, *, wrong: bool = False) -> str:
 
 
 def keys_html(report: Report) -> str:
-    """The figures at the top."""
+    """Return the figures at the top."""
     samples, tokens = report.figures["samples"], report.figures["tokens"]
     parts = [_key("good samples", number(samples["good"])),
              _key("bad samples", number(samples["bad"]), wrong=samples["bad"] > 0)]
@@ -90,12 +90,12 @@ def keys_html(report: Report) -> str:
 
 
 def flavors(source: Mapping[str, Any]) -> str:
-    """Subflavors for people."""
+    """Return subflavors for people."""
     return ", ".join(f"{name}: {value}" for name, value in source["subflavors"].items())
 
 
 def sources_html(report: Report) -> str:
-    """Samples of each data set of a blend."""
+    """List the data sets of a blend, with their samples."""
     sources = report.figures["sources"]
     has_flavors = any(source["subflavors"] for source in sources)
     heads = ["data set", *(["subflavors"] if has_flavors else []), "good samples", "share", "tokens"]
@@ -112,7 +112,7 @@ def sources_html(report: Report) -> str:
 
 
 def tokens_html(report: Report) -> str:
-    """Tokens of each sample."""
+    """Chart the tokens of samples."""
     records = report.records
     shown = [
         histogram("Text tokens", integer_bars([record.text_tokens for record in records]), "text tokens of a sample",
@@ -131,7 +131,7 @@ def tokens_html(report: Report) -> str:
 
 
 def images_html(report: Report) -> str:
-    """Sizes of images, before and after tiling."""
+    """Chart the sizes of images, before and after tiling."""
     images = [image for record in report.records for image in record.images]
     if not images:
         return "<h2>Images</h2><p>No sample has an image.</p>"
@@ -158,7 +158,7 @@ def _buffer_name(packing: Packing) -> str:
 
 
 def packing_html(report: Report) -> str:
-    """How full rows get, and how uneven, with several packing buffers."""
+    """Show how full and how uneven rows get with several sizes of the packing buffer."""
     packings, given = report.packings, report.config.packing_buffer_size
     names = [f"<b>{_buffer_name(packing)}</b>" if packing.buffer_size == given else _buffer_name(packing)
              for packing in packings]
@@ -190,7 +190,7 @@ def packing_html(report: Report) -> str:
 
 
 def bad_html(report: Report) -> str:
-    """Bad samples, each with its reason."""
+    """List bad samples, each with its reason."""
     bad = report.figures["bad_samples"]
     if not bad:
         return "<h2>Bad samples</h2><p>None.</p>"
@@ -202,7 +202,7 @@ def bad_html(report: Report) -> str:
 
 
 def samples_html(report: Report) -> str:
-    """A few samples, as the model gets them."""
+    """Show a few samples, as the model gets them."""
     tokenizer = load_tokenizer(report.config.tokenizer)
     shown = [sample_html(tokenizer, record, row, report.tiling, report.image_token_id)
              for record, row in chosen_rows(report.collected)]
@@ -214,7 +214,7 @@ def samples_html(report: Report) -> str:
 
 
 def page_html(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     config, samples = report.config, report.figures["samples"]
     body = [
         f"<h1>{escape(config.data_path)}</h1>",
@@ -231,7 +231,7 @@ def page_html(report: Report) -> str:
     return document(escape(config.data_path), CSS, "".join(body))
 
 
-# Rules of the style sheet beside those that the pages of runs have, too (mimo/report/html.py).
+# Rules beside those of mimo/report/html.py, which every page has.
 CSS = """
 :root { --text: #2a78d6; --image: #d9622b; --learn: #1a8f66; --quiet: #b4b2a8; --faint: #7a7872; --token: #eeede8;
   --token-edge: #b9b7ad; --learn-back: #cdeedd; --learn-edge: #3f9a74; --image-back: #fbe3d6; --bad: #b3261e; }

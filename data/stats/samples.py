@@ -19,16 +19,17 @@ from mimo.report.summary import number
 NUM_SHOWN = 8
 MAX_IMAGES = 12  # of a sample
 MAX_TOKENS = 2000  # of a sample
-# Tokens that may share a character: a byte each, of at most four, and some around.
+# So many tokens may share a character: one for each of its bytes, at most four, and some around them.
 MAX_SHARED = 8
-# Pixels on the page: of the shorter side, as far as the longer one allows; of the longer one; of a thumbnail's height.
+# Pixels on the page: the least of the shorter side, unless the longer one gets too long; the most of the longer side;
+# the height of a thumbnail.
 SMALLEST, LARGEST, THUMBNAIL = 96, 320, 160
 LOSSLESS_SIDE = 128
 REPLACEMENT = chr(0xFFFD)
 
 
 def chosen_rows(collected: Collected) -> list[tuple[Record, Row]]:
-    """The samples to show: the first ones of each source, sources in turn."""
+    """Return the samples to show: the first ones of each source, sources in turn."""
     shown: list[tuple[Record, Row]] = []
     for place in range(max(map(len, collected.rows.values()), default=0)):
         for rows in collected.rows.values():
@@ -39,7 +40,7 @@ def chosen_rows(collected: Collected) -> list[tuple[Record, Row]]:
 
 
 def picture(pixels: np.ndarray, tiling: Tiling) -> str:
-    """Normalised pixels, float32 `[C, height, width]`, as the address of an image that holds it."""
+    """Return normalised pixels, float32 `[C, height, width]`, as a `data:` URL of an image."""
     mean, std = (np.array(values, np.float32)[:, None, None] for values in (tiling.mean, tiling.std))
     levels = np.rint(np.clip(pixels * std + mean, 0, 1) * 255).astype(np.uint8).transpose(1, 2, 0)
     image = Image.fromarray(levels[..., 0] if levels.shape[2] == 1 else levels)
@@ -58,7 +59,7 @@ def _tile(pixels: np.ndarray, tiling: Tiling, scale: float) -> str:
 
 
 def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], tiling: Tiling, tokens: int) -> str:
-    """An image: its tiles in their grid, a thumbnail beside them.
+    """Return an image: its tiles in their grid, and a thumbnail beside them.
 
     Args:
         position: among the images of the sample, from 1.
@@ -84,11 +85,11 @@ def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], t
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Text tokens as pieces of text, with the number of tokens of each: more than one where they share a character."""
+    """Yield the text of each token; tokens that share a character are one piece, with their number."""
     start = 0
     before: list[int] = []
     for end in range(1, len(ids) + 1):
-        # What a token says may depend on the one before it: a leading space, for example.
+        # The text of a token, such as a leading space, may depend on the token before it.
         old = tokenizer.decode(before, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece = list(ids[start:end])
         new = tokenizer.decode(before + piece, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -99,13 +100,13 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
 
 
 def _token(text: str, ids: Sequence[int], css: str) -> str:
-    """A token; line breaks are both shown and made, and one without text is shown as a dot."""
+    """Return a token. Line breaks are both shown and made, and a token without text is a dot."""
     shown = escape(text).replace("\n", "<i>&crarr;</i>\n") or "&middot;"
     return f'<span class="{css}" title="{"id" if len(ids) == 1 else "ids"} {" ".join(map(str, ids))}">{shown}</span>'
 
 
 def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> str:
-    """The text of a sample: token boundaries, tokens to learn and placeholders of images can be told apart."""
+    """Return the text of a sample, with marks for token boundaries, tokens to learn and placeholders of images."""
     ids, targets = row.tokens.tolist()[:MAX_TOKENS], row.target_mask.tolist()
     special = set(tokenizer.all_special_ids)
     parts: list[str] = []
@@ -131,7 +132,7 @@ def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> 
 
 
 def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling | None, image_token_id: int) -> str:
-    """One sample; `tiling` is None for a model that takes no images."""
+    """Return one sample; `tiling` is None for a model that takes no images."""
     figures, start = [], 0
     tiles = [tile.numpy() for tile in row.images]
     for position, image in enumerate(record.images, 1):

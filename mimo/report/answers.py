@@ -30,16 +30,16 @@ from mimo.report.summary import (
     speed,
 )
 
-# Waits below this share of a step are none to speak of; other waits than those at the bridge are told from that one on.
+# At the bridge, waits below the first share of a step do not count. Other waits are mentioned from the second one on.
 LEAST_WAIT, TOLD_WAIT = 0.05, 0.1
 FURTHER_WAITS = (Kind.PIPELINE_WAIT, Kind.DATA_WAIT, Kind.IDLE)
-# Held-out figures that are no results, but say what was evaluated.
+# Held-out figures that describe the evaluation and are not its results.
 NO_RESULTS = ("samples",)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as HTML: a few words, and the sentences that say more."""
+    """An answer as HTML: a few words, and sentences that explain them."""
 
     words: str
     sentences: str
@@ -50,7 +50,7 @@ def _exactly(share: float) -> str:
 
 
 def _held_out(found: Learning) -> str:
-    """Like `Held-out: loss 0.12 (at first 0.9), exact match 95.4 %`."""
+    """Return a sentence like `Held-out: loss 0.12 (at first 0.9), exact match 95.4 %`."""
     parts = []
     for name, value in found.held_out.items():
         if name in NO_RESULTS or (found.key == "reward" and name != "reward"):
@@ -66,7 +66,7 @@ def _held_out(found: Learning) -> str:
 
 
 def did_it_learn(run: Run) -> Answer:
-    """From the training loss, or from the reward."""
+    """Answer from the training loss, or from the reward in reinforcement learning."""
     found = learning(run)
     if found is None:
         return Answer("Not known", "No iteration has a loss or a reward.")
@@ -90,7 +90,7 @@ def did_it_learn(run: Run) -> Answer:
 
 
 def how_fast(run: Run) -> Answer:
-    """From the medians over the steady iterations."""
+    """Answer with medians over the steady iterations."""
     found = speed(run)
     if found is None:
         return Answer("Not known", "No iteration has a time.")
@@ -119,7 +119,7 @@ def _slower(times: Mapping[str, ModuleTime]) -> str:
 
 
 def prefetch_beside(times: Mapping[str, ModuleTime]) -> str:
-    """Say what the timeline lacks of encoder prefetch; empty if it lacks nothing."""
+    """Return a sentence about encoder prefetch that the timeline does not show, or nothing if it shows all."""
     beside_s = max(each.beside_s for each in times.values())
     if not beside_s:
         return ""
@@ -144,7 +144,7 @@ def _on_shared_ranks(times: Mapping[str, ModuleTime]) -> Answer:
 
 
 def who_waited(run: Run) -> Answer:
-    """From the step timelines; in reinforcement learning, what the trainer waited for."""
+    """Answer from the step timelines; in reinforcement learning, say what the trainer waited for."""
     if run.learns_from_rewards:
         return _trainer_waited(run)
     times = module_times(run)
@@ -181,7 +181,7 @@ def _trainer_waited(run: Run) -> Answer:
 
 
 def compared(runs: Sequence[Run]) -> tuple[str, str, str]:
-    """Compare two runs: a sentence for each answer that differs."""
+    """Compare two runs, with a sentence for each of the three answers."""
     learned, fast, waited = "", "", ""
     one, two = (learning(run) for run in runs)
     if one is not None and two is not None and one.key == two.key:

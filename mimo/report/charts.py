@@ -370,7 +370,7 @@ def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
             })
     title = f"Iteration {timeline['iteration']:,}: {seconds(length_s)} from the first begin to the last end"
     labels = {"range": [len(names) - 0.5, -0.5], "fixedrange": True, "showgrid": False, "zeroline": False,
-            "tickvals": list(range(len(names))), "ticktext": names}
+              "tickvals": list(range(len(names))), "ticktext": names}
     return figure(title, traces, {"barmode": "overlay", "hovermode": "closest", "xaxis": axis, "yaxis": labels,
                                   "uniformtext": {"mode": "hide", "minsize": 9}},
                   height=60 + (34 if len(names) <= 12 else 22) * len(names), wide=True,

@@ -54,7 +54,7 @@ select { font: inherit; font-size: 14px; padding: 3px 6px; margin: 0 0 8px; }
 
 
 def _grids(run: Run) -> str:
-    """`disjoint grids: vision 2 ranks, language 2 ranks`, from the step of all ranks; else from the flags."""
+    """Return `disjoint grids: vision 2 ranks, language 2 ranks`, from a step of all ranks or else from the flags."""
     layout = run.flags.get("layout", {})
     if run.learns_from_rewards and not run.steps.has("encoder-imbalance"):
         kind = "trainer"
@@ -117,7 +117,7 @@ def _tile(question: str, answers: Sequence[Answer], more: str) -> str:
 
 
 def tiles(runs: Sequence[Run]) -> str:
-    """The three answers."""
+    """Return the three answers."""
     further = compared(runs) if len(runs) > 1 else ("", "", "")
     rewarded = all(run.learns_from_rewards for run in runs)
     questions = ("Did it learn?", "How fast was it?", "What did the trainer wait for?" if rewarded
@@ -163,7 +163,7 @@ def _footer(runs: Sequence[Run]) -> str:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole page of one run, or of two side by side."""
+    """Return the whole page of one run, or of two side by side."""
     body = [_header(runs), _problems(runs), tiles(runs), compare_section(runs), learned(runs),
             gantt_section(runs), where_time_went(runs), speed_section(runs), rl_section(runs), lanes(runs),
             stops_section(runs), memory(runs), _footer(runs)]

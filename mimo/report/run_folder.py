@@ -15,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 METRICS, FLAGS, START, STALL_SUMMARY = "metrics.jsonl", "run_config.toml", "startup.json", "stall-summary.txt"
-# Ends the name of every figure of an evaluation.
+# The name of every figure of an evaluation ends like this.
 EVALUATED = " validation"
-# A record of an iteration has it, whatever kind of run it is of.
+# Every record of an iteration has this key, in every kind of run.
 STEP_KEY = "iteration-time"
-# Characters of a report of a stall that the page shows.
+# The page shows so many characters of the report of a stall.
 SHOWN_OF_STALL = 4000
-# Reports of one stall are written within so many seconds.
+# All reports of one stall are written within so many seconds.
 SAME_STALL_S = 10.0
 
-# Records with the same keys that become numbers together.
+# So many records with the same keys become numbers together.
 AT_ONCE = 1024
-# Steps of all ranks that are read: those of thousands of ranks are large.
+# So many steps of all ranks are read, because the files of thousands of ranks are large.
 MAX_STEPS = 6
 STEP_FILE = re.compile(r"step-(\d+)\.json")
 
@@ -49,7 +49,7 @@ class Table:
         return len(self.iterations)
 
     def get(self, key: str) -> Floats:
-        """A column; NaN throughout where there is none."""
+        """Return a column, or NaN for every record if no record has this key."""
         return self.columns.get(key, np.full(len(self), math.nan))
 
     def has(self, key: str) -> bool:
@@ -57,13 +57,13 @@ class Table:
         return key in self.columns and bool(np.isfinite(self.columns[key]).any())
 
     def after(self, first: int) -> Table:
-        """Without the first records."""
+        """Return the table without its first records."""
         return Table(self.iterations[first:], {key: column[first:] for key, column in self.columns.items()})
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
+    """Everything that the page needs of a run.
 
     Attributes:
         path: its folder.
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether it is a run of reinforcement learning."""
+        """Whether this is a run of reinforcement learning."""
         return self.steps.has("reward")
 
     @property
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def planned_iterations(self) -> int | None:
-        """Length that the flags give; None where they do not say."""
+        """Iterations that the flags ask for; None if they do not say."""
         train = self.flags.get("train", {})
         if isinstance(train.get("train-iters"), int):
             return int(train["train-iters"])
@@ -121,14 +121,14 @@ class Run:
 
 
 def _figure(value: object) -> float:
-    """A value of a record as a number: null is NaN, and so is what is no figure."""
+    """Return a value of a record as a number. null and everything that is no number become NaN."""
     if isinstance(value, bool | int | float):
         return float(value)
     return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
 
 
 def _numbers(rows: list[list[Any]]) -> Floats:
-    """Values of records with the same keys, float64 `[n, keys]`."""
+    """Return the values of records with the same keys, float64 `[n, keys]`."""
     try:
         return np.array(rows, dtype=np.float64)
     except (ValueError, TypeError):  # some value is no figure
@@ -144,12 +144,12 @@ class _Columns:
 
     def __init__(self) -> None:
         self._count = 0
-        # Places and values of the latest records, by their keys; and earlier ones as numbers.
+        # The places and values of the latest records by their keys, and all earlier records as numbers.
         self._open: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
         self._done: list[tuple[tuple[str, ...], list[int], Floats]] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """One more record."""
+        """Add a record."""
         keys = tuple(record)
         places, rows = self._open.setdefault(keys, ([], []))
         places.append(self._count)
@@ -163,7 +163,7 @@ class _Columns:
         self._done.append((keys, places, _numbers(rows)))
 
     def table(self) -> Table:
-        """All of them; of several records of one iteration the last."""
+        """Return all records. If an iteration has several, the last one counts."""
         for keys in list(self._open):
             self._close(keys)
         full: dict[str, Floats] = {}
@@ -179,7 +179,7 @@ class _Columns:
 
 
 def to_table(records: Iterable[Mapping[str, Any]]) -> Table:
-    """Records as columns; of several records of one iteration the last."""
+    """Return records as columns. If an iteration has several records, the last one counts."""
     columns = _Columns()
     for record in records:
         columns.add(record)
@@ -187,7 +187,7 @@ def to_table(records: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None where it is none, such as the cut last line of a run that was killed."""
+    """Return a line of metrics.jsonl, or None if it is broken, like the last line of a run that was killed may be."""
     try:
         record = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
@@ -237,14 +237,14 @@ def _is_timeline(document: object) -> bool:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` places of `count`, the first and the last among them."""
+    """Return at most `most` of `count` places, evenly spread from the first to the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
 
 
 def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], int, list[str]]:
-    """Some of the steps of all ranks, how many there are, and which of those cannot be read."""
+    """Return some of the steps of all ranks, how many there are, and which of them cannot be read."""
     steps = sorted((int(match[1]), path) for path in folder.glob("step-*.json")
                    if (match := STEP_FILE.fullmatch(path.name)))
     found, problems = {}, []
@@ -275,12 +275,12 @@ def _read_start(path: Path) -> tuple[dict[str, float], list[str]]:
 
 
 def began_unix_s(steps: Table) -> float:
-    """When the first iteration began, seconds since the epoch; NaN where its record does not say."""
+    """Return when the first iteration began, in seconds since the epoch, or NaN if its record does not say."""
     return float(steps.get("wall_time")[0] - steps.get(STEP_KEY)[0]) if len(steps) else math.nan
 
 
 def _read_stall(folder: Path, began: float) -> tuple[str, list[str]]:
-    """The last stall's summary, or else the first rank's report of it; none from before the run `began`."""
+    """Return the last stall's summary, or else the first rank's report, unless it is from before the run `began`."""
     written = {path: path.stat().st_mtime for path in [folder / STALL_SUMMARY, *sorted(folder.glob("stall-rank*.txt"))]
                if path.is_file()}
     written = {path: at for path, at in written.items() if not at < began}  # NaN leaves none out
@@ -313,7 +313,7 @@ def _iteration_problems(steps: Table, planned: int | None) -> list[str]:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run folder; a run that died, or still goes on, is read as far as it came.
+    """Read a run folder. A run that died or still goes on is read as far as it came.
 
     Raises:
         ValueError: it is no run folder.

@@ -1,4 +1,4 @@
-"""Sections on time: speed, steps of all ranks, where each grid's time went, waits and stops."""
+"""The sections of the page: learning, one step of all ranks, where time went, speed, lanes, waits, memory, RL."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def varies(runs: Sequence[Run], key: str) -> bool:
 
 
 def speed_section(runs: Sequence[Run]) -> str:
-    """Throughput over iterations."""
+    """Chart the throughput over iterations."""
     fractions = {"mfu": "MFU"} if any_above(runs, "mfu") else {}
     return section("Speed", [
         chart("Tokens/s per GPU (on a CPU: per process)", runs, {"tokens-per-s-per-gpu": "tokens/s"}, zero=True),
@@ -97,13 +97,13 @@ def speed_section(runs: Sequence[Run]) -> str:
 
 
 def gantt_section(runs: Sequence[Run]) -> str:
-    """One step of all ranks, with a choice where there are several."""
+    """Chart one step of all ranks, with a choice if there are several."""
     blocks = []
     for index, run in enumerate(runs):
         if not run.timelines:
             continue
         every = list(run.timelines)
-        # Rather fewer steps than a part of each.
+        # Fewer whole steps are better than a part of every step.
         fitting = MAX_INTERVALS // len(runs) // max(num_intervals(run.timelines[step]) for step in every)
         chosen = [every[place] for place in evenly(len(every), min(max(fitting, 2), MAX_STEPS // len(runs)))]
         most = MAX_INTERVALS // (len(chosen) * len(runs))
@@ -127,7 +127,7 @@ def _bars(times: Mapping[str, ModuleTime], runs: Sequence[Run], index: int) -> l
 
 
 def where_time_went(runs: Sequence[Run]) -> str:
-    """Parts of each grid's step, against the ideal."""
+    """Chart the parts of each grid's step, against the ideal."""
     blocks, every = [], [module_times(run) for run in runs]
     axis_s = max((each.step_s for times in every for each in times.values()), default=0.0)
     for index, (run, times) in enumerate(zip(runs, every, strict=True)):
@@ -150,7 +150,7 @@ def where_time_went(runs: Sequence[Run]) -> str:
 
 
 def _marker(times: Mapping[str, ModuleTime]) -> tuple[float, str] | None:
-    """The ideal, where it is known."""
+    """Return the place and the words of the ideal, if it is known."""
     best, longest = ideal_s(times), max(each.step_s for each in times.values())
     return None if best is None else (best, f"ideal {seconds(best)}: {percent(best / longest)} of the step")
 
@@ -179,7 +179,7 @@ def _parts_table(run: Run, times: Mapping[str, ModuleTime]) -> str:
 
 
 def _shares(runs: Sequence[Run]) -> str:
-    """Share of each step that a grid waited at the bridge, over iterations."""
+    """Chart the share of each step that a grid waited at the bridge."""
     lines = []
     for place, (key, name) in enumerate(by_module(runs, f"timeline/*/{Kind.BRIDGE_WAIT}-s").items()):
         for index, run in enumerate(runs):
@@ -191,7 +191,7 @@ def _shares(runs: Sequence[Run]) -> str:
 
 
 def stops_section(runs: Sequence[Run]) -> str:
-    """Waits for data, time between iterations, the slowest iterations."""
+    """Show waits for data, time between iterations, and the slowest iterations."""
     blocks = [chart("Longest wait of any rank for data (s)", runs, {"data-wait-s": "data"}, zero=True)]
     between, rows, slowest = [], [], []
     for index, run in enumerate(runs):
@@ -207,7 +207,7 @@ def stops_section(runs: Sequence[Run]) -> str:
 
 
 def _starts(runs: Sequence[Run]) -> list[str]:
-    """Show the time until the first iteration was done."""
+    """List the phases from the start to the end of the first iteration."""
     found = []
     for index, run in enumerate(runs):
         total = sum(run.start.values())
@@ -231,7 +231,7 @@ def _totals(runs: Sequence[Run], index: int, found: Stops) -> list[list[str]]:
 
 
 def _slowest(runs: Sequence[Run], index: int) -> str:
-    """The slowest iterations after the first ones, and the part that grew most."""
+    """List the slowest iterations after the first ones, each with the part that grew most."""
     table_ = steady(runs[index].steps)
     times, usual = table_.get("iteration-time"), median(table_.get("iteration-time"))
     if usual is None:
@@ -244,7 +244,7 @@ def _slowest(runs: Sequence[Run], index: int) -> str:
 
 
 def _grown(run: Run, row: int) -> str:
-    """Which part took most more than usual in a record, of a module or of an iteration of reinforcement learning."""
+    """Name the part of a module's step, or of an RL iteration, that exceeds its usual time most in a record."""
     names = dict(ENGINE_PARTS | OWN_PARTS)
     for key in run.steps.columns:
         match = PART_KEY.fullmatch(key)
@@ -260,11 +260,10 @@ def _grown(run: Run, row: int) -> str:
     return words
 
 
-# Sections of two runs side by side: difference of their losses, and of their flags.
-
+# Two runs side by side: the difference of their losses, and of their flags.
 
 NUM_ROWS = 8
-# Flags that say where a run is, not what it is.
+# Flags that say where a run is, but not what it is.
 NO_FLAGS = ("run-dir", "tensorboard-dir")
 
 
@@ -291,13 +290,13 @@ class Difference:
 
     @property
     def first_unequal(self) -> int | None:
-        """The first iteration at which they differ at all, a figure that is not finite included; None without one."""
+        """First iteration at which the runs differ, if only in what is finite; None if there is none."""
         unequal = [*self.iterations[self.one != self.two][:1], *self.one_sided[:1]]
         return int(min(unequal)) if unequal else None
 
 
 def difference(one: Run, two: Run) -> Difference | None:
-    """Losses, or rewards in reinforcement learning; None without an iteration at which either is finite."""
+    """Compare losses, or rewards in reinforcement learning; None if no iteration has a finite one."""
     if one.learns_from_rewards != two.learns_from_rewards:
         return None
     key = "reward" if one.learns_from_rewards else "lm loss"
@@ -340,7 +339,7 @@ def _of_finite(found: Difference) -> str:
 
 
 def compare_section(runs: Sequence[Run]) -> str:
-    """Difference of the losses of two runs; nothing for one."""
+    """Show how the losses and the flags of two runs differ; nothing for one run."""
     if len(runs) < 2:
         return ""
     found = difference(*runs)
@@ -364,7 +363,7 @@ def compare_section(runs: Sequence[Run]) -> str:
 
 
 def _flags(one: Run, two: Run) -> str:
-    """Flags that differ."""
+    """List the flags that differ."""
     rows = []
     for name in dict.fromkeys([*one.flags, *two.flags]):
         first, second = one.flags.get(name, {}), two.flags.get(name, {})
@@ -375,11 +374,11 @@ def _flags(one: Run, two: Run) -> str:
     return table(["flag", "A", "B"], rows, "Flags that differ", numeric_from=3)
 
 
-# Sections on what was learned.
+# What was learned.
 
 
 def learned(runs: Sequence[Run]) -> str:
-    """Losses, held-out figures, learning rates, gradients."""
+    """Chart losses, held-out figures, learning rates and gradients."""
     return section("Learning", [_losses(runs), *_held_out(runs), _further_losses(runs), _rates(runs), _gradients(runs),
                                 _loss_scale(runs)])
 
@@ -394,7 +393,7 @@ def _losses(runs: Sequence[Run]) -> str:
 
 
 def _held_out(runs: Sequence[Run]) -> list[str]:
-    """Other figures of evaluations, such as the share of exact matches."""
+    """Chart further figures of evaluations, such as the share of exact matches."""
     shown = {"lm loss", "reward", "samples"}
     names = dict.fromkeys(key.removesuffix(EVALUATED) for run in runs for key in run.evaluations.columns
                           if key.endswith(EVALUATED))
@@ -429,7 +428,7 @@ def _loss_scale(runs: Sequence[Run]) -> str:
 
 
 def lanes(runs: Sequence[Run]) -> str:
-    """How evenly lanes, and with them the ranks of the encoder, are filled."""
+    """Chart how evenly lanes, and with them the ranks of the encoder, are filled."""
     imbalance = chart("Encoder imbalance", runs, {"encoder-imbalance": "as trained",
                                                   "encoder-imbalance-unbalanced": "without balanced packing"},
                       note="Image tokens of the fullest lane over the mean of all lanes. 1 is even.")
@@ -446,16 +445,16 @@ def lanes(runs: Sequence[Run]) -> str:
 
 
 def memory(runs: Sequence[Run]) -> str:
-    """Peak memory of each module."""
+    """Chart the peak memory of each module."""
     return section("Memory", [chart("Peak memory of the fullest rank (GiB)", runs,
                                     by_module(runs, "peak-memory-bytes/*"), scale=2.0**-30, zero=True)])
 
 
-# Section of reinforcement learning: where an iteration went, completions, mismatch, refits.
+# Reinforcement learning.
 
 
 def rl_section(runs: Sequence[Run]) -> str:
-    """Show rewards; empty for runs without them."""
+    """Show where an iteration of reinforcement learning went, completions, mismatch and refits."""
     runs_rl = [run for run in runs if run.learns_from_rewards]
     if not runs_rl:
         return ""

@@ -15,7 +15,7 @@ from mimo.report.run_folder import EVALUATED, Floats, Run, Table
 # Parts of a step as the page shows them: their order and their words. Colours go by kind, see `mimo.report.page.CSS`.
 
 OTHER_MODULES = "other-modules"
-# Work is solid, waits are hatched: also for readers who see no colours.
+# Work is drawn solid and waits are hatched, so that readers who see no colours can tell them apart.
 WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.GRADIENT_SYNC, Kind.OPTIMIZER)
 WAITS = (Kind.BRIDGE_WAIT, Kind.PIPELINE_WAIT, Kind.DATA_WAIT, Kind.IDLE)
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
@@ -30,23 +30,23 @@ WORDS = {
 KIND_OF_PART = {WORDS[kind]: kind for kind in ORDER}
 
 
-# Iterations at either end whose mean is a run's first or last loss: at most so many, or this share of all.
+# A run's first and last loss are means over so many iterations: this share of all, but at most and at least so many.
 WINDOW, WINDOW_SHARE, LEAST_WINDOW = 10, 0.1, 3
-# Iterations at the start that speeds leave out: caches, loaders and kernels get warm.
+# Speeds leave out so many iterations at the start, while caches, loaders and kernels get warm.
 WARM_UP, WARM_UP_SHARE = 10, 0.2
-# Of the steady ones this share at either end is not typical, where there are enough.
+# If there are enough steady iterations, this share of the fastest and of the slowest is not typical.
 TRIMMED, LEAST_TRIMMED = 0.1, 10
-# A change of less than this part of the first value, or of so many standard errors, is none.
+# A change below this part of the first value, or below so many standard errors, does not count.
 LEAST_CHANGE, LEAST_ERRORS = 0.01, 2.0
-# A held-out loss this far above its best is said.
+# The page mentions a last held-out loss that is this far above the best one.
 RISE = 0.05
-# How far passes ahead may exceed the forward part that has them: they are timed by other events.
+# Prefetched passes may exceed the forward part that contains them by this much, because other events time them.
 PREFETCH_SLACK = 1.05
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How a figure went.
+    """How the loss, or the reward, changed.
 
     Attributes:
         key: `lm loss` or `reward`.
@@ -70,7 +70,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over the steady iterations; None where a run has no such figure."""
+    """Medians over the steady iterations; None if a run has no such figure."""
 
     iteration_s: float
     tokens_per_s: float | None
@@ -81,7 +81,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """Where a module's step went, seconds, means over its ranks and the typical iterations.
+    """Seconds of a module's step, means over its ranks and the typical iterations.
 
     Attributes:
         parts: by part, in the order of `ORDER`; they sum to the step.
@@ -94,7 +94,7 @@ class ModuleTime:
     beside_s: float = 0.0
 
     def share(self, part: str) -> float:
-        """Part of the step."""
+        """Return the share of a part in the step."""
         return self.parts.get(part, 0.0) / self.step_s if self.step_s else 0.0
 
     @property
@@ -104,12 +104,12 @@ class ModuleTime:
 
 
 def steady(steps: Table) -> Table:
-    """The iterations without the first ones."""
+    """Return the iterations without the first ones."""
     return steps.after(min(WARM_UP, max(int(WARM_UP_SHARE * len(steps)), int(len(steps) > 1))))
 
 
 def typical(steps: Table) -> Table:
-    """The steady iterations without the fastest and the slowest tenth: means over them are not a few stalls' doing."""
+    """Return the steady iterations without the fastest and the slowest tenth, so that a few stalls change no mean."""
     table = steady(steps)
     times = table.get("iteration-time")
     if len(table) < LEAST_TRIMMED or not np.isfinite(times).all():
@@ -120,7 +120,7 @@ def typical(steps: Table) -> Table:
 
 
 def finite(values: Floats) -> Floats:
-    """Without what is not finite."""
+    """Return the finite values."""
     return values[np.isfinite(values)]
 
 
@@ -131,7 +131,7 @@ def median(values: Floats) -> float | None:
 
 
 def learning(run: Run) -> Learning | None:
-    """How the loss went, or the reward in reinforcement learning; None without figures."""
+    """Summarise the loss, or the reward in reinforcement learning; None without figures."""
     key = "reward" if run.learns_from_rewards else "lm loss"
     values = finite(run.steps.get(key))
     if not len(values):
@@ -139,7 +139,7 @@ def learning(run: Run) -> Learning | None:
     window = max(1, min(LEAST_WINDOW, len(values) // 2), min(WINDOW, int(WINDOW_SHARE * len(values))))
     head, tail = values[:window], values[-window:]
     first, last = float(head.mean()), float(tail.mean())
-    # Of a single iteration nothing is known of the spread.
+    # A single iteration tells nothing about the spread.
     error = math.sqrt(float(head.var(ddof=1) + tail.var(ddof=1)) / window) if window > 1 else math.inf
     gain = (last - first) * (1 if key == "reward" else -1)
     change = 0
@@ -151,7 +151,7 @@ def learning(run: Run) -> Learning | None:
 
 
 def lost_since(steps: Table, key: str) -> int | None:
-    """The iteration from which on a figure is not finite; None where its last one is."""
+    """Return the iteration after the last finite figure; None if the last figure is finite, or none is."""
     held = np.flatnonzero(np.isfinite(steps.get(key)))
     if not len(held) or held[-1] == len(steps) - 1:
         return None
@@ -174,7 +174,7 @@ def _best(evaluations: Table, key: str) -> tuple[int, float] | None:
 
 
 def speed(run: Run) -> Speed | None:
-    """How fast the run was; None without figures."""
+    """Summarise how fast the run was; None without figures."""
     table = steady(run.steps)
     taken = median(table.get("iteration-time"))
     if taken is None:
@@ -184,7 +184,7 @@ def speed(run: Run) -> Speed | None:
 
 
 def module_times(run: Run) -> dict[str, ModuleTime]:
-    """Where each module's time went; empty without a timeline."""
+    """Return where each module's time went; empty without a timeline."""
     table, found = typical(run.steps), {}
     beside_s = _prefetch_beside_s(table, run.modules)
     for module in run.modules:
@@ -201,7 +201,7 @@ def module_times(run: Run) -> dict[str, ModuleTime]:
 
 
 def _prefetch_beside_s(table: Table, modules: Sequence[str]) -> float:
-    """Seconds of encoder prefetch that no encoder's forward part has, mean; 0 where that part has them.
+    """Return the mean seconds of encoder prefetch that no forward part contains; 0 if a forward part contains them.
 
     On the stream that computes, the passes ahead are part of the forward part. Those on a stream of their own are not,
     and show where they took longer than that part; what the computing stream waits for them is in it.
@@ -214,7 +214,7 @@ def _prefetch_beside_s(table: Table, modules: Sequence[str]) -> float:
 
 
 def ideal_s(times: Mapping[str, ModuleTime]) -> float | None:
-    """Seconds of a step in which the slowest grid computes all the time: its passes and nothing else.
+    """Return the seconds of an ideal step, in which the slowest grid does its passes and nothing else.
 
     On grids that share their ranks the passes of all modules come one after the other. None where passes beside the
     timeline may make another grid the slowest, or the slowest one slower.
@@ -226,13 +226,13 @@ def ideal_s(times: Mapping[str, ModuleTime]) -> float | None:
 
 
 def most_waiting(times: Mapping[str, ModuleTime]) -> str:
-    """The module that spends most of its step at the bridge."""
+    """Return the module that spends the largest share of its step at the bridge."""
     return max(times, key=lambda name: times[name].share(Kind.BRIDGE_WAIT))
 
 
 @dataclass(frozen=True)
 class Stops:
-    """Time between iterations.
+    """Times between iterations.
 
     Attributes:
         after: iteration that each one follows, int64 `[n]`.
@@ -249,7 +249,7 @@ class Stops:
 
 
 def stops(run: Run) -> Stops | None:
-    """Return the time between the end of one iteration and the next, by the clock; None without two iterations."""
+    """Return the times from the end of one iteration to the begin of the next; None without two iterations."""
     steps = run.steps
     if len(steps) < 2 or not steps.has("wall_time"):
         return None
@@ -262,11 +262,11 @@ def stops(run: Run) -> Stops | None:
                  np.maximum(np.nan_to_num(evaluated), 0.0), checkpoint)
 
 
-# What only runs of reinforcement learning have: parts of an iteration, and their charts.
+# Parts of an iteration of reinforcement learning.
 
 
 WAIT = "other waits for completions"
-# Keys of what the trainer waits for in each iteration, and of its own work, with their words.
+# Keys of the parts that the trainer waits for, and of its own work, with their words.
 ENGINE_PARTS = {"memory-s": "memory to and fro", "refit-s": "refit", "rollout-s": "rollout", "reward-s": "reward"}
 OWN_PARTS = {"log-probs-s": "log-probs", "reference-s": "reference", "update-s": "update"}
 # Parts are drawn like kinds of a training step: the trainer's own work is solid, waits for the engine are hatched.
@@ -275,7 +275,7 @@ KIND_OF_RL: Mapping[str, str] = {
     WAIT: Kind.OTHER, "log-probs": Kind.BACKWARD, "reference": Kind.GRADIENT_SYNC, "update": Kind.FORWARD,
     "rest": "rest",
 }
-# How far parts may exceed what they are parts of, for clocks.
+# The sum of parts may exceed the whole by this much, because different clocks time them.
 SLACK = 1.02
 
 
@@ -285,7 +285,7 @@ def _mean(run: Run, key: str) -> float:
 
 
 def rl_parts(run: Run) -> tuple[dict[str, float], float, float]:
-    """Where an iteration went.
+    """Return where an iteration went.
 
     Rollouts beside the update count as far as the trainer waited for them.
 
@@ -308,7 +308,7 @@ def rl_parts(run: Run) -> tuple[dict[str, float], float, float]:
 
 
 def number(value: float) -> str:
-    """Four digits that count: `12,345`, `123.5`, `0.04321`, `4.3e-13`; whole numbers whole."""
+    """Return a number with four significant digits: `12,345`, `123.5`, `0.04321`, `4.3e-13`."""
     if not math.isfinite(value):
         return "not finite"
     if value == int(value) and abs(value) < 1e15:
@@ -319,7 +319,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time: `3.2 ms`, `0.243 s`, `121 s`, `2 h 5 min`."""
+    """Return a time: `3.2 ms`, `0.243 s`, `121 s`, `2 h 5 min`."""
     if value >= 3600:
         return f"{int(value // 3600)} h {int(value % 3600 // 60)} min"
     if value >= 600:
@@ -332,12 +332,12 @@ def seconds(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share: `7.3 %`, `93 %`."""
+    """Return a share: `7.3 %`, `93 %`."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
 
 
 def size(num_bytes: float) -> str:
-    """Memory: `1.5 GiB`."""
+    """Return a size in bytes: `1.5 GiB`."""
     for unit, unit_bytes in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:.3g} {unit}"
@@ -345,10 +345,10 @@ def size(num_bytes: float) -> str:
 
 
 def joined(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Return `a`, `a and b`, or `a, b and c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def rounded(value: float) -> str:
-    """Three digits that count: `2.81`, `0.156`, `12,300`."""
+    """Return a number with three significant digits: `2.81`, `0.156`, `12,300`."""
     return number(float(f"{value:.3g}")) if math.isfinite(value) else number(value)
