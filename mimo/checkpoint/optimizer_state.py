@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+from mimo.checkpoint import compat
 from mimo.checkpoint.entries import Saved, flat_range
 from mimo.training.optimizer import HeteroOptimizer
 
@@ -109,8 +110,8 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-            span = optimizer._get_model_param_range_map(parameter)["param"]
-            yield parameter, groups[group]["params"][order], span.start, span.end, groups[group], True
+            yield (parameter, groups[group]["params"][order], *compat.owned_range(optimizer, parameter), groups[group],
+                   True)
         return
     owner = {id(parameter): group for group in groups for parameter in group["params"]}
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):

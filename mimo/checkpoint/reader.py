@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from mimo.boxes import Box, is_partition
+from mimo.checkpoint import compat
 from mimo.checkpoint.writer import crc32_of
 
 CHECKSUMS = "checksums.json"
@@ -298,7 +299,7 @@ class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
         """Load in place. Raises ValueError for a damaged checkpoint, naming what is damaged."""
         tensors = [entry for entry in torch_strategy.nested_values(sharded_state_dict)
                    if isinstance(entry, ShardedTensor)]
-        by_key, flat_mapping, names = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        by_key, flat_mapping, names = compat.by_stored_key(sharded_state_dict)
         state = torch_strategy.mcore_to_pyt_state_dict(by_key, True)
         planner = DataOnlyPlanner(
             shapes_validation_sharded_tensors=[entry for entry in tensors if not entry.allow_shape_mismatch],
@@ -309,7 +310,4 @@ class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
             # Of what Megatron Core hands to torch: a class that is to go, an order of arguments that is its own.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
             _load_here(state, reader, planner)
-        values = {key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
-        loaded = torch_strategy._replace_sharded_keys_with_state_dict_keys(values, flat_mapping, names)
-        torch_strategy._restore_dict_types(loaded, sharded_state_dict)
-        return loaded
+        return compat.by_own_key(state, flat_mapping, names, sharded_state_dict)

@@ -331,8 +331,9 @@ class Saver:
         """
         places = []
         for module in self._state.built.model.modules():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                places += [id(tensor), 0 if tensor is None else tensor.data_ptr()]
+            for _, tensor in (*module.named_parameters(recurse=False, remove_duplicate=False),
+                              *module.named_buffers(recurse=False, remove_duplicate=False)):
+                places += [id(tensor), tensor.data_ptr()]
         for inner in {id(one.inner): one.inner for one in self._held}.values():
             places += [id(parameter) for group in inner.param_groups for parameter in group["params"]]
         for one in self._held:

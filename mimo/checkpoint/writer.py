@@ -19,11 +19,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from mimo.checkpoint import compat
 from mimo.comm.host import broadcast_object, raise_known_errors
 from mimo.grid.groups import Grids
 
@@ -80,7 +80,7 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     strided = [entry.key for entry in tensors if not entry.data.is_contiguous()]
     assert not strided, f"not contiguous: {', '.join(strided)}"
     _check_slices(sharded, grids)
-    by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    by_key, _, _ = compat.by_stored_key(sharded, True)
     state = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
     planner = torch_strategy.MCoreSavePlanner(
         dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -91,7 +91,7 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     dist.gather_object(local, plans, dst=0, group=grids.host)
     metadata = planner.create_global_plan(plans)[1] if is_first else None
     files: list[PlannedFile] = []
-    for items in _split_by_size_and_type(files_per_rank, local.items):
+    for items in compat.split_into_files(files_per_rank, local.items):
         if items:
             values = [(item, planner.resolve_data(item)) for item in items if item.type != WriteItemType.BYTE_IO]
             objects = [item for item in items if item.type == WriteItemType.BYTE_IO]

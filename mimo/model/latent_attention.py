@@ -22,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from mimo.model import compat
 from mimo.model.packed_attention import PackedDotProductAttention
 
 
@@ -72,9 +73,8 @@ class LatentAttention(MLASelfAttention):
         # Transformer Engine's replicated layers are built without a group and would then count every tensor-parallel
         # rank's copy as the one to save.
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            layer = vars(self)["_modules"].get(name)
-            if layer is not None and vars(layer).get("_tp_group", self.tp_group) is None:
-                layer._tp_group = self.tp_group
+            if hasattr(self, name):
+                compat.set_tensor_parallel_group(getattr(self, name), self.tp_group)
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         # In place of Megatron Core's choice, which puts a norm before `linear_q_proj` wherever there is one on keys.

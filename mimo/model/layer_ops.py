@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELayerNormColumnParallelLinear
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import attention
+
+from mimo.model import compat
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -95,9 +96,6 @@ def accumulate_into_main_grad(module: torch.nn.Module) -> None:
 # completions of a few tokens each then take seconds of launches in every pass.
 
 
-_one_by_one = rope_utils._apply_rotary_pos_emb_thd
-
-
 def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any,
                         cp_group: Any = None, **kwargs: Any) -> torch.Tensor:
     """Rotary positions of a packed row; as Megatron Core's function for `thd`, bit for bit, without waiting for the
@@ -112,17 +110,17 @@ def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.
         kwargs: as `args`.
     """
     if cp_group is None or cp_group.size() > 1:
-        return _one_by_one(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
+        return compat.rotary_of_packed_rows(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
     if len(freqs) != len(t):
         places = torch.arange(len(t), device=t.device)
         starts = cu_seqlens[:-1].long()
         freqs = freqs[places - starts[torch.searchsorted(cu_seqlens[1:].long(), places, right=True)]]
-    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
+    return compat.rotary_of_rows(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
 
 
 def install_packed_rotary() -> None:
     """Have Megatron Core's attention layers use `apply_packed_rotary`."""
-    rope_utils._apply_rotary_pos_emb_thd = apply_packed_rotary
+    compat.replace_rotary_of_packed_rows(apply_packed_rotary)
 
 
 # Queries, keys and values of one matrix product, whose gradients need not be copied together again.

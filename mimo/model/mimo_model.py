@@ -12,13 +12,13 @@ from contextlib import nullcontext
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.config import MimoModelConfig
-from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 
 from mimo.bridge.colocated import ColocatedBridge
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.grid.groups import Grids
+from mimo.model import compat
 from mimo.model.language import HybridLanguageModel
 from mimo.model.mtp import MtpBlock, MtpInputs
 from mimo.model.packed_attention import packed_seq_params
@@ -59,7 +59,7 @@ class HeteroModel(MimoModel):
     def _initialize_submodules(self) -> None:
         if not self.grids.layout.encoders and self.grids.layout.language.pp > 1:
             # One grid counts as colocated for Megatron Core, which then ignores its pipeline.
-            self.role = RankRole._from_grid_map(self.mimo_config.module_to_grid_map)
+            self.role = compat.role_from_grids(self.mimo_config.module_to_grid_map)
         for name in self.role.modality_module_names:
             # Seeded one by one: what an encoder draws must not depend on which others share its rank.
             self.seed_module(name)

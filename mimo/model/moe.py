@@ -13,6 +13,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mimo.model import compat
+
 
 class DuplicatedLinear(torch.nn.Module):
     """A linear layer that every tensor-parallel rank holds whole, called as Transformer Engine's `duplicated` one.
@@ -67,7 +69,6 @@ def _torch_projections() -> Iterator[None]:
 # rank, although the sum over ranks, made in place, has made them those of all.
 
 
-_apply_bias = TopKRouter._apply_expert_bias
 _attach_loss = TopKRouter.attach_and_log_load_balancing_loss
 
 
@@ -79,7 +80,7 @@ def apply_expert_bias(router: Any, routing_map: torch.Tensor, padding_mask: torc
         routing_map: bool `[t, experts]`.
         padding_mask: bool `[t]`, True at padding, which does not count.
     """
-    _apply_bias(router, routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
+    compat.apply_expert_bias(router, routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
 
 
 def attach_loss(router: Any, activation: torch.Tensor, coeff: float, loss: torch.Tensor, name: str,
@@ -108,5 +109,5 @@ def attach_loss(router: Any, activation: torch.Tensor, coeff: float, loss: torch
 
 def install_padded_routing() -> None:
     """Have Megatron Core's routers use these functions."""
-    TopKRouter._apply_expert_bias = apply_expert_bias
+    compat.replace_apply_expert_bias(apply_expert_bias)
     TopKRouter.attach_and_log_load_balancing_loss = attach_loss

@@ -27,6 +27,8 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from mimo.model import compat
+
 logger = logging.getLogger(__name__)
 
 # cuBLASLt reads 16 bytes at a time: matrices have to begin at multiples of this many elements.
@@ -144,7 +146,7 @@ def _stay_on_device(dispatcher: Any) -> None:
     Its ranks send no tokens, so nothing on the host needs the number of tokens of an expert, and tokens that were
     sorted by expert once need no second sorting.
     """
-    dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
+    compat.leave_counts_on_device(dispatcher)
     dispatcher.dispatch_postprocess = lambda tokens, probs: (tokens, dispatcher.tokens_per_expert, probs)
     dispatcher.combine_preprocess = lambda hidden: hidden
 

@@ -7,20 +7,19 @@ else are computed from the names they read.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimo.boxes import View, box_of_view
+from mimo.refit.compat import TO_COPY, TorchDispatchMode, changed_arguments, returns_something, storage_key
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import Address, TensorSlice
 
 ATEN = torch.ops.aten
-COPIES = (ATEN.clone.default, ATEN._to_copy.default)
+COPIES = (ATEN.clone.default, TO_COPY)
 FILLS = (ATEN.fill_.Scalar, ATEN.zero_.default)
 
 
@@ -113,7 +112,7 @@ class Tracer(TorchDispatchMode):
         self._pending = tensors
         if written:
             result = self._write(func, args, kwargs, tensors, written)
-        elif func in COPIES and _key(args[0]) in self._sources:
+        elif func in COPIES and storage_key(args[0]) in self._sources:
             result = self._copy(func, args[0], kwargs)
         else:
             result = func(*args, **kwargs)
@@ -122,14 +121,14 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept[_key(tensor)] = tensor.untyped_storage()
-        return _key(tensor)
+        self._kept[storage_key(tensor)] = tensor.untyped_storage()
+        return storage_key(tensor)
 
     def _names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Checkpoint tensors that the values of tensors come from."""
         names: set[str] = set()
         for tensor in tensors:
-            key = _key(tensor)
+            key = storage_key(tensor)
             if key in self._sources:
                 names.add(self._sources[key].name)
             elif key in self._targets:
@@ -144,32 +143,32 @@ class Tracer(TorchDispatchMode):
             kwargs = {name: tensor.device if name == "device" else value for name, value in kwargs.items()
                       if name not in ("pin_memory", "non_blocking")}
         result = func(tensor, **kwargs)
-        parent = self._sources[_key(tensor)]
+        parent = self._sources[storage_key(tensor)]
         if tensor.dtype != parent.dtype or not _dense(result):
             self._computed[self._keep(result)] = frozenset([parent.name])
         else:
             self._sources[self._keep(result)] = _Source(
-                view_of(result), result.dtype, parent.name, _key(tensor), view_of(tensor))
+                view_of(result), result.dtype, parent.name, storage_key(tensor), view_of(tensor))
         return result
 
     def _follow(self, result: Any, read: list[torch.Tensor]) -> None:
         """Notes what the results of an operation come from; a view has the storage of what it shows."""
         for tensor in _tensors(result):
-            key = _key(tensor)
+            key = storage_key(tensor)
             if key not in self._sources and key not in self._targets and key not in self._computed:
                 self._computed[self._keep(tensor)] = self._names(read)
 
     def _write(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
         for tensor in written:
-            key = _key(tensor)
+            key = storage_key(tensor)
             if key in self._targets:
                 self._note(func, tensor, args, read)
             elif key in self._sources or key in self._computed:
                 self._computed[key] = self._names(read)
                 self._sources.pop(key, None)
-        if all(_key(tensor) in self._computed and not tensor.is_meta for tensor in written):
+        if all(storage_key(tensor) in self._computed and not tensor.is_meta for tensor in written):
             return func(*args, **kwargs)  # the loader's own work space
-        return written[0] if func._schema.returns else None
+        return written[0] if returns_something(func) else None
 
     def _note(self, func: Any, tensor: torch.Tensor, args: Any, read: list[torch.Tensor]) -> None:
         if tensor.numel() == 0:
@@ -189,7 +188,7 @@ class Tracer(TorchDispatchMode):
 
     def _region(self, tensor: torch.Tensor) -> tuple[Target, View | None]:
         """The model's tensor that a view belongs to, and where in it."""
-        view, known = view_of(tensor), self._targets[_key(tensor)]
+        view, known = view_of(tensor), self._targets[storage_key(tensor)]
         target = next((one for one in known if one.whole.offset <= view.offset < one.whole.end), known[0])
         if tensor.dtype != target.dtype:
             return target, None
@@ -197,7 +196,7 @@ class Tracer(TorchDispatchMode):
 
     def _slot(self, source: torch.Tensor, target: Target, region: View) -> TensorSlice | None:
         """The box that a copy copies; None if it does anything else."""
-        origin = self._sources.get(_key(source))
+        origin = self._sources.get(storage_key(source))
         view, dtypes = view_of(source), []
         if origin is None or origin.dtype != source.dtype:
             return None
@@ -219,11 +218,6 @@ class Tracer(TorchDispatchMode):
         return TensorSlice(origin.name, box, Address(target.path, region.offset, region.strides))
 
 
-def _key(tensor: torch.Tensor) -> int:
-    """Return a key that tells storages apart."""
-    return tensor.untyped_storage()._cdata
-
-
 def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype) -> bool:
     """Whether casts in between keep all that the first or the last dtype can hold."""
     return all(dtype in (torch.promote_types(dtype, first), torch.promote_types(dtype, last)) for dtype in dtypes)
@@ -235,15 +229,8 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Tensors that an operation changes."""
-    for number, name in _changed(func):
+    for number, name in changed_arguments(func):
         yield from _tensors(args[number] if number < len(args) else kwargs.get(name))
-
-
-@functools.cache
-def _changed(func: Any) -> tuple[tuple[int, str], ...]:
-    """Number and name of the arguments that an operation changes, by its schema."""
-    return tuple((number, argument.name) for number, argument in enumerate(func._schema.arguments)
-                 if argument.alias_info is not None and argument.alias_info.is_write)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

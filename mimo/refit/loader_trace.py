@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, capture_l
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from mimo.boxes import Box, View, box_of_view, subtract
+from mimo.refit import compat
 from mimo.refit.dispatch_trace import Tracer, Write
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
@@ -214,7 +215,7 @@ def loading_time(model: torch.nn.Module) -> Iterator[None]:
             info = layerwise.LAYERWISE_INFO.get(one.module)
             # A module that vLLM does not know came after loading, with nothing that could be loaded.
             metas: Any = info.restore_metadata if info else ({}, {}) if kept else capture_layer_to_meta(one.module)
-            for place, live, meta in zip(one.places, one.contents, metas, strict=True):
+            for place, live, meta in zip(one.tables, one.contents, metas, strict=True):
                 for name in [name for name in place if name not in SKIP_TENSORS]:
                     del place[name]
                 for name, tensor in meta.items():
@@ -233,19 +234,19 @@ class _Saved:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.attributes = dict(vars(module))
-        self.places: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
-        self.contents = tuple(dict(place) for place in self.places)
-        self.transient = set(module._non_persistent_buffers_set)
+        *self.tables, self.not_saved = compat.module_tables(module)
+        self.contents = [dict(table) for table in self.tables]
+        self.names_not_saved = set(self.not_saved)
 
     def restore(self) -> None:
         """Makes the module refer to that again."""
         vars(self.module).clear()
         vars(self.module).update(self.attributes)
-        for place, content in zip(self.places, self.contents, strict=True):
-            place.clear()
-            place.update(content)
-        self.module._non_persistent_buffers_set.clear()
-        self.module._non_persistent_buffers_set.update(self.transient)
+        for table, content in zip(self.tables, self.contents, strict=True):
+            table.clear()
+            table.update(content)
+        self.not_saved.clear()
+        self.not_saved.update(self.names_not_saved)
 
 
 def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | None,
@@ -255,8 +256,7 @@ def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | 
     if live is not None and key in shared:
         return shared[key]
     tensor = restore_layer_refs(to_meta_tensor(meta), module)
-    loader = layerwise._get_weight_loader(tensor)
-    original = layerwise._get_original_loader(tensor)
+    loader, original = compat.weight_loaders(tensor)
     if original is not loader:
         tensor.weight_loader = original  # type: ignore[attr-defined]
     if live is not None:
@@ -339,5 +339,5 @@ def _is_loadable_buffer(model: torch.nn.Module, path: str, layout: Layout) -> bo
     """Whether a checkpoint may hold a buffer: it is part of the state dict, floating and not private to its module."""
     parent, _, name = path.rpartition(".")
     module = model.get_submodule(parent)
-    persistent = name not in module._non_persistent_buffers_set and not name.startswith("_")
+    persistent = name not in compat.module_tables(module)[2] and not name.startswith("_")
     return persistent and getattr(torch, layout.dtype).is_floating_point

@@ -77,5 +77,7 @@ def register() -> None:
     """Make `WeightTransferConfig(backend="mimo")` known; more than once is as good as once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    from mimo.refit.compat import is_engine_registered
+
+    if not is_engine_registered(BACKEND):
         WeightTransferEngineFactory.register_engine(BACKEND, "mimo.refit.receiver", "MimoWeightTransferEngine")

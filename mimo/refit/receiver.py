@@ -186,7 +186,7 @@ def _forget_cpu_experts(model: torch.nn.Module) -> None:
     where the repacked one is expected: the same weights sent again change log-probs by 0.04.
     """
     for module in model.modules():
-        method: Any = module._modules.get("quant_method") or vars(module).get("quant_method")
+        method: Any = dict(module.named_children()).get("quant_method") or vars(module).get("quant_method")
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(module.parameters()).device.type == "cpu":
             method.moe_kernel = None
 

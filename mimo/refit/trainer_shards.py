@@ -22,6 +22,7 @@ from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
+from mimo.refit.compat import storage_key
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, TensorMeta, TensorSlice
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
@@ -257,13 +258,13 @@ class _Places:
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
             if tensor.numel():
                 view = view_of(tensor)
-                self._by_storage[tensor.untyped_storage()._cdata].append((view.offset, view.end, name, tensor))
+                self._by_storage[storage_key(tensor)].append((view.offset, view.end, name, tensor))
         for held in self._by_storage.values():
             held.sort(key=lambda entry: entry[:3])
 
     def find(self, tensor: torch.Tensor) -> Address | None:
         """Where a tensor lies; None where it is no view of anything that the module has."""
-        held = self._by_storage.get(tensor.untyped_storage()._cdata, [])
+        held = self._by_storage.get(storage_key(tensor), [])
         view = view_of(tensor)
         index = bisect_right(held, view.offset, key=lambda entry: entry[0]) - 1
         if index < 0 or view.end > held[index][1] or tensor.dtype != held[index][3].dtype:
@@ -352,9 +353,7 @@ class LiveTensors:
         if path not in self._owners:
             raise RuntimeError(f"{path} is not a tensor of this rank's model")
         owner, name, shape, strides = self._owners[path]
-        tensor = owner._parameters.get(name)
-        if tensor is None:
-            tensor = owner._buffers.get(name)
+        tensor: torch.Tensor | None = getattr(owner, name, None)
         if tensor is None:
             raise RuntimeError(f"{path} was a tensor of this rank's model at set-up and is none now")
         if (tensor.shape, tensor.stride()) != (shape, strides):

@@ -98,9 +98,8 @@ def _owners(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     holders: dict[tuple[int, str], list[torch.nn.Module]] = {}
     paths: dict[str, tuple[int, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None:
-                continue
+        for name, tensor in (*module.named_parameters(recurse=False, remove_duplicate=False),
+                             *module.named_buffers(recurse=False, remove_duplicate=False)):
             path = f"{prefix}.{name}" if prefix else name
             paths[path] = (id(tensor), path if name in IN_PLACE else "")
             known = holders.setdefault(paths[path], [])
@@ -113,8 +112,8 @@ def _is_unchanged(model: torch.nn.Module, recording: Recording, path: str, dtype
     """Whether a live tensor is laid out as when it was loaded, and has the dtype of the wire."""
     parent, _, name = path.rpartition(".")
     module, layout = model.get_submodule(parent), recording.layouts[path]
-    live = module._parameters[name] if name in module._parameters else module._buffers[name]
-    assert live is not None, path
+    live = getattr(module, name)
+    assert isinstance(live, torch.Tensor), path
     view = view_of(live)
     same = (view.sizes, view.strides) == (layout.view.sizes, layout.view.strides)
     return same and str(live.dtype) == f"torch.{layout.dtype}" == f"torch.{dtype}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mimo.refit.compat import forget_weight_update
 from mimo.refit.rendezvous import RefitError
 
 # Read by vLLM when it is imported or when its engine starts.
@@ -139,7 +140,7 @@ class RolloutEngine:
         self.version = None
         # Blocks of old weights' keys and values must not answer for the new ones, even if the update fails.
         self._reset_caches()
-        self._rpc(_forget_update)
+        self._rpc(forget_weight_update)
         self._rpc("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -177,7 +178,7 @@ class RolloutEngine:
         loaded = read_manifest(found).version
         self.version = None
         self._reset_caches()
-        self._rpc(_forget_update)
+        self._rpc(forget_weight_update)
         self._rpc(disk_worker.load_weights, folder=str(found))
         self._reset_caches()
         self.version = loaded
@@ -260,12 +261,6 @@ class RolloutEngine:
             raise RefitError("the engine did not empty its cache of keys and values: requests still hold blocks")
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
-
-
-def _forget_update(worker: Any) -> None:
-    """In a worker: an update that its trainer began and never ended is over; vLLM would refuse the next one."""
-    own = vars(worker).get("worker") or worker  # vLLM wraps it
-    own._weight_update_active = False
 
 
 def _rollout(answer: Any, version: str, prompt_length: int) -> Rollout:

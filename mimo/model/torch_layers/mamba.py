@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mimo.model import compat
 from mimo.model.torch_layers.ssd import split_conv1d_scan, ssd_scan
 from mimo.platform import current_platform
 
@@ -115,7 +116,7 @@ def use_torch_mamba() -> None:
     mamba_mixer.mamba_chunk_scan_combined = scan
     mamba_mixer.causal_conv1d_fn = None  # the mixer then calls torch's convolution
     mamba_mixer.ExtendedRMSNorm = GatedRMSNorm
-    mamba_mixer._check_mamba_sequence_packing_support = _packed_rows
+    compat.replace_mamba_packing_check(_packed_rows)
 
 
 def _packed_rows(for_inference_not_training: bool = True) -> tuple[bool, str | None]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from mimo.refit import compat
 from mimo.refit.rendezvous import MAX_POLL_S, POLL_S, RefitError
 
 BACKENDS = ("gloo", "nccl")
@@ -75,12 +76,13 @@ class Wire:
         if not sends and not receives:
             return []
         # NCCL needs all of an exchange in one group, or sends and receives wait for each other.
-        self._group._start_coalescing()
-        for rank, message in sends:
-            self._group.send([message], rank, 0)
-        for rank, message in receives:
-            self._group.recv([message], rank, 0)
-        return [(f"{len(sends)} messages to and {len(receives)} from others", self._group._end_coalescing())]
+        works: list[Any] = []
+        with compat.one_nccl_group(self._group, works):
+            for rank, message in sends:
+                self._group.send([message], rank, 0)
+            for rank, message in receives:
+                self._group.recv([message], rank, 0)
+        return [(f"{len(sends)} messages to and {len(receives)} from others", work) for work in works]
 
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
         """Wait for works.
@@ -134,9 +136,7 @@ def _open(store: Store, rank: int, world_size: int, backend: str, timeout: timed
         raise ValueError("refit backend 'nccl' needs CUDA devices; use 'gloo'")
     from torch.distributed import ProcessGroupNCCL
 
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return ProcessGroupNCCL(store, rank, world_size, options)
+    return ProcessGroupNCCL(store, rank, world_size, compat.nccl_options(timeout))
 
 
 class _Broken:

@@ -1,0 +1,80 @@
+"""Private parts of Megatron Core 0.19.2 and Transformer Engine 2.20 that models rely on.
+
+Here are the functions that are replaced or called. Methods that our subclasses override stay where the subclass is;
+`OVERRIDDEN` lists them. Look through both when one of the two is upgraded: tests/unit/test_compat.py names what is
+gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.mimo.config.role import RankRole
+from megatron.core.transformer.moe.router import TopKRouter
+
+OVERRIDDEN = {
+    # Latent attention builds exactly the layers of its spec and stays inside its groups.
+    "megatron.core.transformer.multi_latent_attention.MLASelfAttention": (
+        "_resolve_qk_norm_config", "_run_core_attention", "_qkv_down_projection"),
+    # Logits of padding rows are masked in the one place that loss and returned logits have in common.
+    "megatron.core.models.gpt.gpt_model.GPTModel": ("_scale_logits",),
+    # Modules are seeded one by one, and colocated grids have a bridge of their own.
+    "megatron.core.models.mimo.model.base.MimoModel": (
+        "_initialize_submodules", "_initialize_language_model", "_build_colocated_communicators"),
+}
+"""Class -> private methods of it that a subclass in `mimo.model` overrides."""
+
+# `rope_utils._apply_rotary_pos_emb_thd` and `_bshd`: rotary positions of packed and of plain rows. The public
+# `apply_rotary_pos_emb` chooses between them by a configuration that packed rows decide.
+rotary_of_packed_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_thd
+rotary_of_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_bshd
+
+# `TopKRouter._apply_expert_bias`: counts the tokens of each expert, with a mask that it lays along the wrong axis.
+apply_expert_bias: Callable[..., Any] = TopKRouter._apply_expert_bias
+
+
+def replace_rotary_of_packed_rows(function: Callable[..., Any]) -> None:
+    """Have Megatron Core's attention layers call `function`."""
+    rope_utils._apply_rotary_pos_emb_thd = function
+
+
+def replace_apply_expert_bias(function: Callable[..., Any]) -> None:
+    """Have Megatron Core's routers call `function`."""
+    TopKRouter._apply_expert_bias = function
+
+
+def replace_mamba_packing_check(function: Callable[..., tuple[bool, str | None]]) -> None:
+    """Have `MambaMixer` ask `function` whether rows may be packed.
+
+    `mamba_mixer._check_mamba_sequence_packing_support`: it asks for kernels that `mimo.model.torch_layers` replaces.
+    """
+    from megatron.core.ssm import mamba_mixer
+
+    mamba_mixer._check_mamba_sequence_packing_support = function
+
+
+def role_from_grids(module_to_grid_map: Any) -> RankRole:
+    """Return a rank's role where one grid must not count as colocated.
+
+    `RankRole._from_grid_map`: the public `build` calls it only where the grids differ.
+    """
+    return RankRole._from_grid_map(module_to_grid_map)
+
+
+def leave_counts_on_device(dispatcher: Any) -> None:
+    """Have a dispatcher of tokens return the counts of its experts as they are.
+
+    `MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize`: it copies them to the host and waits for the copy.
+    """
+    dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
+
+
+def set_tensor_parallel_group(layer: Any, group: Any) -> None:
+    """Give a replicated layer of Transformer Engine that was built without a group its own; no change otherwise.
+
+    `_tp_group` of Megatron Core's wrapper: its constructor ignores the group of replicated layers.
+    """
+    if vars(layer).get("_tp_group", group) is None:
+        layer._tp_group = group

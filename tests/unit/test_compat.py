@@ -1,0 +1,61 @@
+"""The private parts of other packages that compat modules use are there; a name that fails is what an upgrade took."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from mimo.model import compat as model
+from mimo.refit import compat as refit
+
+
+@pytest.mark.parametrize("path", model.OVERRIDDEN)
+def test_overridden_methods_are_there(path):
+    module, _, name = path.rpartition(".")
+    owner = getattr(importlib.import_module(module), name)
+    assert [method for method in model.OVERRIDDEN[path] if not callable(getattr(owner, method, None))] == []
+
+
+def test_checkpoints_find_what_they_need():
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from mimo.checkpoint import compat
+
+    assert callable(compat.split_into_files)
+    for name in ("_replace_state_dict_keys_with_sharded_keys", "_unwrap_pyt_sharded_tensor",
+                 "_replace_sharded_keys_with_state_dict_keys", "_restore_dict_types"):
+        assert callable(getattr(torch_strategy, name)), name
+    assert callable(DistributedOptimizer._get_model_param_range_map)
+
+
+def test_models_find_what_they_replace():
+    from megatron.core.models.mimo.config.role import RankRole
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    assert callable(RankRole._from_grid_map) and callable(mamba_mixer._check_mamba_sequence_packing_support)
+    assert callable(MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize)
+    assert all(map(callable, (model.rotary_of_packed_rows, model.rotary_of_rows, model.apply_expert_bias)))
+
+
+def test_operations_say_what_they_change():
+    assert refit.changed_arguments(torch.ops.aten.copy_.default) == ((0, "self"),)
+    assert refit.changed_arguments(refit.TO_COPY) == ()
+    assert refit.returns_something(torch.ops.aten.copy_.default)
+
+
+def test_storages_are_told_apart_without_memory():
+    one, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert refit.storage_key(one) == refit.storage_key(one[1:]) != refit.storage_key(other)
+
+
+def test_tables_of_a_module_are_its_own():
+    module = torch.nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    parameters, buffers, not_saved = refit.module_tables(module)
+    buffers["running_mean"] = torch.full((2,), 7.0)
+    parameters.clear()
+    assert module.running_mean.tolist() == [7.0, 7.0] and not list(module.parameters()) and not_saved == {"scratch"}
