@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mimo.weights.safetensors_io import (
     MAX_SHARD_BYTES,
     HfSource,
     Progress,
+    Shard,
     ShardWriter,
     TensorInfo,
     check_empty,
@@ -80,6 +82,109 @@ class ExportOptions:
         return EXPORT_DTYPES[self.dtype] if self.dtype and dtype in FLOAT_DTYPES else dtype
 
 
+@dataclass
+class ExportPlan:
+    """Everything that an export writes, worked out before the first tensor is read. One for both kinds of export.
+
+    Attributes:
+        maps: each module's weight map, encoders first.
+        options: how the model is written.
+        base: the model that this one was made from; None without.
+        configuration: contents of config.json; None where the base has none.
+        rules: module -> its rules, in the map's order.
+        extras: the base's tensors that are copied.
+    """
+
+    maps: Mapping[str, WeightMap]
+    options: ExportOptions
+    base: HfSource | None = None
+    configuration: dict[str, Any] | None = None
+    rules: dict[str, list[PlannedRule]] = field(default_factory=dict)
+    extras: list[TensorInfo] = field(default_factory=list)
+
+    def open_base(self, out: Path, provider: ModelProvider, family_config: Any) -> None:
+        """Look at the folder to write, at the base and at its configuration.
+
+        Raises:
+            ValueError: the folder has weights already, or the base is no folder of weights or another model.
+        """
+        check_empty(out)
+        self.base = HfSource(self.options.base) if self.options.base else None
+        self.configuration = exported_configuration(provider, family_config, self.base.path if self.base else None,
+                                                    self.maps)
+
+    def add_module(self, module: str, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> list[str]:
+        """Plan a module's rules under the base's naming scheme. Returns a line for each rule that does not fit.
+
+        Args:
+            module: its name.
+            tensors: shape and dtype of the whole tensors that there are, by Megatron name.
+        """
+        weight_map = self.maps[module]
+        scheme = weight_map.best_scheme(self.base.tensors) if self.base else weight_map.schemes[0]
+        self.rules[module], unfit = plan_rules(module, weight_map, scheme, tensors, self.options)
+        return unfit
+
+    def add_base_tensors(self) -> None:
+        """Plan the copies from the base. Raises ValueError where the base is another model."""
+        if self.base is not None:
+            self.extras = base_extras(self.base, self.maps.values(), self.infos, self.options)
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """Every tensor that rules write."""
+        return [info for rules in self.rules.values() for info in infos_of(rules)]
+
+    def base_tensors(self, problems: list[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Read the tensors to copy, one at a time, as `converted` gives those of rules; notes wrong values."""
+        for info in self.extras:
+            assert self.base is not None
+            copied = self.base.read(info.name)
+            problems += check_values(info.name, copied, info.dtype)
+            if not problems:
+                yield info.name, copied.to(info.dtype), 0
+
+    def finish(self, out: Path, shards: Iterable[Shard]) -> None:
+        """Write the index and everything beside the weights, once all files have their names."""
+        write_index(out, shards)
+        write_companions(out, self.base, self.configuration, self.infos)
+
+
+def converted(wholes: Iterable[tuple[PlannedRule, torch.Tensor]],
+              problems: list[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Convert whole Megatron tensors to rows of Hugging Face tensors: name, rows, number of the first.
+
+    Args:
+        wholes: each rule's tensor, one at a time.
+        problems: notes of values that cannot be written. After the first one, values are only checked.
+    """
+    for rule, whole in wholes:
+        problems += rule.check(whole)
+        if not problems:
+            yield from rule.convert(whole)
+
+
+def write_tensors(writer: ShardWriter, tensors: Iterable[tuple[str, torch.Tensor, int]],
+                  progress: Progress | None) -> int:
+    """Write rows as they come, and make the files safe on the disk when every tensor is whole.
+
+    Returns:
+        Number of whole tensors.
+
+    Raises:
+        OSError: the disk is full or a file cannot be written.
+    """
+    count, total = 0, sum(len(shard.tensors) for shard in writer.shards)
+    for name, tensor, first_row in tensors:
+        if writer.write(name, tensor, first_row):
+            count += 1
+            if count == total:
+                writer.finish()
+            if progress:
+                progress(count, total, name)
+    return count
+
+
 def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider: ModelProvider, family_config: Any,
                       options: ExportOptions | None = None, progress: Progress | None = None) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder, holding one tensor group at a time.
@@ -103,50 +208,28 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
     """
     options, out = options or ExportOptions(), Path(out_dir)
     reader = CheckpointTensors(Path(checkpoint_dir))
-    base = HfSource(options.base) if options.base else None
-    maps = {module: provider.weight_map(family_config, module)
-            for module in (*provider.encoders(family_config), LANGUAGE)}
-    configuration = exported_configuration(provider, family_config, base.path if base else None, maps)
-    check_empty(out)
-    planned: list[tuple[PlannedRule, str, StoredTensor]] = []
+    plan = ExportPlan({module: provider.weight_map(family_config, module)
+                       for module in (*provider.encoders(family_config), LANGUAGE)}, options)
+    plan.open_base(out, provider, family_config)
+    places: dict[str, dict[str, StoredTensor]] = {}
     problems: list[str] = []
-    for module, weight_map in maps.items():
-        places, found = locate(reader.tensors, module, weight_map)
-        scheme = weight_map.best_scheme(base.tensors) if base else weight_map.schemes[0]
-        rules, unfit = plan_rules(module, weight_map, scheme, {
-            name: (reader.tensors[f"{module}.{place.key}"][1][len(place.index):],
-                   reader.tensors[f"{module}.{place.key}"][0]) for name, place in places.items()}, options)
-        planned += [(rule, module, places[rule.rule.megatron]) for rule in rules]
-        problems += found + unfit
+    for module, weight_map in plan.maps.items():
+        places[module], found = locate(reader.tensors, module, weight_map)
+        tensors = {name: reader.tensors[f"{module}.{place.key}"] for name, place in places[module].items()}
+        problems += found + plan.add_module(module, {
+            name: (shape[len(places[module][name].index):], dtype) for name, (dtype, shape) in tensors.items()})
     report(f"checkpoint {reader.folder} does not fit the model", problems)
-    infos = infos_of(rule for rule, _, _ in planned)
-    extra = base_extras(base, maps.values(), infos, options) if base else []
-    (shards,) = plan_shards([[*infos, *extra]], options.max_shard_bytes)
-    count, total = 0, len(infos) + len(extra)
+    plan.add_base_tensors()
+    (shards,) = plan_shards([[*plan.infos, *plan.extras]], options.max_shard_bytes)
     with ShardWriter(out, shards) as writer:
-        for rule, module, place in planned:
-            whole = reader.read(f"{module}.{place.key}", place.index)
-            problems += rule.check(whole)
-            for name, tensor, first_row in [] if problems else rule.convert(whole):
-                is_whole = writer.write(name, tensor, first_row)
-                count += is_whole
-                if progress and is_whole:
-                    progress(count, total, name)
-        for info in extra:
-            assert base is not None
-            copied = base.read(info.name)
-            problems += check_values(info.name, copied, info.dtype)
-            if problems:
-                continue
-            writer.write(info.name, copied.to(info.dtype))
-            count += 1
-            if progress:
-                progress(count, total, info.name)
+        wholes = ((rule, reader.read(f"{module}.{places[module][rule.rule.megatron].key}",
+                                     places[module][rule.rule.megatron].index))
+                  for module, rules in plan.rules.items() for rule in rules)
+        count = write_tensors(writer, itertools.chain(converted(wholes, problems), plan.base_tensors(problems)),
+                              progress)
         report(unwritable(reader.folder, options), problems)
-        writer.finish()
         writer.publish()
-    write_index(out, shards)
-    write_companions(out, base, configuration, infos)
+    plan.finish(out, shards)
     return count
 
 

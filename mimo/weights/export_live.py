@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,11 @@ from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.weights.configuration import exported_configuration
-from mimo.weights.export import ExportOptions, PlannedRule, base_extras, infos_of, plan_rules, write_companions
+from mimo.weights.export import ExportOptions, ExportPlan, PlannedRule, converted, infos_of, write_tensors
 from mimo.weights.load import agree
 from mimo.weights.match import ModelPiece, module_pieces
 from mimo.weights.rules import WeightMap
-from mimo.weights.safetensors_io import HfSource, Progress, Shard, ShardWriter, check_empty, plan_shards, write_index
+from mimo.weights.safetensors_io import Progress, Shard, ShardWriter, plan_shards
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,6 @@ class HeldBox:
 EXTRAS = "(base)"
 HeldBoxes = dict[str, dict[str, list[HeldBox]]]
 """Module -> Megatron name -> the pieces that make it up, in one order on every rank."""
-
-
-@dataclass
-class _Plan:
-    """Plan of an export, the same on every rank.
-
-    Attributes:
-        rules: each module's rules.
-        shards: each module's files, and last those of the tensors copied from the base.
-        base: the Hugging Face model that this one was made from, if given.
-        configuration: config.json; None where the base has none.
-    """
-
-    rules: dict[str, list[PlannedRule]]
-    shards: list[list[Shard]]
-    base: HfSource | None
-    configuration: dict[str, Any] | None
 
 
 @torch.no_grad()
@@ -94,26 +78,23 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
                        for piece in module_pieces(part, grids.collections[module]) if piece.is_main}
               for module, part in named_modules_of(built.model)}
     held_boxes = _gather_boxes(pieces, grids)
-    plan = _plan(grids, held_boxes, provider, family_config, options, out)
-    first = dist.get_rank(grids.host) == 0
+    plan, shards = _plan(grids, held_boxes, provider, family_config, options, out)
     with contextlib.ExitStack() as stack:
-        writers, problems = _open_writers(plan, grids, out, stack)
+        writers, problems = _open_writers(dict(zip((*plan.rules, EXTRAS), shards, strict=True)), grids, out, stack)
         agree(grids, f"{out} cannot be written", problems)
         for module, rules in plan.rules.items():
             if module in grids.modules:
                 group = grids.collections[module].intra_dist_opt
-                gathered = _whole_tensors(rules, held_boxes[module], pieces[module], group)
-                problems += _write(writers.get(module), _converted(gathered, problems), progress)
+                wholes = _whole_tensors(rules, held_boxes[module], pieces[module], group)
+                problems += _write(writers.get(module), converted(wholes, problems), progress)
         if EXTRAS in writers:
-            problems += _write(writers[EXTRAS], _base_tensors(plan), progress)
+            problems += _write(writers[EXTRAS], plan.base_tensors(problems), progress)
         agree(grids, f"{out} cannot be written", problems)
         for writer in writers.values():
             writer.publish()
     dist.barrier(group=grids.host)
-    if first:
-        write_index(out, [shard for shards in plan.shards for shard in shards])
-        infos = [info for rules in plan.rules.values() for info in infos_of(rules)]
-        write_companions(out, plan.base, plan.configuration, infos)
+    if dist.get_rank(grids.host) == 0:
+        plan.finish(out, itertools.chain(*shards))
     dist.barrier(group=grids.host)
 
 
@@ -131,54 +112,43 @@ def _gather_boxes(pieces: Mapping[str, Mapping[Any, ModelPiece]], grids: Grids) 
 
 
 def _plan(grids: Grids, held_boxes: HeldBoxes, provider: ModelProvider, family_config: Any, options: ExportOptions,
-          out: Path) -> _Plan:
-    """The plan. Collective; raises ValueError on every rank where any rank cannot make it."""
+          out: Path) -> tuple[ExportPlan, list[list[Shard]]]:
+    """Return the plan, and the files of each module and, last, of the tensors copied from the base.
+
+    Collective; raises ValueError on every rank where any rank cannot make it.
+    """
+    plan = ExportPlan({module: provider.weight_map(family_config, module) for module in grids.layout.grids}, options)
     problems: list[str] = []
-    maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
-    plan = _Plan({}, [], None, None)
+    shards: list[list[Shard]] = []
     try:
-        check_empty(out)
-        if options.base:
-            plan.base = HfSource(options.base)
-        base = None if plan.base is None else plan.base.path
-        plan.configuration = exported_configuration(provider, family_config, base, maps)
+        plan.open_base(out, provider, family_config)
     except ValueError as error:
         problems.append(str(error))
-    for module, weight_map in maps.items():
-        scheme = weight_map.best_scheme(plan.base.tensors) if plan.base else weight_map.schemes[0]
+    for module, weight_map in plan.maps.items():
         problems += _uncovered(module, weight_map, held_boxes[module])
-        whole = {name: (held[0].shape, held[0].dtype) for name, held in held_boxes[module].items()}
-        plan.rules[module], unfit = plan_rules(module, weight_map, scheme, whole, options)
-        problems += unfit
-    parts = [infos_of(rules) for rules in plan.rules.values()]
+        problems += plan.add_module(module, {name: (held[0].shape, held[0].dtype)
+                                             for name, held in held_boxes[module].items()})
     try:
-        if plan.base is not None and not problems:
-            parts.append(base_extras(plan.base, maps.values(), [info for part in parts for info in part], options))
-        plan.shards = plan_shards(parts, options.max_shard_bytes)
+        if not problems:
+            plan.add_base_tensors()
+        shards = plan_shards([*map(infos_of, plan.rules.values()), plan.extras], options.max_shard_bytes)
     except ValueError as error:
         problems.append(str(error))
     agree(grids, f"the model cannot be exported to {out}", problems)
-    return plan
+    return plan, shards
 
 
-def _open_writers(plan: _Plan, grids: Grids, out: Path,
+def _open_writers(shards: Mapping[str, list[Shard]], grids: Grids, out: Path,
                   stack: contextlib.ExitStack) -> tuple[dict[str, ShardWriter], list[str]]:
     """This rank's writers by module, and what went wrong."""
-    chosen = {module: shards for module, shards in zip(plan.rules, plan.shards, strict=False)
-              if module in grids.modules and grids.collections[module].intra_dist_opt.rank() == 0}
-    if dist.get_rank(grids.host) == 0 and plan.base is not None:
-        chosen[EXTRAS] = plan.shards[-1]
+    chosen = {module: shards[module] for module in grids.modules
+              if grids.collections[module].intra_dist_opt.rank() == 0}
+    if dist.get_rank(grids.host) == 0 and shards[EXTRAS]:
+        chosen[EXTRAS] = shards[EXTRAS]
     try:
-        return {name: stack.enter_context(ShardWriter(out, shards)) for name, shards in chosen.items()}, []
+        return {name: stack.enter_context(ShardWriter(out, files)) for name, files in chosen.items()}, []
     except OSError as error:
         return {}, [str(error)]
-
-
-def _base_tensors(plan: _Plan) -> Iterator[tuple[str, torch.Tensor, int]]:
-    assert plan.base is not None
-    for shard in plan.shards[-1]:
-        for info in shard.tensors:
-            yield info.name, plan.base.read(info.name).to(info.dtype), 0
 
 
 def _uncovered(module: str, weight_map: WeightMap, held_boxes: Mapping[str, Sequence[HeldBox]]) -> Iterator[str]:
@@ -219,37 +189,15 @@ def _whole_tensors(rules: Sequence[PlannedRule], held_boxes: Mapping[str, Sequen
             yield rule, whole
 
 
-def _converted(gathered: Iterator[tuple[PlannedRule, torch.Tensor]],
-               problems: list[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Convert whole tensors, and note those whose values cannot be written."""
-    for rule, whole in gathered:
-        found = rule.check(whole)
-        problems += found
-        if not found:
-            yield from rule.convert(whole)
-
-
 def _write(writer: ShardWriter | None, tensors: Iterator[tuple[str, torch.Tensor, int]],
            progress: Progress | None) -> list[str]:
-    """Write rows as they come; returns what went wrong. The rest is still taken in: other ranks are sending it.
-
-    A rank without a writer has no tensors and only sends.
-    """
-    total = sum(len(shard.tensors) for shard in writer.shards) if writer else 0
-    count = 0
-    problems: list[str] = []
-    for name, tensor, first_row in tensors:
-        if problems:
-            continue
-        assert writer is not None
-        is_whole = False
-        try:
-            is_whole = writer.write(name, tensor, first_row)
-            count += is_whole
-            if count == total:
-                writer.finish()
-        except OSError as error:
-            problems.append(str(error))
-        if progress and is_whole:
-            progress(count, total, name)
-    return problems
+    """Write rows as they come; returns what went wrong. A rank without a writer has no tensors and only sends."""
+    try:
+        if writer is not None:
+            write_tensors(writer, tensors, progress)
+        return []
+    except OSError as error:
+        return [str(error)]
+    finally:
+        # Take in the rest after an error too: the other ranks are sending it.
+        deque(tensors, maxlen=0)

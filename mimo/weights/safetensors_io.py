@@ -223,7 +223,10 @@ def _header(folder: Path, name: str) -> dict[str, SourceTensor]:
 #
 # A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes without gaps.
 # Everything about a tensor but its values is known in advance, so the header comes first and one tensor at a time is
-# held.
+# held. The writers that libraries have hold all tensors of a file, up to `MAX_SHARD_BYTES`, in memory: `save_file` of
+# safetensors takes a dictionary of them, as do `save_torch_state_dict` of huggingface_hub and torch's
+# `HuggingFaceStorageWriter`. None of them takes rows of a tensor as they are gathered, or numbers the files of several
+# ranks through.
 
 
 MAX_SHARD_BYTES = 5_000_000_000
