@@ -123,7 +123,9 @@ class Bridge(BridgeCommunicator):
     def _transfer(
         self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
     ) -> torch.Tensor | None:
-        received = None if receives is None else self._allocate(receives)
+        received = None
+        if receives is not None:
+            received = torch.empty((sum(receives), self.hidden_size), dtype=self.comm_dtype, device=self.device)
         if sends is not None:
             # Held here until it has been waited for: it may be a copy.
             sends = (sends[0].detach().contiguous(), sends[1])
@@ -162,9 +164,6 @@ class Bridge(BridgeCommunicator):
     @property
     def _replica_size(self) -> int:
         return 1 if self.replica_group is None else self.replica_group.size()
-
-    def _allocate(self, rows: list[int]) -> torch.Tensor:
-        return torch.empty((sum(rows), self.hidden_size), dtype=self.comm_dtype, device=self.device)
 
     def _check(self, tensor: torch.Tensor, rows: list[int], microbatch: int, what: str) -> None:
         if tuple(tensor.shape) != (sum(rows), self.hidden_size) or tensor.dtype != self.comm_dtype:

@@ -150,7 +150,9 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
     """
     with watchdog.on_files("checkpoint to load", folder=str(folder)):
         common, index, notes = _open(state, folder, flag)
-        flags = _taken(state.config.checkpoint, flag)
+        flags = state.config.checkpoint
+        if flag != "--load":  # a run that goes on from its own checkpoint takes all of it
+            flags = replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True, load_data=True)
         weights_only = flags.finetune or folder.name == paths.RELEASE
         saved = state.saved()
         held = state.held(saved)
@@ -179,13 +181,6 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
     if not weights_only:
         progress, streams = _restore(state, flags, common, loaded, has_streams="loader" in objects)
     return Loaded(folder, progress, streams, notes)
-
-
-def _taken(flags: CheckpointConfig, flag: str) -> CheckpointConfig:
-    """Describe what is taken from the checkpoint that `flag` names."""
-    if flag == "--load":
-        return flags
-    return replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True, load_data=True)
 
 
 def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -> None:

@@ -298,7 +298,8 @@ class Saver:
         reports = gather(grids, (error, is_planned, steps_of(self._counted)))
         raise_known_errors(grids, [report[0] for report in reports])
         if not all(report[1] for report in reports):
-            self._make_plan({**objects, **(tensors or self._tensors())})
+            self._plan = make_plan({**objects, **(tensors or self._tensors())}, grids, WRITERS_PER_RANK)
+            self._copies = None if self._buffer is None else self._buffer.lay_out(self._plan.tensors)
         assert self._plan is not None
         steps = _merged([report[2] for report in reports]) if self._flags.save_optim else None
         folder = paths.unfinished_dir(self.root, iteration)
@@ -340,10 +341,6 @@ class Saver:
             state = one.inner.state.get(one.main, {})
             places += [one.main.data_ptr(), *(state[moment].data_ptr() for moment in MOMENTS if moment in state)]
         return places
-
-    def _make_plan(self, sharded: dict[str, Any]) -> None:
-        self._plan = make_plan(sharded, self._state.grids, WRITERS_PER_RANK)
-        self._copies = None if self._buffer is None else self._buffer.lay_out(self._plan.tensors)
 
     def _stream_objects(self) -> dict[str, Any]:
         streams = self._state.streams["streams"]

@@ -61,14 +61,13 @@ def json_report(contents: Contents) -> dict[str, Any]:
         "streams": list(contents.streams),
         "files": dict(contents.files),
         "modules": {module: {"totals": _sums(contents.of(module)),
-                             "tensors": [_plain(tensor) for tensor in contents.of(module)]}
+                             "tensors": [{
+                                 "key": tensor.key, "kind": tensor.kind, "name": tensor.name,
+                                 "shape": list(tensor.shape), "dtype": tensor.dtype, "parameters": tensor.numel,
+                                 "bytes": tensor.num_bytes, "pieces": tensor.num_pieces,
+                             } for tensor in contents.of(module)]}
                     for module in contents.modules},
     }
-
-
-def _plain(tensor: StoredInfo) -> dict[str, Any]:
-    return {"key": tensor.key, "kind": tensor.kind, "name": tensor.name, "shape": list(tensor.shape),
-            "dtype": tensor.dtype, "parameters": tensor.numel, "bytes": tensor.num_bytes, "pieces": tensor.num_pieces}
 
 
 def _provider(contents: Contents) -> str | None:

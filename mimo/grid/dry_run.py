@@ -207,7 +207,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     spec = provider.token_spec(config.model_family)
     side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
     height, width = spec.image_shape if spec.image_size else (side, side)
-    hidden, dtype, dtype_bytes = _element(config, provider)
+    hidden = provider.hidden_size(config.model_family)
+    dtype, dtype_bytes = ("bf16", 2) if config.model.bf16 else ("fp32", 4)
     for encoder in layout.encoders:
         tokens = provider.num_image_tokens(config.model_family, encoder.name, height, width)
         lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
@@ -234,11 +235,6 @@ def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, 
                   for dp in range(encoder.dp))
     return [f"encoder prefetch: up to {counted(depth, 'microbatch', 'es')} of features on each rank of {encoder.name}, "
             f"{format_bytes(depth * samples * column_bytes * widths[0])} ({widths[0]} columns)"]
-
-
-def _element(config: RunConfig, provider: ModelProvider) -> tuple[int, str, int]:
-    hidden = provider.hidden_size(config.model_family)
-    return (hidden, "bf16", 2) if config.model.bf16 else (hidden, "fp32", 4)
 
 
 def _shortened(lines: list[str]) -> list[str]:

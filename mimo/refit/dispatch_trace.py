@@ -144,7 +144,8 @@ class Tracer(TorchDispatchMode):
                       if name not in ("pin_memory", "non_blocking")}
         result = func(tensor, **kwargs)
         parent = self._sources[storage_key(tensor)]
-        if tensor.dtype != parent.dtype or not _dense(result):
+        is_dense = view_of(result).end - result.storage_offset() == result.numel()
+        if tensor.dtype != parent.dtype or not is_dense:
             self._computed[self._keep(result)] = frozenset([parent.name])
         else:
             self._sources[self._keep(result)] = _Source(
@@ -221,10 +222,6 @@ class Tracer(TorchDispatchMode):
 def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype) -> bool:
     """Whether casts in between keep all that the first or the last dtype can hold."""
     return all(dtype in (torch.promote_types(dtype, first), torch.promote_types(dtype, last)) for dtype in dtypes)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return view_of(tensor).end - tensor.storage_offset() == tensor.numel()
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

@@ -123,10 +123,13 @@ class LoaderSession:
     """
 
     def __init__(self, model: Any, model_config: Any, layers: Iterable[str]) -> None:
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+
         self._model, self._model_config = model, model_config
         chosen = [model.get_submodule(path) for path in layers]
         # Their derived weights (those of latent attention) are made again from what was loaded.
-        chosen += [module for module in model.modules() if _is_attention(module)] if chosen else []
+        attention = (Attention, MLAAttention)
+        chosen += [module for module in model.modules() if isinstance(module, attention)] if chosen else []
         self._layers = list(dict.fromkeys(chosen))
         self._shown = _Layers(self._layers)
         self._tied = _sharing(model, self._layers)
@@ -171,12 +174,6 @@ def _sharing(model: Any, layers: Sequence[torch.nn.Module]) -> list[Any]:
     return [module for module in model.modules()
             if not any(module is layer for layer in layers) and "quant_method" in vars(module)
             and any(id(parameter) in shared for parameter in module.parameters(recurse=False))]
-
-
-def _is_attention(module: torch.nn.Module) -> bool:
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-
-    return isinstance(module, (Attention, MLAAttention))
 
 
 def _forget_cpu_experts(model: torch.nn.Module) -> None:

@@ -71,10 +71,6 @@ def own_address(name: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 class Rendezvous:
     """One participant's view of the store.
 
@@ -107,7 +103,8 @@ class Rendezvous:
         address = name
         try:
             address = own_address(name)
-            listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, 0), family=family, backlog=1024)
         except OSError as error:
             raise RefitError(f"{who} cannot serve the refit store at {name} ({address}): {error}") from error
         place = StoreAddress(address, listener.getsockname()[1], secrets.token_hex(32))

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from mimo.refit.loader_trace import Recording, check_coverage, record
 from mimo.refit.messages import view_of
-from mimo.refit.tensor_slices import RecvSpec, TensorMeta, TensorSlice
+from mimo.refit.tensor_slices import RecvSpec, TensorMeta
 
 # Which way each tensor goes into a worker: straight into its live tensors, or whole through vLLM's loader.
 #
@@ -59,8 +59,8 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
         if name in recording.computed or not all(_is_unchanged(model, recording, path, dtypes[name]) for path in paths):
             whole |= modules[name]
     loader = _closure(whole, modules)
-    return RecvSpec(_in_order(recording, entries, loader),
-                    tuple(entry.name for entry in entries if entry.name in loader))
+    direct = [slot for entry in entries if entry.name not in loader for slot in recording.slots.get(entry.name, ())]
+    return RecvSpec(tuple(direct), tuple(entry.name for entry in entries if entry.name in loader))
 
 
 def plain_buffers(recording: Recording, device: str = "cpu") -> tuple[dict[str, torch.Tensor], RecvSpec]:
@@ -146,10 +146,6 @@ def _closure(whole: set[torch.nn.Module], modules: dict[str, set[torch.nn.Module
             return loader
         loader |= added
         whole = whole.union(*(modules[name] for name in added))
-
-
-def _in_order(recording: Recording, entries: Iterable[TensorMeta], loader: set[str]) -> tuple[TensorSlice, ...]:
-    return tuple(slot for entry in entries if entry.name not in loader for slot in recording.slots.get(entry.name, ()))
 
 
 # Pick the naming scheme that the engine's loader accepts in full: every one of its names writes something.

@@ -207,8 +207,10 @@ class RolloutEngine:
             detokenize=False) for seed in given]
         with self._turn:
             outputs = self._llm.generate(list(prompts), drawn, use_tqdm=False)
-        return [[_rollout(answer, version, len(output.prompt_token_ids)) for answer in output.outputs]
-                for output in outputs]
+        return [[Rollout(tuple(answer.token_ids), tuple(
+                    float(each[token].logprob) for token, each in zip(answer.token_ids, answer.logprobs, strict=True)),
+                         version, str(answer.finish_reason), len(output.prompt_token_ids))
+                 for answer in output.outputs] for output in outputs]
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
         """Natural logarithm of the probability of each prompt's tokens from the second on, given those before.
@@ -261,9 +263,3 @@ class RolloutEngine:
             raise RefitError("the engine did not empty its cache of keys and values: requests still hold blocks")
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
-
-
-def _rollout(answer: Any, version: str, prompt_length: int) -> Rollout:
-    tokens = tuple(answer.token_ids)
-    logprobs = tuple(float(each[token].logprob) for token, each in zip(tokens, answer.logprobs, strict=True))
-    return Rollout(tokens, logprobs, version, str(answer.finish_reason), prompt_length)

@@ -231,7 +231,8 @@ class RayEngines:
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._has_connected = not ray.is_initialized()
-        bundles = [_bundle(each, resource) for each in options]
+        bundles = [{"CPU": 1.0, "GPU": float(each.num_workers)} if resource == "GPU" else
+                   {"CPU": float(each.num_workers)} for each in options]
         try:
             if self._has_connected:
                 cluster.connect(int(sum(bundle["CPU"] for bundle in bundles)), start_timeout_s)
@@ -302,11 +303,6 @@ class RayEngines:
                 raise RefitError(f"replica {number}: the engine did not start: {told}")
             places[number] = told
         return [places[number] for number in range(len(options))]
-
-
-def _bundle(options: EngineOptions, resource: str) -> dict[str, float]:
-    workers = float(options.num_workers)
-    return {"CPU": 1.0, "GPU": workers} if resource == "GPU" else {"CPU": workers}
 
 
 def _reachable(address: str) -> str:

@@ -35,7 +35,7 @@ from mimo.checkpoint.writer import SummedStream, save_item
 from mimo.grid.dry_run import format_bytes
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import compare_folder
-from mimo.weights.match import ModuleMatch, check_repeated, check_tensor, check_values, match_source, report
+from mimo.weights.match import check_repeated, check_tensor, check_values, match_source, report
 from mimo.weights.rules import Rule, StoredTensor
 from mimo.weights.safetensors_io import MAX_SHARD_BYTES, HfSource, Progress
 
@@ -184,8 +184,12 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
             dtype = torch.float32 if rule.keep_fp32 else params_dtype
             found = check_tensor(match, rule, source.catalog, None, dtype)
             problems += found
-            if not found and all(part in source.tensors for part in match.sources(rule)):
-                tensors.append(_imported(match, rule, stored[name], source, dtype))
+            sources = tuple(match.sources(rule))
+            if not found and all(part in source.tensors for part in sources):
+                shapes = rule.part_shapes(source.tensors[part].shape for part in sources)
+                whole = rule.convert.to_megatron([torch.empty(shape, device="meta") for shape in shapes])
+                tensors.append(ImportedTensor(f"{module}.{stored[name].key}", stored[name], tuple(whole.shape), dtype,
+                                              rule, sources))
         sizes = {tuple(shape.shape) for shape in provider.parameter_shapes(family_config, module)}
         problems += _unknown_shapes([tensor for tensor in tensors if tensor.key.startswith(f"{module}.")], sizes)
     problems += _uneven(tensors)
@@ -193,14 +197,6 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
         problems = [line for module, match in matches.items() for line in check_repeated(source, match, maps[module])]
     report(f"{source.path} does not fit the model", problems)
     return tensors
-
-
-def _imported(match: ModuleMatch, rule: Rule, place: StoredTensor, source: HfSource,
-              dtype: torch.dtype) -> ImportedTensor:
-    sources = tuple(match.sources(rule))
-    shapes = rule.part_shapes(source.tensors[name].shape for name in sources)
-    whole = rule.convert.to_megatron([torch.empty(shape, device="meta") for shape in shapes])
-    return ImportedTensor(f"{match.module}.{place.key}", place, tuple(whole.shape), dtype, rule, sources)
 
 
 def _unknown_shapes(tensors: list[ImportedTensor], sizes: set[tuple[int, ...]]) -> Iterator[str]:

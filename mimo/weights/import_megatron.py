@@ -104,7 +104,7 @@ def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str])
     absent = tuple(prefix for module, prefixes in theirs.items() if module not in modules for prefix in prefixes)
     for key, entry in sorted(stored.items()):
         name = key.removeprefix(contents.root)
-        reason = _ignored(name, source)
+        reason = next((reason for pattern, reason in source.ignored if re.search(pattern, name)), None)
         if reason is not None:
             contents.passed_over[reason] = contents.passed_over.get(reason, 0) + 1
         elif not (absent and name.startswith(absent)):
@@ -131,10 +131,6 @@ def _root(keys: Iterable[str], source: MegatronSource) -> str:
     starts = list(dict.fromkeys(f"{key.partition('.')[0]}.*" for key in keys))
     shown = ", ".join(starts[:5]) + (", ..." if len(starts) > 5 else "") if starts else "no tensors"
     raise ValueError(f"it is not a checkpoint of the model as one, {wanted}: it holds {shown}")
-
-
-def _ignored(name: str, source: MegatronSource) -> str | None:
-    return next((reason for pattern, reason in source.ignored if re.search(pattern, name)), None)
 
 
 def _places(name: str, key: str, entry: TensorStorageMetadata) -> dict[str, Place]:

@@ -192,7 +192,9 @@ class WorkerEnd:
                 self._staging = open_staging(handle, self._incoming.num_bytes, self._device)
             for sender, into in receives:
                 into.copy_(self._staging.memory[self._incoming.place(number, sender)])
-            _synchronize(self._device)
+            if self._device.type == "cuda":
+                # The sender overwrites the message as soon as it is taken.
+                torch.cuda.current_stream(self._device).synchronize()
             self._flags.set(taken(self._sync, self._rank, number))
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
@@ -361,12 +363,6 @@ class TrainerEnd:
 
 def _first(pair: tuple[int, torch.Tensor]) -> int:
     return pair[0]
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for what the device was told to do so far."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _empty_cache(device: torch.device) -> None:

@@ -107,10 +107,13 @@ class Wire:
                 if isinstance(error, RefitError):
                     raise
                 check()
-                if _timed_out(error):
+                message = str(error)
+                if "Timed out" in message:
                     raise RefitError(f"{what}: not done within {limit_s:g} s") from error
                 _hear(check)
-                raise RefitError(f"{what}: {_reason(str(error))}") from error
+                if "closed" in message or "reset" in message:
+                    message = "the other side has closed the connection"
+                raise RefitError(f"{what}: {message}") from error
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
         """After a sync; a group takes nothing for one that it would have to give back."""
@@ -163,15 +166,6 @@ def _hear(check: Callable[[], None]) -> None:
     while time.monotonic() < deadline:
         time.sleep(MAX_POLL_S)
         check()
-
-
-def _timed_out(error: RuntimeError) -> bool:
-    return "Timed out" in str(error)
-
-
-def _reason(told: str) -> str:
-    """Shorten the library's message."""
-    return "the other side has closed the connection" if "closed" in told or "reset" in told else told
 
 
 def _poll(work: Any, what: str, deadline: float, check: Callable[[], None], timeout_s: float) -> None:
