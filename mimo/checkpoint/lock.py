@@ -56,7 +56,6 @@ class Holder:
 
     @classmethod
     def current(cls) -> Holder:
-        """Return this process."""
         boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
         machine = f"{boot.read_text().strip()} {space.readlink()}" if boot.exists() and space.is_symlink() else ""
         return cls(socket.gethostname(), machine or socket.gethostname(), os.getpid(),

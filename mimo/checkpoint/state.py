@@ -107,7 +107,6 @@ class RunState:
 
     @cached_property
     def config_toml(self) -> str:
-        """The flags as TOML."""
         return to_toml(self.config)
 
     def complete_parameters(self) -> None:

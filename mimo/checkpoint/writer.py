@@ -191,7 +191,6 @@ class SummedStream:
         self._begin = self._place = self._checksum = 0
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         try:
             self._file.write(data)
         except OSError as error:

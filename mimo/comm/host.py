@@ -1,4 +1,4 @@
-"""Errors that every rank learns of, so that all stop for the reason that one of them has seen."""
+"""Python objects and errors from rank to rank, through host memory. An error that one rank has seen stops all of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mimo.watchdog.process_exit import ReportedElsewhereError
 
 
 def gather(grids: Grids, value: Any) -> list[Any]:
-    """`value` of every rank, in rank order."""
+    """Return every rank's `value`, in rank order, on every rank. Collective over the world."""
     values: list[Any] = [None] * grids.layout.world_size
     dist.all_gather_object(values, value, group=grids.host)
     return values
 
 
 def broadcast_object(grids: Grids, value: Any) -> Any:
-    """`value` of rank 0."""
+    """Return rank 0's `value` on every rank. Collective over the world."""
     box = [value]
     dist.broadcast_object_list(box, src=0, group=grids.host)
     return box[0]
@@ -37,7 +37,7 @@ def raise_on_any_rank(grids: Grids, error: str | None) -> None:
 
 
 def raise_known_errors(grids: Grids, errors: list[str | None]) -> None:
-    """`raise_on_any_rank` of errors, in rank order, that every rank knows already."""
+    """Raise as `raise_on_any_rank`, for errors in rank order that every rank knows already."""
     found = [rank for rank, message in enumerate(errors) if message is not None]
     if not found:
         return

@@ -57,7 +57,6 @@ class StoredInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -81,7 +80,6 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements of all."""
         return self.count * math.prod(self.shape)
 
 

@@ -34,7 +34,6 @@ class GridSpec:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property

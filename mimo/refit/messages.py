@@ -147,7 +147,6 @@ def view_of(tensor: torch.Tensor) -> View:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`bfloat16` as `torch.bfloat16`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

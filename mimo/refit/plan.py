@@ -191,7 +191,6 @@ class Running:
         self._hash = hashlib.sha256()
 
     def add(self, operations: Iterable[Op]) -> None:
-        """Go on with these."""
         self.feed(encoded(self._entries, operations))
 
     def feed(self, text: bytes) -> None:
@@ -199,7 +198,6 @@ class Running:
         self._hash.update(text)
 
     def hexdigest(self) -> str:
-        """So far."""
         return self._hash.hexdigest()
 
 

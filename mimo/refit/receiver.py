@@ -109,7 +109,6 @@ class _Layers(torch.nn.Module):
         self._layers = tuple(layers)
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
-        """The chosen ones."""
         return iter(self._layers)
 
 

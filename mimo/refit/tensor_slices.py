@@ -118,7 +118,6 @@ def slot_as_json(slot: TensorSlice) -> list[Any]:
 
 
 def slot_from_json(value: Sequence[Any]) -> TensorSlice:
-    """The other way."""
     name, starts, stops, tensor, offset, strides = value
     return TensorSlice(name, Box(tuple(starts), tuple(stops)), Address(tensor, offset, tuple(strides)))
 
@@ -129,7 +128,6 @@ def entry_as_json(entry: TensorMeta) -> list[Any]:
 
 
 def entry_from_json(value: Sequence[Any]) -> TensorMeta:
-    """The other way."""
     name, dtype, shape, keep_fp32 = value
     return TensorMeta(name, dtype, tuple(shape), keep_fp32)
 

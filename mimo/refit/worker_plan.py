@@ -169,12 +169,10 @@ class Probe:
     silent: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain lists."""
         return {"refused": self.refused, "silent": list(self.silent)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """The other way."""
         return cls(dict(value["refused"]), tuple(value["silent"]))
 
 

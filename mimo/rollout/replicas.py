@@ -98,7 +98,6 @@ class Replicas:
         self._all("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take in weights."""
         self._all("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

@@ -70,7 +70,6 @@ class ImportedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def write_item(self) -> WriteItem:
@@ -247,11 +246,9 @@ class _LazyPlanner(SavePlanner):
         return SavePlan([tensor.write_item() for tensor in self._tensors.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The one plan."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The same plan."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:

@@ -83,7 +83,6 @@ class HfSource:
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
-        """Every tensor by name."""
         return self.catalog.tensors
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
@@ -246,7 +245,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

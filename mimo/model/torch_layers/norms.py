@@ -94,7 +94,6 @@ class LayerNorm(_Norm):
     has_bias = True
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See the class."""
         assert self.bias is not None
         return F.layer_norm(x, (self.hidden_size,), weight, self.bias.to(x.dtype), self.eps)
 
@@ -105,7 +104,6 @@ class RMSNorm(_Norm):
     has_bias = False
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See the class."""
         return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
 
 

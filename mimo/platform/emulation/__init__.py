@@ -34,7 +34,6 @@ class _CpuRngNotice(logging.Filter):
     """Drops Megatron's notice that the CPU generator moved inside a CUDA RNG context: here they are one generator."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False for that notice."""
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 

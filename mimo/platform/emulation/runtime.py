@@ -35,7 +35,6 @@ class Stream:
         """Do nothing: operations finish before they return."""
 
     def query(self) -> bool:
-        """All work has finished."""
         return True
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -57,7 +56,6 @@ class Event:
         self._time_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Take the present time."""
         self._time_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
@@ -67,7 +65,6 @@ class Event:
         """Do nothing: operations finish before they return."""
 
     def query(self) -> bool:
-        """The event has happened."""
         return True
 
     def elapsed_time(self, end: Event) -> float:

@@ -32,7 +32,6 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End it."""
         ...
 
 

@@ -46,7 +46,6 @@ class Incoming:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory."""
         return self._start(SLOTS)
 
     def place(self, number: int, sender: int) -> slice:
@@ -61,12 +60,10 @@ class Incoming:
                    for each in range(slot))
 
     def as_json(self) -> list[list[list[int]]]:
-        """Return plain data."""
         return [sorted([sender, size] for sender, size in chunk.items()) for chunk in self.chunks]
 
     @classmethod
     def from_json(cls, plain: Sequence[Sequence[Sequence[int]]]) -> Incoming:
-        """The inverse."""
         return cls([{sender: size for sender, size in chunk} for chunk in plain])
 
 
@@ -113,7 +110,6 @@ class Flags:
         return value
 
     def drop(self, flag: str) -> None:
-        """Forget it."""
         with _reachable():
             self._store.delete_key(flag)
 
@@ -173,13 +169,11 @@ class WorkerEnd:
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
                  ) -> list[tuple[str, Any]]:
-        """See `Transport`."""
         assert not sends, "a worker sends nothing"
         number, self._next = self._next, self._next + 1
         return [(f"chunk {number} from {self._proxy}", (number, list(receives)))]
 
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """See `Transport`."""
         wait = Wait(check, self.timeout_s + grace_s)
         for what, (number, receives) in works:
             assert {sender: into.numel() for sender, into in receives} == self._incoming.chunks[number]
@@ -198,7 +192,6 @@ class WorkerEnd:
             self._flags.set(taken(self._sync, self._rank, number))
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """See `Transport`."""
         assert self._next == len(self._incoming.chunks), "a chunk was not waited for"
         self._leave()
         self._sync, self._next = self._sync + 1, 0
@@ -270,7 +263,6 @@ class TrainerEnd:
         return [(f"chunk {chunk.number}", chunk)]
 
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """See `Transport`."""
         wait = Wait(check, self.timeout_s + grace_s)
         for _, chunk in works:
             while chunk in self._pending:

@@ -149,7 +149,6 @@ class _Broken:
         self._error = error
 
     def wait(self, timeout: timedelta) -> None:
-        """Raises."""
         raise self._error
 
 

@@ -75,7 +75,6 @@ class _OwnHost:
         self.handle = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def release(self) -> None:
-        """See `Staging`."""
         self.memory = torch.empty(0, dtype=torch.uint8)  # the mapping goes with the last tensor that lies in it
         os.close(self._descriptor)
 
@@ -95,7 +94,6 @@ class _OpenedHost:
         self.handle = handle
 
     def release(self) -> None:
-        """See `Staging`."""
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
@@ -134,7 +132,6 @@ class _OwnCuda:
         self.memory = torch.as_tensor(_Region(address.value, num_bytes), device=device)
 
     def release(self) -> None:
-        """See `Staging`."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         _enter(self._device)
         _call("cuMemFree_v2", self._address)
@@ -152,7 +149,6 @@ class _OpenedCuda:
         self.memory = torch.as_tensor(_Region(address.value, num_bytes), device=device)
 
     def release(self) -> None:
-        """See `Staging`."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         _enter(self._device)
         _call("cuIpcCloseMemHandle", self._address)
