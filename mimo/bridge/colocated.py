@@ -51,7 +51,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self.timer = DeviceTimer()  # of this schedule alone, as that of a bridge between grids
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Encoder output of this rank's replica `[rows, hidden]` to the rows of this rank's lane.
+        """Turn the encoder output of this rank's replica `[rows, hidden]` into the rows of this rank's lane.
 
         Raises:
             ValueError: `tensor` does not have the rows that the samples' token counts ask for.

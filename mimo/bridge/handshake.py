@@ -122,26 +122,26 @@ Rows = list[list[int]]
 
 
 def rows_to_lanes(batch: EncoderBatch) -> list[int]:
-    """Rows of one microbatch's encoder output that belong to each lane, in lane order."""
+    """Count the rows of one microbatch's encoder output that belong to each lane, in lane order."""
     ends = list(accumulate(batch.lane_sizes, initial=0))
     return [sum(batch.token_counts[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
 def rows_from_sources(text: TextBatch, module: str, encoder: GridSpec, layout: Layout, lane: int) -> list[int]:
-    """Rows of one lane's microbatch that each encoder data-parallel rank feeds, in sample order."""
+    """Count the rows of one lane's microbatch that each encoder data-parallel rank feeds, in sample order."""
     counts = text.token_counts[module]
     sources = lane_sources(encoder.dp, layout.num_lanes, len(text.keys), lane)
     return [sum(counts[share.start : share.stop]) for _, share in sources]
 
 
 def lanes_of(encoder: GridSpec, layout: Layout, rank: int, micro_batch_size: int) -> list[int]:
-    """Lanes that the encoder replica of `rank` serves, in order."""
+    """Return the lanes that the encoder replica of `rank` serves, in order."""
     dp = encoder.coordinates(rank)["dp"]
     return [share.lane for share in lane_shares(encoder.dp, layout.num_lanes, micro_batch_size, dp)]
 
 
 def sources_of(encoder: GridSpec, layout: Layout, rank: int, micro_batch_size: int) -> list[int]:
-    """Encoder data-parallel ranks that feed the lane of language rank `rank`, in sample order."""
+    """Return the encoder data-parallel ranks that feed the lane of language rank `rank`, in sample order."""
     lane = layout.grids[LANGUAGE].coordinates(rank)["dp"]
     return [dp for dp, _ in lane_sources(encoder.dp, layout.num_lanes, micro_batch_size, lane)]
 

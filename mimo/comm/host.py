@@ -1,4 +1,4 @@
-"""Python objects and errors from rank to rank, through host memory. An error that one rank has seen stops all of them."""
+"""Python objects and errors from rank to rank, through host memory. What stops one rank stops all of them."""
 
 from __future__ import annotations
 

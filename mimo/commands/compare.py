@@ -283,7 +283,7 @@ def _is_named(row: Row, name: str) -> bool:
 
 
 def _dtypes(contents: Contents, config: RunConfig) -> Iterator[str]:
-    """Whether parameters are of the run's precision; those that always stay in float32 do not count."""
+    """List parameters of another precision than the run's, except those that always stay in float32."""
     dtype = "bfloat16" if config.model.bf16 else "float32"
     for module in contents.modules:
         held: dict[str, int] = {}
@@ -330,7 +330,7 @@ def damage(contents: Contents) -> tuple[list[str], list[str]]:
 
 
 def _incomplete(index: Metadata) -> Iterator[str]:
-    """Objects and tensors of which something is in no file."""
+    """List objects and tensors of which a part is in no file."""
     stored = {(place.fqn, place.offset) for place in index.storage_data}
     for key, entry in index.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -345,7 +345,7 @@ def _incomplete(index: Metadata) -> Iterator[str]:
 
 
 def _uneven_optimizer(contents: Contents) -> Iterator[str]:
-    """Optimizer state of tensors that lack another kind of it, or of tensors that are not there."""
+    """List optimizer state that is incomplete, or belongs to tensors that are not there."""
     for module in contents.modules:
         names: dict[str, set[str]] = defaultdict(set)
         for tensor in contents.of(module):

@@ -40,7 +40,7 @@ from mimo.weights.safetensors_io import INDEX, Progress, weight_files
 
 
 def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Sequence[str]) -> RunConfig:
-    """The model that a checkpoint holds, as the configuration of a run.
+    """Return the model that a checkpoint holds, as the configuration of a run.
 
     Its sizes are those that the checkpoint stores; where it is of an older version, those of the flags that it was
     saved with. The data set is that of the run, and None where its provider is not built in and was not typed, or is
@@ -119,7 +119,11 @@ def refuse_named_code(named: Mapping[str, Any], source: str, run_flags: Sequence
 
 
 def named_providers(files: Sequence[str], run_flags: Sequence[str]) -> dict[str, Any]:
-    """The providers that configuration files name, those of `run_flags` too; a later file wins. Raises ValueError."""
+    """Return the providers that configuration files, including those of `run_flags`, name; a later file wins.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
     named: dict[str, Any] = {}
     for path in (*files, *config_files(run_flags)):
         values = toml_file.read(path, [field.name for field in dataclasses.fields(RunConfig)])
@@ -147,7 +151,7 @@ def check_sizes(config: RunConfig) -> None:
 
 @contextmanager
 def tensor_bar(title: str) -> Iterator[Progress]:
-    """A callback that moves a bar on standard error; no bar where that is no terminal."""
+    """Yield a callback that moves a bar on standard error; there is no bar if that is no terminal."""
     with tqdm(desc=title, unit=" tensors", disable=None, dynamic_ncols=True) as bar:
 
         def advance(done: int, total: int, name: str) -> None:

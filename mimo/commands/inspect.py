@@ -45,7 +45,7 @@ def text_report(contents: Contents, *, every_tensor: bool = False) -> str:
 
 
 def json_report(contents: Contents) -> dict[str, Any]:
-    """Everything of `text_report` and every tensor, of plain data."""
+    """Return everything of `text_report`, and every tensor, as plain data."""
     common = contents.common
     return {
         "checkpoint": str(contents.folder),
@@ -182,7 +182,7 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
 
 
 def _unreadable(folder: Path, error: ValueError, *, as_json: bool) -> int:
-    """Index or `common.pt` are damaged themselves: there is nothing else to tell."""
+    """Report an index or `common.pt` that is damaged itself, so that nothing else can be said."""
     if as_json:
         print(json.dumps({"checkpoint": str(folder), "damage": [str(error)]}, indent=2))
     print(f"damaged: {error}", file=sys.stderr)

@@ -16,12 +16,12 @@ from mimo.protocols import ModelProvider, ParameterShape
 
 
 def total_parameters(shapes: Iterable[ParameterShape]) -> int:
-    """Parameters of a whole module."""
+    """Count the parameters of a whole module."""
     return sum(math.prod(shape.shape) * shape.count for shape in shapes)
 
 
 def parameters_per_rank(shapes: Iterable[ParameterShape], grid: GridSpec, stage: int) -> int:
-    """Parameters that one rank of a pipeline stage holds (the fullest one where a split is uneven).
+    """Count the parameters that one rank of a pipeline stage holds (the fullest one if a split is uneven).
 
     Args:
         shapes: every parameter of the module.
@@ -44,7 +44,7 @@ def _on_rank(shape: ParameterShape, grid: GridSpec, stage: int) -> int:
 
 
 def bridge_bytes(*, image_tokens: int, hidden_size: int, dtype_bytes: int) -> int:
-    """Bytes of activations that cross the bridge forward for one microbatch; the gradients going back are as many.
+    """Count the bytes of activations that cross the bridge for one microbatch; as many bytes of gradients go back.
 
     Args:
         image_tokens: encoder output tokens of the microbatch, summed over its samples.
@@ -63,7 +63,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first flush left."""
+    """Lay out rows in columns as wide as their widest cell, the first column flush left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
@@ -75,7 +75,7 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes, and the same in binary units from 1 KiB up."""
+    """Format a number of bytes, with binary units from 1 KiB up."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if count >= 1024**power:
             return f"{count:,} B ({count / 1024**power:.1f} {unit})"
@@ -83,7 +83,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """Bytes of a size such as `5GB` (10^9 each), `512MiB` (2^20 each) or `1000`.
+    """Parse a size such as `5GB` (10^9 bytes each), `512MiB` (2^20 each) or `1000`.
 
     Raises:
         ValueError: not a size, or nothing; names the flag.
@@ -143,7 +143,7 @@ def _grid_table(layout: Layout) -> list[str]:
 
 
 def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
-    """Which encoder data-parallel rank serves which lane."""
+    """Describe which encoder data-parallel rank serves which lane."""
     if not layout.encoders:
         return [f"lanes: language dp rank l reads lane l of {layout.num_lanes}"]
     size, lines = config.train.micro_batch_size, []

@@ -47,7 +47,7 @@ EXPERT_GROUPS = {
 
 
 def make_grid(spec: GridSpec, backend: str) -> HyperCommGrid:
-    """Megatron Core's grid object for `spec`, without process groups.
+    """Make Megatron Core's grid object for `spec`, without process groups.
 
     Args:
         spec: sizes and first rank.
@@ -149,7 +149,7 @@ class Grids:
         )
 
     def describe(self) -> str:
-        """This rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
+        """Describe this rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
         return self.layout.describe(self.rank)
 
     def destroy(self) -> None:

@@ -46,7 +46,7 @@ def required_world_size(config: LayoutConfig, encoders: tuple[str, ...]) -> int:
 
 
 def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
-    """What only the flags show: those that say nothing without an encoder, and a wrong --llm-offset."""
+    """Check what only the flags show: flags without effect because there is no encoder, and a wrong --llm-offset."""
     for field in fields(config):
         value = getattr(config, field.name)
         if type(value) is int and value < (0 if field.name == "llm_offset" else 1):
@@ -105,7 +105,7 @@ def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size:
 
 
 def _check_grids(layout: Layout) -> None:
-    """Sizes of each grid by itself."""
+    """Check the sizes of each grid by itself."""
     for grid in layout.grids.values():
         for axis in ("tp", "cp", "dp", "pp", "ep", "expt_tp"):
             size = getattr(grid, axis)

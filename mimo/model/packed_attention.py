@@ -71,7 +71,7 @@ class PackedDotProductAttention(DotProductAttention):
 
 
 def together(packed: PackedSeqParams, query: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Which tokens of a packed row run together.
+    """Group the tokens of a packed row that are attended together.
 
     Asked for in every layer and found in the first: where sequences start lies on the device, which must be waited for.
 
@@ -95,7 +95,7 @@ def together(packed: PackedSeqParams, query: torch.Tensor) -> tuple[list[torch.T
 
 
 def equal_lengths(starts: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Sequences of a packed row that run together.
+    """Group sequences of equal length, which run as one batch.
 
     Args:
         starts: where each begins, and where the last one ends.

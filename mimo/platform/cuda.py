@@ -35,7 +35,7 @@ class CudaPlatform(Platform):
 
     @property
     def device_name(self) -> str:
-        """Such as `NVIDIA H200`."""
+        """Name of the GPU, such as `NVIDIA H200`."""
         return torch.cuda.get_device_name()
 
     def make_deterministic(self) -> None:
@@ -54,7 +54,7 @@ class CudaPlatform(Platform):
         torch.cuda.synchronize()
 
     def peak_memory_bytes(self) -> int:
-        """Most memory that torch's allocator held in tensors since the last reset."""
+        """Return the most memory that torch's allocator held in tensors since the last reset."""
         return torch.cuda.max_memory_allocated()
 
     def reset_peak_memory(self) -> None:

@@ -95,13 +95,13 @@ class Tracer(TorchDispatchMode):
         return self._names(self._pending)
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
-        """Makes a tensor known as the checkpoint's of that name."""
+        """Make a tensor known as the checkpoint's of that name."""
         key = self._keep(tensor)
         self._computed.pop(key, None)
         self._sources[key] = _Source(view_of(tensor), tensor.dtype, name)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops what was noted of names, before they are tried again."""
+        """Drop the writes of these names before they are tried again."""
         gone = frozenset(names)
         self.writes = [write for write in self.writes if not write.names & gone]
 
@@ -125,7 +125,7 @@ class Tracer(TorchDispatchMode):
         return storage_key(tensor)
 
     def _names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-        """Checkpoint tensors that the values of tensors come from."""
+        """Return the checkpoint tensors from which the values of tensors come."""
         names: set[str] = set()
         for tensor in tensors:
             key = storage_key(tensor)
@@ -153,7 +153,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _follow(self, result: Any, read: list[torch.Tensor]) -> None:
-        """Notes what the results of an operation come from; a view has the storage of what it shows."""
+        """Note which checkpoint tensors an operation's results come from. Views share the storage of their base."""
         for tensor in _tensors(result):
             key = storage_key(tensor)
             if key not in self._sources and key not in self._targets and key not in self._computed:
@@ -225,13 +225,13 @@ def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Tensors that an operation changes."""
+    """Yield the tensors that an operation changes."""
     for number, name in changed_arguments(func):
         yield from _tensors(args[number] if number < len(args) else kwargs.get(name))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested lists, tuples and dictionaries."""
+    """Yield the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):

@@ -51,7 +51,7 @@ class WholeTensors:
             yield entry, whole
 
     def _boxes_of_senders(self, number: int, entry: TensorMeta) -> dict[int, list[Box]]:
-        """Rank -> the boxes that come from it, the same on every rank; replicas take turns."""
+        """Choose the boxes that each rank sends, the same choice on every rank. Replicas take turns."""
         found: dict[int, list[Box]] = {}
         for held in self._holders[entry.name]:
             rank = 0 if 0 in held.ranks else held.ranks[number % len(held.ranks)]
@@ -87,7 +87,7 @@ class WholeTensors:
 
 
 def entry_dtype(entry: TensorMeta) -> torch.dtype:
-    """dtype of a tensor on the wire."""
+    """Return the dtype of a tensor on the wire."""
     found = vars(torch)[entry.dtype]
     assert isinstance(found, torch.dtype)
     return found

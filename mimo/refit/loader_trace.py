@@ -73,7 +73,7 @@ class Recording:
 
 
 def record(model: torch.nn.Module, entries: Sequence[TensorMeta], max_refused: int | None = None) -> Recording:
-    """Runs a model's loader without any effect on it.
+    """Run a model's loader without any effect on the model.
 
     A name on which the loader raises does not hide the others: it is tried alone, on a meta tensor and then on zeros
     (a loader may read values), and is loader only if that works, else refused.
@@ -102,7 +102,7 @@ class _Run:
         self.inexact: set[str] = set()
 
     def batch(self, entries: list[TensorMeta]) -> list[list[TensorMeta]]:
-        """Loads names together; gives those that have to be loaded again."""
+        """Load names together; return those that have to be loaded again."""
         if len(entries) < 2:
             for entry in entries:
                 self.alone(entry)
@@ -119,7 +119,7 @@ class _Run:
         return [part for part in (rest[:middle], rest[middle:]) if part]
 
     def alone(self, entry: TensorMeta) -> bool:
-        """Loads one name; whether the loader takes it without looking at its values."""
+        """Load one name; return whether the loader takes it without looking at its values."""
         self.tracer.forget([entry.name])
         error, _ = self.load([entry])
         if error is None:
@@ -134,7 +134,7 @@ class _Run:
         return False
 
     def load(self, entries: Sequence[TensorMeta], device: str = "meta") -> tuple[Exception | None, str | None]:
-        """Runs the loader; gives the error it raised and the name that it had taken last."""
+        """Run the loader; return the error it raised and the name that it had taken last."""
         taken: list[str] = []
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,7 +179,7 @@ def _recording(entries: Sequence[TensorMeta], run: _Run, layouts: dict[str, Layo
 
 
 def _overwritten(constant: Write, writes: Sequence[Write], layouts: dict[str, Layout]) -> frozenset[str]:
-    """Names of earlier writes that a constant falls upon: then the last word is the loader's."""
+    """Return names of earlier writes that a constant overwrites: these tensors have to go through the loader."""
     earlier = itertools.takewhile(lambda write: write is not constant, writes)
     box = target_box(constant, layouts)
     return frozenset().union(*(write.names for write in earlier if write.path == constant.path
@@ -191,7 +191,7 @@ def _meet(one: Box | None, other: Box | None) -> bool:
 
 
 def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
-    """Where a write went, in coordinates of the tensor it went to; None for what is no box of it."""
+    """Return the box that a write fills in its target tensor; None if it fills no box."""
     view = layouts[write.path].view
     if write.region is None:
         return None
@@ -201,7 +201,7 @@ def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
 
 @contextmanager
 def loading_time(model: torch.nn.Module) -> Iterator[None]:
-    """Gives a model's modules the tensors, on the meta device, and the loaders that they had when it was loaded.
+    """Give a model's modules the tensors, on the meta device, and the loaders that they had when it was loaded.
 
     Processing after loading repacks, frees or replaces parameters. vLLM keeps what they were for its own reloading;
     where it has kept nothing (a model that is only built), they are as they are. What vLLM never moves to meta stays
@@ -239,7 +239,7 @@ class _Saved:
         self.names_not_saved = set(self.not_saved)
 
     def restore(self) -> None:
-        """Makes the module refer to that again."""
+        """Restore these references in the module."""
         vars(self.module).clear()
         vars(self.module).update(self.attributes)
         for table, content in zip(self.tables, self.contents, strict=True):
@@ -251,7 +251,7 @@ class _Saved:
 
 def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | None,
               shared: dict[tuple[int, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
-    """A copy of a kept meta tensor, one for all modules that share the live one."""
+    """Copy a kept meta tensor, once for all modules that share the live one."""
     key = (id(live), tuple(meta.shape))
     if live is not None and key in shared:
         return shared[key]
@@ -265,13 +265,13 @@ def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | 
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under every path, parameters first."""
+    """Yield every tensor under every path, parameters first."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the later paths of shared ones."""
+    """Keep only the first path of tensors that are shared."""
     paths: dict[int, str] = {}
     for path, tensor in tensors.items():
         paths.setdefault(id(tensor), path)
@@ -288,7 +288,7 @@ def _layout(tensor: torch.Tensor) -> Layout:
 
 
 def check_coverage(model: torch.nn.Module, recording: Recording) -> None:
-    """Raises unless a recording fills every parameter, and every buffer that a checkpoint may hold, exactly once.
+    """Check that a recording fills every parameter, and every buffer that a checkpoint may hold, exactly once.
 
     A tensor that is shared counts once. Padding that the model declares may stay unwritten.
 
@@ -305,7 +305,7 @@ def check_coverage(model: torch.nn.Module, recording: Recording) -> None:
 
 
 def _writes(recording: Recording) -> dict[str, list[tuple[Write, bool]]]:
-    """What is written to each tensor, and whether it is a box that has to be the only one there."""
+    """Return the writes to each tensor, and whether each has to be the only one to its box."""
     writes: dict[str, list[tuple[Write, bool]]] = {}
     for write in recording.copies:
         writes.setdefault(write.path, []).append((write, True))

@@ -66,7 +66,7 @@ class Layout:
     num_bytes: int
 
     def boxes(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a message, uint8, as the boxes that it carries."""
+        """Return views of a message, uint8, as the boxes that it carries."""
         typed = {place.dtype: message.view(place.dtype) for place in self.places}
         return [typed[place.dtype].as_strided(place.sizes, place.strides, typed[place.dtype].storage_offset()
                                               + place.offset) for place in self.places]
@@ -101,7 +101,7 @@ def pack(shape: Layout, sources: Sequence[torch.Tensor], device: torch.device) -
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target: those that are alike in few launches, the others one by one."""
+    """Copy each source into its target. Contiguous ones of equal dtypes go in few launches, the others one by one."""
     alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.is_contiguous() and source.is_contiguous() and target.device == source.device:
@@ -171,7 +171,7 @@ Sums = dict[str, list[int]]
 
 
 def checksum(box: torch.Tensor) -> torch.Tensor:
-    """Checksum of a tensor's bytes, `[]` int64, on its device.
+    """Return the checksum of a tensor's bytes, `[]` int64, on its device.
 
     Args:
         box: of any dtype, shape and strides.
@@ -188,13 +188,13 @@ def checksum(box: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Checksum of each, `[n]` int64, on their device."""
+    """Return the checksum of each box, `[n]` int64, on their device."""
     return torch.stack([checksum(box) for box in boxes])
 
 
 @dataclass(frozen=True)
 class _Message:
-    """Result of a message."""
+    """Checksums of one message as it arrived and as it was written."""
 
     sender: int
     chunk: int
@@ -223,7 +223,7 @@ class Verification:
         self.messages.append(_Message(sender, chunk, operations, checksums(boxes), checksums(targets)))
 
     def unchanged(self, earlier: Verification) -> list[str]:
-        """Names of tensors whose boxes all have the bytes of an earlier sync; tiny ones are left out.
+        """Return names of tensors all of whose boxes have the bytes of an earlier sync. Tiny tensors are left out.
 
         Args:
             earlier: of a sync after which every tensor was changed in about half of its elements.

@@ -53,7 +53,7 @@ class SendOp(Op):
 
 
 def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
-    """Numbers of consecutive entries that travel together.
+    """Group consecutive entries into chunks that travel together; return the numbers of each chunk's entries.
 
     Args:
         entries: the chunk plan's.
@@ -70,7 +70,7 @@ def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
 
 
 def receive_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, receiver: int) -> list[Op]:
-    """Operations of a worker, entry by entry.
+    """Plan what a worker receives, entry by entry.
 
     Args:
         entries: the chunk plan's.
@@ -105,7 +105,7 @@ def receive_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpe
 
 def send_plan(entries: Sequence[TensorMeta], holders: Holders, slots: Iterable[TensorSlice],
               wants: Mapping[int, RecvSpec], rank: int) -> list[SendOp]:
-    """Operations of a rank of the trainer, entry by entry.
+    """Plan what a rank of the trainer sends, entry by entry.
 
     Args:
         entries: the chunk plan's.
@@ -194,7 +194,7 @@ class Running:
         self.feed(encoded(self._entries, operations))
 
     def feed(self, text: bytes) -> None:
-        """Go on with what `encoded` made of operations."""
+        """Add what `encoded` made of operations."""
         self._hash.update(text)
 
     def hexdigest(self) -> str:
@@ -202,24 +202,24 @@ class Running:
 
 
 def encoded(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> bytes:
-    """What a checksum of these is made of."""
+    """Return the text of which a checksum of operations is made."""
     return "".join(f"{_line(entries, each)}\n" for each in operations).encode()
 
 
 def digest(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> str:
-    """Equal where both ends of a pair plan the same operations in the same order, of the same names and dtypes."""
+    """Return a checksum that both ends share if they plan the same operations, names and dtypes in the same order."""
     running = Running(entries)
     running.add(operations)
     return running.hexdigest()
 
 
 def described(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> list[str]:
-    """Each operation in words: name, dtype, box, number of the entry, sender."""
+    """Describe each operation: name, dtype, box, number of the entry, sender."""
     return [_line(entries, operation) for operation in operations]
 
 
 def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: str) -> str:
-    """Where two ends first disagree, in words; empty where they do not.
+    """Describe where two ends first disagree; empty if they agree.
 
     Args:
         mine: one end's operations, as `described` has them.
@@ -257,7 +257,7 @@ class _Overlaps:
         return self._pieces[key]
 
     def address(self, outer_address: Address, outer: Box, inner: Box) -> Address:
-        """Where a part of a box lies."""
+        """Return the address of a part of a box."""
         if inner.starts == outer.starts:
             return outer_address
         key = outer.starts, inner.starts, outer_address.strides
@@ -319,7 +319,7 @@ def _own_boxes(holders: Holders, slots: Iterable[TensorSlice], rank: int) -> dic
 
 
 def listed(items: Iterable[str], limit: int = 20) -> str:
-    """Items in one line, each once, and how many more there are than `limit`."""
+    """Join items into one line, each once; beyond `limit` only their number."""
     items = list(dict.fromkeys(items))
     more = [f"and {len(items) - limit} more"] if len(items) > limit else []
     return "; ".join(items[:limit] + more)
@@ -344,7 +344,7 @@ MAX_LINES = 100
 
 
 def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
-    """Whether the trainer's ranks hold every element of every entry in exactly one box.
+    """Check that the trainer's ranks hold every element of every entry in exactly one box.
 
     Args:
         entries: the chunk plan's.
@@ -371,7 +371,7 @@ def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
 
 def check_wants(entries: Sequence[TensorMeta], wants: RecvSpec,
                 tensors: Mapping[str, tuple[str, int]] | None = None) -> None:
-    """Whether a worker can take in what it wants.
+    """Check that a worker can take in what it wants.
 
     Args:
         entries: the chunk plan's.
@@ -403,7 +403,7 @@ def check_wants(entries: Sequence[TensorMeta], wants: RecvSpec,
 
 
 def check_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, operations: Iterable[Op]) -> None:
-    """Whether a worker's operations bring every element that it wants, once, to its place, and nothing else.
+    """Check that a worker's operations bring every element that it wants, once, to its place, and nothing else.
 
     Args:
         entries: the chunk plan's.
@@ -442,19 +442,19 @@ def check_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec,
 
 
 def bytes_needed(wants: RecvSpec, entries: Sequence[TensorMeta]) -> int:
-    """Bytes on the wire of what a worker takes in: its boxes, and whole tensors for its loader."""
+    """Count the bytes on the wire that a worker takes in: its boxes, and whole tensors for its loader."""
     known = {entry.name: entry for entry in entries}
     return (sum(slot.box.numel * DTYPE_BYTES[known[slot.name].dtype] for slot in wants.direct)
             + sum(known[name].num_bytes for name in wants.loader))
 
 
 def bytes_moved(operations: Iterable[Op], entries: Sequence[TensorMeta]) -> int:
-    """Bytes of the boxes that operations carry, without the messages' alignment."""
+    """Count the bytes of the boxes that operations carry, without the messages' alignment."""
     return sum(each.box.numel * DTYPE_BYTES[entries[each.entry].dtype] for each in operations)
 
 
 def _known(entries: Sequence[TensorMeta]) -> tuple[dict[str, TensorMeta], list[str]]:
-    """Entries by name, and what is wrong with them."""
+    """Return entries by name, and a line for each that is wrong."""
     counts = Counter(entry.name for entry in entries)
     problems = [f"twice: {name} is in the chunk plan {count} times" for name, count in counts.items() if count > 1]
     for entry in entries:
@@ -466,7 +466,7 @@ def _known(entries: Sequence[TensorMeta]) -> tuple[dict[str, TensorMeta], list[s
 
 
 def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
-    """Why a slot cannot take its box."""
+    """Say why a slice cannot take its box; empty if it can."""
     address, dimensions = slot.address, len(entry.shape)
     is_inside = len(slot.box.starts) == len(slot.box.stops) == dimensions and all(
         0 <= start < stop <= size
@@ -493,7 +493,7 @@ def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, t
 
 
 def _targets_that_overlap(slots: Iterable[TensorSlice]) -> list[str]:
-    """Pairs of slots that would write the same elements of a live tensor."""
+    """List pairs of slices that would write the same elements of a live tensor."""
     by_tensor: dict[str, list[tuple[int, int, TensorSlice]]] = {}
     for slot in slots:
         by_tensor.setdefault(slot.address.tensor, []).extend((*run, slot) for run in _runs(slot))
@@ -508,7 +508,7 @@ def _targets_that_overlap(slots: Iterable[TensorSlice]) -> list[str]:
 
 
 def _runs(slot: TensorSlice) -> list[tuple[int, int]]:
-    """The elements of the live tensor that a slot writes, as runs of consecutive ones: first and one past the last."""
+    """Return the runs of consecutive elements of the live tensor that a slice writes: first and one past the last."""
     first = slot.address.offset
     length, starts = consecutive_runs(slot.box.sizes, slot.address.strides)
     return [(first + start, first + start + length) for start in starts]

@@ -53,11 +53,11 @@ class Guard:
         self._received = False
 
     def arm(self, complete: bool) -> None:
-        """Stand guard from now on, for good.
+        """Refuse to compute logits, from now on, while the weights are not whole.
 
         Args:
-            complete: whether the model has weights that may be served. Only the first word counts: after that, what
-                updates have come in.
+            complete: whether the model has weights that may be served. Only the first call counts; after it, the
+                updates that come in decide.
         """
         if self._armed:
             return
@@ -168,7 +168,7 @@ class LoaderSession:
 
 
 def _sharing(model: Any, layers: Sequence[torch.nn.Module]) -> list[Any]:
-    """Other modules with a parameter of these layers: an output layer that is tied to the embedding."""
+    """Find other modules that share a parameter with these layers, such as a tied output layer."""
     shared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     return [module for module in model.modules()
             if not any(module is layer for layer in layers) and "quant_method" in vars(module)
@@ -285,7 +285,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._guarded(SETUP, self._set_up)
 
     def start_weight_update(self) -> None:
-        """From here on nothing is served, until a whole update has come in."""
+        """Stop serving until a whole update has come in."""
         if self._wire is None:
             raise RefitError(LOST)
         self.guard.close()
@@ -300,7 +300,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.guard.open()
 
     def shutdown(self) -> None:
-        """Leave the trainer; the weights stay."""
+        """Disconnect from the trainer. The weights stay."""
         if self._wire is not None:
             self._wire.close()
         self._wire = self._rendezvous = None
@@ -311,7 +311,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         raise RefitError("send with mimo.refit.sender.WeightSender")
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
-        """Run a part of the protocol; whatever it raises, all others learn of it."""
+        """Run a part of the protocol, and tell all others if it raises."""
         rendezvous = self._rendezvous
         if rendezvous is None:
             raise RefitError(LOST)
@@ -470,7 +470,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _targets(self, part: _Part, live: dict[str, torch.Tensor],
                  staged: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Where values go: boxes of live tensors, and of whole tensors that are loaded then."""
+        """Return where values go: boxes of live tensors, and of whole tensors that are loaded afterwards."""
         targets = part.live.of(live)
         if len(targets) == len(part.operations):
             return targets

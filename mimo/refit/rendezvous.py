@@ -52,7 +52,7 @@ class StoreAddress:
 
 
 def own_address(name: str) -> str:
-    """The one address of this machine that a store binds to, so that those who know the machine by `name` reach it.
+    """Return the address of this machine to which a store binds, so that it is reached under `name`.
 
     A loopback address stays one: all participants are on this machine. A machine's name that means a loopback address
     here, as on Debian, means another one elsewhere; the address is that of the default route then.
@@ -142,7 +142,7 @@ class Rendezvous:
         self.store.set(key, zlib.compress(json.dumps(value).encode(), 1))  # type: ignore[arg-type]  # it takes bytes
 
     def read(self, key: str, scope: str, what: str) -> Any:
-        """Plain data that someone publishes.
+        """Wait for plain data that a participant publishes.
 
         Args:
             key: where.
@@ -156,7 +156,7 @@ class Rendezvous:
         return json.loads(zlib.decompress(self.store.get(key)))
 
     def glimpse(self, key: str, within_s: float) -> Any:
-        """Plain data, whatever has failed; None where it does not come so soon."""
+        """Wait a moment for plain data, even after a failure; None if it does not come."""
         deadline = time.monotonic() + within_s
         try:
             while not self.store.check([key]):
@@ -168,7 +168,7 @@ class Rendezvous:
             return None  # the store is gone
 
     def claim(self, key: str, who: str) -> str | None:
-        """Take a key that is there for one alone; None, or who has taken it before."""
+        """Take a key that one participant alone may have. Returns None, or who has taken it before."""
         mark = f"{uuid.uuid4()} {who}"
         try:
             holder = self.store.compare_set(key, "", mark).decode()
@@ -225,7 +225,7 @@ class Rendezvous:
             return  # the store is gone, and with it everybody who could read it
 
     def failure(self, scope: str) -> str | None:
-        """Why a scope failed, if it did.
+        """Return why a scope failed; None if it did not.
 
         Raises:
             RefitError: the store is gone: the process that serves it, the trainer's first rank, has ended.

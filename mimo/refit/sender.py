@@ -77,7 +77,7 @@ class TrainerWeights(Protocol):
     slots: list[TensorSlice]
 
     def prepare(self) -> Mapping[str, torch.Tensor]:
-        """Before a sync: finish what an overlapped step has left open. Collective.
+        """Finish what an overlapped step has left open, before a sync. Collective.
 
         Returns:
             The live tensors by the names of addresses, for this sync alone: they may have other memory at the next.
@@ -169,7 +169,7 @@ class WeightSender:
         return report
 
     def close(self) -> None:
-        """Leave. The engine keeps what it has."""
+        """Disconnect from the engine, which keeps its weights."""
         if self._wire is not None:
             self._wire.close()
             self._wire = None
@@ -195,7 +195,7 @@ class WeightSender:
         return rendezvous or Rendezvous.join(answer, who, limit)
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
-        """Run a part of the protocol; whatever it raises, all others learn of it."""
+        """Run a part of the protocol, and tell all others if it raises."""
         try:
             part()
         except BaseException as error:
@@ -367,7 +367,7 @@ class WeightSender:
             self._rendezvous.store.delete_key(key)
 
     def _difference(self, scope: str) -> str:
-        """Where a worker refused this rank's plan: the first thing that they see differently."""
+        """Describe the first difference between this rank's plan and that of a worker which refused it."""
         key = f"{scope}/difference/{self.trainer.rank}"
         theirs = self._rendezvous.glimpse(key, 0.0)
         if theirs is None:
@@ -467,7 +467,7 @@ def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[
 
 
 def _device(backend: str) -> torch.device:
-    """Where messages lie."""
+    """Return the device on which messages lie."""
     on_gpu = backend == "nccl" or (backend == "ipc" and current_platform().name == "cuda")
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 

@@ -36,7 +36,7 @@ class Address:
     strides: tuple[int, ...]
 
     def inside(self, outer: Box, inner: Box) -> Address:
-        """Where `inner`, a part of `outer`, lies if this is where `outer` lies."""
+        """Return the address of `inner`, a part of `outer`, if this is the address of `outer`."""
         return Address(self.tensor, self.offset + moved_offset(self.strides, outer, inner), self.strides)
 
 
@@ -107,12 +107,12 @@ class RecvSpec:
     loader: tuple[str, ...]
 
     def digest(self) -> str:
-        """Equal for workers that take in the same."""
+        """Return a checksum that is equal for workers that take in the same."""
         return hashlib.sha256(json.dumps([list(map(slot_as_json, self.direct)), self.loader]).encode()).hexdigest()[:32]
 
 
 def slot_as_json(slot: TensorSlice) -> list[Any]:
-    """A slot as plain lists."""
+    """Return a slice as plain lists."""
     return [slot.name, list(slot.box.starts), list(slot.box.stops), slot.address.tensor, slot.address.offset,
             list(slot.address.strides)]
 
@@ -123,7 +123,7 @@ def slot_from_json(value: Sequence[Any]) -> TensorSlice:
 
 
 def entry_as_json(entry: TensorMeta) -> list[Any]:
-    """An entry as plain lists."""
+    """Return an entry as plain lists."""
     return [entry.name, entry.dtype, list(entry.shape), entry.keep_fp32]
 
 
@@ -174,7 +174,7 @@ def holders_from_table(table: dict[str, Any]) -> Holders:
 
 
 def folded(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
-    """Rows, each of which begins with a name, as patterns and blocks.
+    """Fold rows, each of which begins with a name, into patterns and blocks.
 
     Raises:
         ValueError: a name has the mark of a layer's number in it.
@@ -200,7 +200,7 @@ def folded(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
 
 
 def unfolded(table: dict[str, Any], names: Collection[str] | None = None) -> Iterator[list[Any]]:
-    """The rows; of these names alone where they are given."""
+    """Yield the rows; those of `names` alone if they are given."""
     layers = None if names is None else {_layer(name) for name in names}
     for number, layer in table["blocks"]:
         if layers is not None and layer not in layers:
@@ -220,7 +220,7 @@ def _layer(name: str) -> str | None:
 
 
 def _masked(item: Any, layer: str | None) -> Any:
-    """A name with the mark in place of its layer's number, where that is the one of its row."""
+    """Put the mark in place of a name's layer number if it is that of its row."""
     if not isinstance(item, str):
         return item
     if MARK in item:

@@ -144,7 +144,7 @@ def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingSche
 
 
 def by_layer(found: Sequence[TensorMeta]) -> list[TensorMeta]:
-    """The entries with those of a layer together, layers of a stack ascending; else in their order.
+    """Sort entries so that those of a layer are together and layers of a stack ascend; keep the order otherwise.
 
     A layer is known by the first number in a name, so that a layer's experts are in it.
     """
@@ -157,7 +157,7 @@ def by_layer(found: Sequence[TensorMeta]) -> list[TensorMeta]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, as entries call it."""
+    """Return a dtype's name without `torch.`, as entries have it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -263,7 +263,7 @@ class _Places:
             held.sort(key=lambda entry: entry[:3])
 
     def find(self, tensor: torch.Tensor) -> Address | None:
-        """Where a tensor lies; None where it is no view of anything that the module has."""
+        """Return the address of a tensor; None if it is no view of a parameter or buffer of the module."""
         held = self._by_storage.get(storage_key(tensor), [])
         view = view_of(tensor)
         index = bisect_right(held, view.offset, key=lambda entry: entry[0]) - 1
@@ -284,7 +284,7 @@ class _Places:
 
 
 def _gather(grids: Grids, shapes: Shapes, slots: Iterable[TensorSlice]) -> tuple[Shapes, Holders]:
-    """Shapes and boxes of all ranks; ranks that hold the same, such as replicas, say it once."""
+    """Gather shapes and boxes of all ranks. Ranks that hold the same, such as replicas, send it once."""
     mine = (shapes, [(slot.name, slot.box) for slot in slots])
     digests = gather(grids, hashlib.sha256(repr(mine).encode()).hexdigest())
     told = gather(grids, mine if digests.index(digests[grids.rank]) == grids.rank else None)
@@ -302,7 +302,7 @@ def _gather(grids: Grids, shapes: Shapes, slots: Iterable[TensorSlice]) -> tuple
 
 
 def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
-    """A line for each tensor whose boxes overlap, leave gaps or lie outside of it."""
+    """List the tensors whose boxes overlap, leave gaps or lie outside."""
     lines = []
     for entry in found:
         boxes = [held.box for held in holders.get(entry.name, [])]

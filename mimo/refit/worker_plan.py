@@ -64,7 +64,7 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
 
 
 def plain_buffers(recording: Recording, device: str = "cpu") -> tuple[dict[str, torch.Tensor], RecvSpec]:
-    """Tensors of loading-time shape, of zeros, and the boxes that fill them: the direct route without an engine.
+    """Make tensors of loading-time shape, of zeros, and the boxes that fill them: the direct route without an engine.
 
     Args:
         recording: of a worker's loader.
@@ -94,7 +94,7 @@ def _check_precision(recording: Recording, entries: Iterable[TensorMeta]) -> Non
 
 
 def _owners(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
-    """Modules that have a tensor of a path as their own, for every path; several where it is shared."""
+    """Return, for every path, the modules that own its tensor; several if it is shared."""
     holders: dict[tuple[int, str], list[torch.nn.Module]] = {}
     paths: dict[str, tuple[int, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -132,13 +132,13 @@ def _keeps(module: Any) -> bool:
 
 
 def _processed(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Modules inside others that derive tensors of their own after loading (kv_b_proj, absorbed by MLA attention)."""
+    """Find modules inside others that derive tensors after loading (kv_b_proj, absorbed by MLA attention)."""
     return {inner for module in model.modules() if hasattr(module, "process_weights_after_loading")
             for inner in module.modules()}
 
 
 def _closure(whole: set[torch.nn.Module], modules: dict[str, set[torch.nn.Module]]) -> set[str]:
-    """Names of the loader's modules, and of all modules that these names write too, until nothing is added."""
+    """Return names of the loader's modules, and of all modules that these names write too, until nothing is added."""
     loader: set[str] = set()
     while True:
         added = {name for name, touched in modules.items() if name not in loader and touched & whole}
@@ -310,7 +310,7 @@ def _loader_names(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
 
 
 def _layers(model: torch.nn.Module, recording: Recording, loader: Iterable[str]) -> tuple[str, ...]:
-    """Paths of the modules that loader names are loaded into."""
+    """Return paths of the modules into which loader names are loaded."""
     wanted = set(loader)
     paths = {slot.address.tensor for name, slots in recording.slots.items() if name in wanted for slot in slots}
     paths |= {write.path for name, writes in recording.computed.items() if name in wanted for write in writes}

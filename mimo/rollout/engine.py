@@ -186,7 +186,7 @@ class RolloutEngine:
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """Answers to each prompt.
+        """Generate completions of each prompt.
 
         Args:
             prompts: vLLM's: `{"prompt_token_ids": [...]}` or `{"prompt": text}`, with `multi_modal_data` for images.
@@ -213,7 +213,7 @@ class RolloutEngine:
                  for answer in output.outputs] for output in outputs]
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Natural logarithm of the probability of each prompt's tokens from the second on, given those before.
+        """Return log-probs of each prompt's tokens from the second on, given those before.
 
         Raises:
             RefitError: the engine has no complete weights.
@@ -258,7 +258,7 @@ class RolloutEngine:
             raise RefitError(f"{method if isinstance(method, str) else method.__name__}: {error}") from error
 
     def _reset_caches(self) -> None:
-        """Empty what was computed with old weights: keys and values, inputs of images, outputs of encoders."""
+        """Empty the caches of what old weights computed: keys and values, inputs of images, outputs of encoders."""
         if self._llm.reset_prefix_cache() is False:
             raise RefitError("the engine did not empty its cache of keys and values: requests still hold blocks")
         self._llm.llm_engine.reset_mm_cache()

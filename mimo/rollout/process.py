@@ -32,7 +32,7 @@ class EngineCalls(ABC):
 
     @abstractmethod
     def call(self, method: str, *arguments: Any) -> Any:
-        """Any method of the engine. Raises RefitError: it raised, has ended, or did not answer in time."""
+        """Call any method of the engine. Raises RefitError if it raises, has ended, or does not answer in time."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Do as the engine does."""
@@ -92,7 +92,7 @@ class EngineHandle(EngineCalls):
     timeout_s: float = 600.0
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Any method of the engine.
+        """Call any method of the engine.
 
         Raises:
             RefitError: it raised, has ended, or did not answer in time.
@@ -224,7 +224,7 @@ def _connected(address: tuple[str, int], timeout_s: float) -> Connection:
 
 
 def _send_at_once(opened: socket.socket) -> None:
-    """Calls are small messages back and forth: waiting to fill packets costs each of them tens of milliseconds."""
+    """Turn off Nagle's algorithm: waiting to fill packets costs each small call tens of milliseconds."""
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -287,14 +287,14 @@ def _answer(engine: RolloutEngine, call: _Call) -> None:
 
 
 def make_engine(options: EngineOptions, setup: Callable[[], None] | None) -> RolloutEngine:
-    """An engine in this process, of which `setup` is called before."""
+    """Make an engine in this process, after calling `setup`."""
     if setup is not None:
         setup()
     return RolloutEngine(options)
 
 
 def answer_of(engine: RolloutEngine, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
-    """Whether a call of an engine succeeded, and what it returned, or else the error in words."""
+    """Call an engine; return whether it succeeded, and its result or the error in words."""
     try:
         return True, getattr(engine, method)(*arguments)
     except Exception as error:  # of any kind: it is told to who called

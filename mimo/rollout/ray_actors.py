@@ -55,7 +55,7 @@ class EngineActor:
         return True, where
 
     def call(self, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
-        """Any method of the engine; as `mimo.rollout.process.answer_of`."""
+        """Call any method of the engine, with the result of `mimo.rollout.process.answer_of`."""
         return answer_of(self._engine, method, arguments)
 
 
@@ -76,7 +76,7 @@ class RayEngineHandle(EngineCalls):
     timeout_s: float
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Any method of the engine.
+        """Call any method of the engine.
 
         Raises:
             RefitError: it raised, its process has ended, or it did not answer in time.
@@ -137,7 +137,7 @@ class RayCluster:
                 raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
     def _check_reachable(self) -> None:
-        """Ray itself tries for minutes, and says so on lines of its own. Raises ValueError."""
+        """Check that a Ray cluster answers, because Ray itself would try for minutes. Raises ValueError."""
         address = os.environ.get("RAY_ADDRESS", "") if self.address == "auto" else self.address
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
@@ -158,7 +158,7 @@ def _end(processes: Collection[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Ray puts a handler of its own in the place of the one that ends a run after its iteration."""
+    """Keep this process's signal handlers: Ray replaces the one that ends a run after its iteration."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -171,7 +171,8 @@ def _kept_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_sessions() -> Iterator[None]:
-    """Ray starts its processes in the group of this one, all of which the launcher signals when a run is to stop.
+    """Have Ray start its processes in sessions of their own: the launcher signals the whole process group of this one
+    when a run is to stop.
 
     The iteration needs its engine until then. Ray has the kernel end its processes with this one, whatever their group.
     """
@@ -189,7 +190,7 @@ def _own_sessions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _visible(gpus: Sequence[str]) -> Iterator[None]:
-    """What Ray takes for the GPUs of a node that it starts; this process has made its choice before."""
+    """Set which GPUs Ray sees on a node that it starts."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

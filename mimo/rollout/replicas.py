@@ -27,7 +27,7 @@ class RolloutClient(EngineClient, Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Workers that take in weights."""
+        """Number of workers that take in weights."""
         ...
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
@@ -36,7 +36,7 @@ class RolloutClient(EngineClient, Protocol):
         ...
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Log-probs of each prompt's tokens from the second on."""
+        """Return log-probs of each prompt's tokens from the second on."""
         ...
 
     def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
@@ -48,7 +48,7 @@ class RolloutClient(EngineClient, Protocol):
         ...
 
     def wake_up(self, *tags: str) -> None:
-        """Take memory once more."""
+        """Allocate GPU memory again."""
         ...
 
 
@@ -79,7 +79,7 @@ class Replicas:
 
     @property
     def num_workers(self) -> int:
-        """Workers that take in weights, of all replicas."""
+        """Number of workers that take in weights, of all replicas."""
         return sum(each.num_workers for each in self.replicas)
 
     @property
@@ -115,14 +115,14 @@ class Replicas:
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """Answers to each prompt, in order, whichever replica gave them."""
+        """Generate completions of each prompt, in order, whichever replica made them."""
         if seeds and len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts")
         return self._shared("generate", prompts, lambda replica, places: replica.generate(
             [prompts[place] for place in places], sampling, [seeds[place] for place in places] if seeds else ()))
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Log-probs of each prompt's tokens from the second on, in order."""
+        """Return log-probs of each prompt's tokens from the second on, in order."""
         return self._shared("prompt_logprobs", prompts, lambda replica, places: replica.prompt_logprobs(
             [prompts[place] for place in places]))
 
@@ -131,7 +131,7 @@ class Replicas:
         self._all("sleep")
 
     def wake_up(self, *tags: str) -> None:
-        """Take memory once more."""
+        """Allocate GPU memory again."""
         self._all("wake_up", *tags)
 
     def _all(self, method: str, *arguments: Any) -> None:
@@ -193,12 +193,12 @@ def _run(place: int, call: Callable[[], Any], done: queue.SimpleQueue[tuple[int,
 
 
 def prompt_size(prompt: dict[str, Any]) -> int:
-    """Tokens of a prompt of vLLM's; characters of one that is text."""
+    """Count the tokens of a prompt; the characters if it is text."""
     return len(prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"])
 
 
 def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which prompts each replica gets: numbers of prompts that differ by one at most, and then even totals of tokens.
+    """Assign prompts to replicas: equal numbers of prompts (they differ by one at most), then even totals of tokens.
 
     How long completions get is not known beforehand, so the number of prompts comes first.
 

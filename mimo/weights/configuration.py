@@ -38,7 +38,7 @@ class Comparison:
 
 
 def read_config_json(folder: Path) -> dict[str, Any] | None:
-    """config.json of a Hugging Face folder, None where it has none. Raises ValueError for what is not JSON."""
+    """Read config.json of a Hugging Face folder; None if it has none. Raises ValueError for a file that is not JSON."""
     path = folder / CONFIG_JSON
     if not path.is_file():
         return None
@@ -53,7 +53,7 @@ def read_config_json(folder: Path) -> dict[str, Any] | None:
 
 def differing_fields(provider: ComparableProvider, family_config: Any, values: Mapping[str, Any],
                      module: str) -> dict[str, tuple[Any, Any]]:
-    """Fields that decide what a module computes and that a config.json has otherwise: the run's value and its own.
+    """Find fields that decide what a module computes and differ from config.json: the run's value and its own.
 
     Raises:
         ValueError: a value of config.json that the model cannot reproduce; the message names the key.
@@ -113,7 +113,7 @@ def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Pa
 
 def exported_configuration(provider: ModelProvider, family_config: Any, base: Path | None,
                            modules: Iterable[str]) -> dict[str, Any] | None:
-    """Contents of config.json for an export: of the provider, or of a base with this run's values in it.
+    """Return the contents of config.json for an export: the provider's, or the base's with this run's values in it.
 
     Args:
         provider: the model family.
@@ -179,7 +179,7 @@ def _with_values(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, A
 
 
 def _replaced(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """One level of a configuration. Positions may be spelled in two ways, of which one remains."""
+    """Replace values of one level of a configuration. Positions may be written in two ways, of which one remains."""
     kept = {key: value for key, value in base.items() if key not in ROPE_KEYS or "rope_theta" not in own}
     return kept | {key: value for key, value in own.items() if key not in KEPT and not isinstance(value, dict | list)
                    or key in ROPE_KEYS}

@@ -41,7 +41,7 @@ class CheckpointTensors:
         self._check_files()
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> torch.Tensor:
-        """The tensor at `index` on the leading axes of `key`, and nothing else of it, on the CPU.
+        """Read the tensor at `index` on the leading axes of `key`, and nothing else of it, to the CPU.
 
         Raises:
             ValueError: the checkpoint does not hold all of it, or a file is damaged.

@@ -241,7 +241,7 @@ def unwritable(source: str | Path, options: ExportOptions) -> str:
 
 def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: str,
            weight_map: WeightMap) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Where a checkpoint holds each of a module's tensors, and a line for each that it lacks or has too many."""
+    """Find where a checkpoint holds each of a module's tensors, with a line for each that is missing or left over."""
     stored = weight_map.stored()
     places, problems = {}, []
     for name, place in stored.items():
@@ -330,7 +330,7 @@ def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[Tenso
 
 def write_companions(out: Path, base: HfSource | None, configuration: Mapping[str, Any] | None,
                      infos: Iterable[TensorInfo]) -> None:
-    """Everything beside the weights: the base's other files, and config.json, naming the weights' dtype.
+    """Write everything beside the weights: the base's other files, and config.json with the weights' dtype.
 
     Args:
         out: the folder.

@@ -85,7 +85,7 @@ def is_expert(name: str) -> bool:
 
 
 def stored_tensors(names: Iterable[str], stacked_layers: bool = True) -> dict[str, StoredTensor]:
-    """Where a checkpoint of a model with exactly these global tensors holds each of them.
+    """Return where a checkpoint of a model with exactly these global tensors holds each of them.
 
     Args:
         names: of all of them.
@@ -415,7 +415,7 @@ class WeightMap:
         return stored_tensors((rule.megatron for rule in self.rules), self.stacked_layers)
 
     def best_scheme(self, names: Iterable[str]) -> NamingScheme:
-        """The naming scheme under which most of the rules' tensors are among `names`."""
+        """Return the naming scheme under which most of the rules' tensors are among `names`."""
         present = set(names)
         names_of = [hf for rule in self.rules for hf in rule.hf]
         return max(self.schemes, key=lambda scheme: sum(scheme.apply(hf) in present for hf in names_of))

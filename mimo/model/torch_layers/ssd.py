@@ -167,7 +167,7 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[fl
 
 
 def _runs(seq_idx: Tensor) -> Tensor:
-    """Numbers the runs of equal values of `[b, l]` from 0: an index that comes back later is another sequence."""
+    """Number the runs of equal values of `[b, l]` from 0. An index that comes back later is another sequence."""
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(-1)
 
 
@@ -218,7 +218,7 @@ def _chunks(part: Tensor, chunk_size: int) -> Tensor:
 def _connected(
     seq_idx: Tensor | None, rows: int, length: int, chunk_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which parts of a chunk belong to the same sequence.
+    """Say which parts of a chunk belong to the same sequence.
 
     Returns:
         same: `[b, c, q, q]`, whether the first token reads what the second wrote: it does not come before it.

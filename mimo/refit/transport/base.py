@@ -28,7 +28,7 @@ class Transport(Protocol):
         ...
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """After the last chunk of a sync: give back what was taken for it. Raises as `wait`."""
+        """Give back what was taken for a sync, after its last chunk. Raises as `wait`."""
         ...
 
     def close(self) -> None:

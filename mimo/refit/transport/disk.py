@@ -54,7 +54,7 @@ class Manifest:
     file_bytes: Mapping[str, int]
 
     def sequence(self) -> str:
-        """Checksum of names, dtypes and shapes in their order, and of their other naming schemes."""
+        """Return a checksum of names, dtypes and shapes in their order, and of their other naming schemes."""
         return _digest([[entry_as_json(entry) for entry in self.entries], list(self.schemes)])
 
     def as_json(self) -> dict[str, Any]:
@@ -239,7 +239,10 @@ class DiskWriter:
         return Path(broadcast_object(self._grids, str(target)))
 
     def _write(self, writer: ShardWriter | None, version: str) -> str | None:
-        """What went wrong on this rank. The rest of the tensors is still taken in: other ranks are sending it."""
+        """Write this rank's files; return what went wrong.
+
+        After an error the remaining tensors are still received, because other ranks are sending them.
+        """
         error = None
         for entry, tensor in self._whole:
             try:

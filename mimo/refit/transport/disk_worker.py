@@ -52,7 +52,7 @@ def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
 
 
 def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of the tensors that this worker takes in.
+    """Return names of the tensors that this worker takes in.
 
     Args:
         worker: vLLM's.

@@ -49,7 +49,7 @@ class Incoming:
         return self._start(SLOTS)
 
     def place(self, number: int, sender: int) -> slice:
-        """Where a trainer rank's message of a chunk lies."""
+        """Return where a trainer rank's message of a chunk lies."""
         chunk = self.chunks[number]
         first = self._start(number % SLOTS) + sum(_aligned(chunk[each]) for each in chunk if each < sender)
         return slice(first, first + chunk[sender])
@@ -103,7 +103,7 @@ class Flags:
             return self._store.check([flag])
 
     def take(self, flag: str) -> str:
-        """Its value; nobody else needs it."""
+        """Wait for a flag and delete it; return its value."""
         with _reachable():
             value = self._store.get(flag).decode()
         self.drop(flag)
@@ -325,18 +325,18 @@ class TrainerEnd:
                      for sender in sorted(self._incoming[worker].chunks[chunk.number]) if sender != self._rank])
 
     def _room(self, worker: int, number: int, sender: int) -> torch.Tensor:
-        """Where a message for one of its workers goes."""
+        """Return where a message for one of its workers goes."""
         incoming = self._incoming[worker]
         if worker not in self._staging:
             self._staging[worker] = make_staging(incoming.num_bytes, self._device)
         return self._staging[worker].memory[incoming.place(number, sender)]
 
     def _receivers(self, number: int) -> list[int]:
-        """Its workers that get something in a chunk."""
+        """Return the workers that get something in a chunk."""
         return sorted(worker for worker, incoming in self._incoming.items() if number >= 0 and incoming.chunks[number])
 
     def _late(self) -> list[int]:
-        """Its workers that have not yet taken out what lies where the next chunk goes."""
+        """Return the workers that have not yet taken out the chunk whose memory the next one needs."""
         before = self._pending[0].number - SLOTS
         return [worker for worker in self._receivers(before) if not self._flags.has(taken(self._sync, worker, before))]
 
@@ -358,6 +358,6 @@ def _first(pair: tuple[int, torch.Tensor]) -> int:
 
 
 def _empty_cache(device: torch.device) -> None:
-    """Messages of a sync are of no use until the next, and here trainer and engine share one GPU's memory."""
+    """Give cached memory back: trainer and engine share one GPU, and the next sync is far off."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -116,7 +116,7 @@ class Wire:
                 raise RefitError(f"{what}: {message}") from error
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """After a sync; a group takes nothing for one that it would have to give back."""
+        """Do nothing: a group takes nothing for a sync that it would have to give back."""
 
     def close(self) -> None:
         """End the group; a transfer in progress fails at once, here and on the other side."""
@@ -160,7 +160,7 @@ def _started(start: Callable[..., Any], message: torch.Tensor, rank: int) -> Any
 
 
 def _hear(check: Callable[[], None]) -> None:
-    """Who closes a connection says why, but not always before it does."""
+    """Wait a moment for the reason of a closed connection: it may be published after the connection is closed."""
     deadline = time.monotonic() + REASON_S
     while time.monotonic() < deadline:
         time.sleep(MAX_POLL_S)

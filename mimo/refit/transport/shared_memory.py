@@ -39,7 +39,7 @@ class Staging(Protocol):
 
 
 def make_staging(num_bytes: int, device: torch.device) -> Staging:
-    """New memory of a device.
+    """Allocate memory of a device that other processes can open.
 
     Raises:
         RefitError: there is none left.
@@ -48,7 +48,7 @@ def make_staging(num_bytes: int, device: torch.device) -> Staging:
 
 
 def open_staging(handle: str, num_bytes: int, device: torch.device) -> Staging:
-    """Memory that another process of this machine has made, on the same device.
+    """Open memory of the same device that another process of this machine has made.
 
     Raises:
         RefitError: it is not there, or not for this process.
