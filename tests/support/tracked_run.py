@@ -15,7 +15,6 @@ from pathlib import Path
 
 from mimo.config.trainer import ObserveConfig
 from mimo.observability.metrics import RunLogger, StepRecord
-from mimo.observability.trackers import _json_value
 
 Kept = dict[int, dict[str, float | str | None]]
 CONFIG = "[train]\nlr = 0.5\n"
@@ -45,6 +44,11 @@ def train(flags: ObserveConfig) -> None:
     logger.close()
 
 
+def json_value(value: object) -> object:
+    """Write a figure that JSON lacks as metrics.jsonl does."""
+    return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(str(value), value)
+
+
 def kept_by_mlflow(uri: str) -> tuple[str, Kept]:
     """The artifact and the metric history of the later of the experiment's two runs."""
     from mlflow import MlflowClient, artifacts
@@ -57,7 +61,7 @@ def kept_by_mlflow(uri: str) -> tuple[str, Kept]:
     kept: Kept = {}
     for name in run.data.metrics:
         for point in client.get_metric_history(run.info.run_id, name):
-            kept.setdefault(point.step, {})[name] = _json_value(point.value)
+            kept.setdefault(point.step, {})[name] = json_value(point.value)
     return artifacts.load_text(f"{run.info.artifact_uri}/run_config.toml"), kept
 
 
@@ -94,7 +98,7 @@ def kept_by_wandb(run_dir: Path) -> tuple[dict[str, object], Kept]:
         if entry.HasField("history"):
             figures = {"/".join(item.nested_key) or item.key: json.loads(item.value_json)
                        for item in entry.history.item}
-            own = {name: _json_value(value) for name, value in figures.items() if not name.startswith("_")}
+            own = {name: json_value(value) for name, value in figures.items() if not name.startswith("_")}
             kept.setdefault(entry.history.step.num, {}).update(own)
     return {name: value for name, value in config.items() if not name.startswith("_")}, kept
 
