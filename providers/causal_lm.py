@@ -47,10 +47,6 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
     return dataclasses.replace(base, **hf.causal_lm_sizes(hf.load(source)), hf_config="")
 
 
-def resolve(config: Config) -> Config:
-    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-    return from_hf(config.hf_config, config) if config.hf_config else config
-
 
 class CausalLmProvider(TextProvider):
     """The `mimo.protocols.ModelProvider` of text models. Every method also takes unresolved configurations."""
@@ -62,7 +58,8 @@ class CausalLmProvider(TextProvider):
     shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
-        return resolve(config)
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
+        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -70,7 +67,7 @@ class CausalLmProvider(TextProvider):
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """Return the FLOPs of the decoder."""
-        return decoder_components(resolve(config))
+        return decoder_components(self.resolved(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Return the spec of the decoder. `context` is None on ranks that only read its width.
@@ -80,19 +77,19 @@ class CausalLmProvider(TextProvider):
         """
         from providers.common.build import decoder_spec
 
-        return decoder_spec(resolve(config), context)
+        return decoder_spec(self.resolved(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the names of a text model's checkpoint. The language part of a LLaVA checkpoint works too."""
         from providers.common import weights
 
         self.check_module(module)
-        found = weights.decoder_map(resolve(config), (weights.CAUSAL_LM, *weights.LLAVA_LANGUAGE))
+        found = weights.decoder_map(self.resolved(config), (weights.CAUSAL_LM, *weights.LLAVA_LANGUAGE))
         return dataclasses.replace(found, ignored=(*found.ignored, weights.LLAVA_VISION_TENSORS))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the model as a config.json. Raises ValueError if no Hugging Face family has all its parts."""
-        return hf_config.causal_lm_config(resolve(config))
+        return hf_config.causal_lm_config(self.resolved(config))
 
 
 provider = CausalLmProvider()

@@ -49,10 +49,6 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
     return dataclasses.replace(base, **deepseek_sizes(hf.load(source)), hf_config="")
 
 
-def resolve(config: Config) -> Config:
-    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-    return from_hf(config.hf_config, config) if config.hf_config else config
-
 
 class DeepseekV3Provider(TextProvider):
     """The `mimo.protocols.ModelProvider` of DeepSeek-V3. Every method also takes unresolved configurations."""
@@ -64,7 +60,8 @@ class DeepseekV3Provider(TextProvider):
     shapes = staticmethod(latent_shapes)
 
     def resolved(self, config: Config) -> Config:
-        return resolve(config)
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
+        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -72,7 +69,7 @@ class DeepseekV3Provider(TextProvider):
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """Return the FLOPs of the decoder."""
-        return latent_components(resolve(config))
+        return latent_components(self.resolved(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Return the spec of the decoder. `context` is None on ranks that only read its width.
@@ -82,18 +79,18 @@ class DeepseekV3Provider(TextProvider):
         """
         from providers.common.mla_build import latent_decoder_spec
 
-        return latent_decoder_spec(resolve(config), context)
+        return latent_decoder_spec(self.resolved(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the rules that map the decoder to `DeepseekV3ForCausalLM`."""
         from providers.common.mla_weights import latent_map
 
         self.check_module(module)
-        return latent_map(resolve(config))
+        return latent_map(self.resolved(config))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the `DeepseekV3Config`. Raises ValueError for values that transformers' model cannot have."""
-        return deepseek_config(resolve(config))
+        return deepseek_config(self.resolved(config))
 
 
 provider = DeepseekV3Provider()

@@ -53,10 +53,6 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
     return dataclasses.replace(base, **hf.llava_sizes(hf.load(source)), hf_config="")
 
 
-def resolve(config: Config) -> Config:
-    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-    return from_hf(config.hf_config, config) if config.hf_config else config
-
 
 class LlavaProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of LLaVA. Every method also takes unresolved configurations."""
@@ -69,7 +65,8 @@ class LlavaProvider(VisionLanguageProvider):
     language_shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
-        return resolve(config)
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
+        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -88,11 +85,11 @@ class LlavaProvider(VisionLanguageProvider):
 
     def num_experts(self, config: Config) -> int:
         """Return the number of experts of every decoder layer, 0 for a dense one."""
-        return resolve(config).num_experts
+        return self.resolved(config).num_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """Return the FLOPs of encoder, projector and decoder."""
-        config = resolve(config)
+        config = self.resolved(config)
         return [*vision_components(config, num_extra=int(config.vision_class_token), parallel_patches=False),
                 *projector_components(config.feature_size, self._projector_size(config), config.hidden_size,
                                       has_norm=False),
@@ -106,21 +103,21 @@ class LlavaProvider(VisionLanguageProvider):
         """
         from providers.common.build import decoder_spec
 
-        return decoder_spec(resolve(config), context)
+        return decoder_spec(self.resolved(config), context)
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.build import vision_spec
 
         self.check_module(module)
-        config = resolve(config)
+        config = self.resolved(config)
         return vision_spec(config, ENCODER, self._projector_size(config), config.hidden_size, context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the names of a LLaVA checkpoint. For one module, a text or vision model's own checkpoint works too."""
         from providers.common import weights
 
-        config = resolve(config)
+        config = self.resolved(config)
         if module == LANGUAGE:
             return weights.decoder_map(config, (*weights.LLAVA_LANGUAGE, weights.CAUSAL_LM))
         self.check_module(module)
@@ -128,12 +125,12 @@ class LlavaProvider(VisionLanguageProvider):
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the model as a `LlavaConfig`. Raises ValueError if none has all its parts."""
-        config = resolve(config)
+        config = self.resolved(config)
         return hf_config.llava_config(config, config, config.image_token_id)
 
     def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
         """Return how images become pixels: as a folder's files say, or as in CLIP (cropped) or SigLIP (stretched)."""
-        config = resolve(config)
+        config = self.resolved(config)
         if folder:
             return hf_processor.read_processing(folder, config.vision_image_size,
                                                 any_size=config.vision_dynamic_resolution)
@@ -142,7 +139,7 @@ class LlavaProvider(VisionLanguageProvider):
 
     def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
         """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
-        return hf_processor.write_processing(folder, resolve(config).vision_image_size, processing)
+        return hf_processor.write_processing(folder, self.resolved(config).vision_image_size, processing)
 
     @staticmethod
     def _projector_size(config: Config) -> int:

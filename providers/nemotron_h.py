@@ -55,10 +55,6 @@ def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> 
     return dataclasses.replace(base, **nemotron_sizes(hf.load(source)), hf_config="")
 
 
-def resolve(config: Config) -> Config:
-    """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-    return from_hf(config.hf_config, config) if config.hf_config else config
-
 
 class NemotronHProvider(TextProvider):
     """The `mimo.protocols.ModelProvider` of Nemotron-H. Every method also takes unresolved configurations."""
@@ -70,7 +66,8 @@ class NemotronHProvider(TextProvider):
     shapes = staticmethod(hybrid_shapes)
 
     def resolved(self, config: Config) -> Config:
-        return resolve(config)
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
+        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -79,15 +76,15 @@ class NemotronHProvider(TextProvider):
     def megatron_source(self, config: Config) -> MegatronSource | None:
         """Return the checkpoint of --load-nemotron-checkpoint, whose language model is loaded."""
         path = config.load_nemotron_checkpoint
-        return nemotron_source(path, resolve(config)) if path else None
+        return nemotron_source(path, self.resolved(config)) if path else None
 
     def num_experts(self, config: Config) -> int:
         """Number of routed experts of an E layer, 0 without one."""
-        return resolve(config).num_routed_experts
+        return self.resolved(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """Return the FLOPs of the decoder."""
-        return hybrid_components(resolve(config))
+        return hybrid_components(self.resolved(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Return the spec of the decoder. `context` is None on ranks that only read its width.
@@ -97,7 +94,7 @@ class NemotronHProvider(TextProvider):
         """
         from providers.common.hybrid_build import hybrid_spec
 
-        return hybrid_spec(resolve(config), context)
+        return hybrid_spec(self.resolved(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the names of a `NemotronHForCausalLM` checkpoint.
@@ -107,11 +104,11 @@ class NemotronHProvider(TextProvider):
         from providers.common.hybrid_weights import text_map
 
         self.check_module(module)
-        return text_map(resolve(config))
+        return text_map(self.resolved(config))
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the `NemotronHConfig`. Raises ValueError for values that transformers' model cannot have."""
-        return nemotron_config(resolve(config))
+        return nemotron_config(self.resolved(config))
 
 
 provider = NemotronHProvider()

@@ -94,16 +94,6 @@ class ConfigTiny(Config):
     image_token_id: int = 511
 
 
-def resolve(config: Config) -> Config:
-    """Return `config` with the sizes of its `hf_config`, if it has one.
-
-    Raises:
-        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-    """
-    if not config.hf_config:
-        return config
-    return dataclasses.replace(config, **vlm_sizes(hf.load(config.hf_config)), hf_config="")
-
 
 class NemotronVlmProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of one variant. Every method also takes unresolved configurations.
@@ -128,7 +118,14 @@ class NemotronVlmProvider(VisionLanguageProvider):
         self.hf_architectures = architectures
 
     def resolved(self, config: Config) -> Config:
-        return resolve(config)
+        """Return `config` with the sizes of its `hf_config`, if it has one.
+
+        Raises:
+            ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+        """
+        if not config.hf_config:
+            return config
+        return dataclasses.replace(config, **vlm_sizes(hf.load(config.hf_config)), hf_config="")
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -147,15 +144,15 @@ class NemotronVlmProvider(VisionLanguageProvider):
         path = config.load_nemotron_checkpoint
         vision = {VISION: {f"encoders.{ENCODER}.": "vision_model.",
                            "input_projections.0.": "vision_projection.encoder."}}
-        return nemotron_source(path, resolve(config), vision) if path else None
+        return nemotron_source(path, self.resolved(config), vision) if path else None
 
     def num_experts(self, config: Config) -> int:
         """Return the number of routed experts of an E layer, 0 without one."""
-        return resolve(config).num_routed_experts
+        return self.resolved(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """Return the FLOPs of encoder, projector and decoder."""
-        config = resolve(config)
+        config = self.resolved(config)
         return [*vision_components(config, num_extra=config.vision_class_token_len, parallel_patches=True),
                 *projector_components(config.feature_size, config.projector_hidden_size, config.hidden_size,
                                       has_norm=True),
@@ -169,14 +166,14 @@ class NemotronVlmProvider(VisionLanguageProvider):
         """
         from providers.common.hybrid_build import hybrid_spec
 
-        return hybrid_spec(resolve(config), context)
+        return hybrid_spec(self.resolved(config), context)
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.radio_build import radio_spec
 
         self.check_module(module)
-        config = resolve(config)
+        config = self.resolved(config)
         return radio_spec(config, ENCODER, config.hidden_size, context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
@@ -184,7 +181,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
         from providers.common.hybrid_weights import language_map
         from providers.common.radio_weights import radio_map
 
-        config = resolve(config)
+        config = self.resolved(config)
         if module == LANGUAGE:
             return language_map(config)
         self.check_module(module)
@@ -192,11 +189,11 @@ class NemotronVlmProvider(VisionLanguageProvider):
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the model as a `NemotronH_Nano_VL_V2` configuration. Raises ValueError if none has all its parts."""
-        return vlm_config(resolve(config))
+        return vlm_config(self.resolved(config))
 
     def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
         """Return how vLLM's processor of the family makes pixels. It reads only config.json."""
-        config = resolve(config)
+        config = self.resolved(config)
         if not folder:
             return radio_processing({}, config, type(self).__name__)
         path = hf.config_path(folder)
@@ -206,7 +203,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
     def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
         """Write the processing of training to config.json, or return the reason why vLLM's processor cannot do it."""
         path = hf.config_path(folder)
-        values, note = with_radio_processing(hf.load(path), resolve(config), processing)
+        values, note = with_radio_processing(hf.load(path), self.resolved(config), processing)
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         return note
 

@@ -132,10 +132,10 @@ def test_hf_config_flag_wins_over_sizes_and_keeps_the_rest(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": {"hidden_size": 2048}}))
     for path in (tmp_path, tmp_path / "config.json"):
         config = dataclasses.replace(SMALL, hf_config=str(path), hidden_dropout=0.25)
-        resolved = llava.resolve(config)
+        resolved = llava.provider.resolved(config)
         assert isinstance(resolved, mock.Config) and resolved.hf_config == ""
         assert (resolved.hidden_size, resolved.vision_image_size, resolved.hidden_dropout) == (2048, 336, 0.25)
-        assert llava.resolve(resolved) == resolved
+        assert llava.provider.resolved(resolved) == resolved
         provider = model_provider("mock")
         assert provider.hidden_size(config) == 2048 and provider.token_spec(config).vocab_size == 32000
         assert provider.special_token_ids(config) == {VISION: 32000}
@@ -149,7 +149,7 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=words) as caught:
-        llava.resolve(dataclasses.replace(SMALL, hf_config=str(tmp_path)))
+        llava.provider.resolved(dataclasses.replace(SMALL, hf_config=str(tmp_path)))
     assert str(tmp_path) in str(caught.value)
 
 
