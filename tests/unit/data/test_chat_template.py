@@ -22,8 +22,7 @@ CASES = {
     "the rest of the messages": (
         "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}{{ messages[0].role }}"
         f"{{% for m in rest %}}{TURN}{{% endfor %}}{PROMPT}", 2),
-    "a turn looks back": (LOOP + TURN.replace("<", "{% if loop.previtem is defined %}+{% endif %}<") + "{% endfor %}"
-                          + PROMPT, 2),
+    "a turn looks back": (LOOP + "{{ '' if loop.previtem is defined }}" + TURN + "{% endfor %}" + PROMPT, 2),
     "a turn looks ahead": (LOOP + TURN + "{% if loop.nextitem is defined %}{% endif %}{% endfor %}" + PROMPT, None),
     "the loop leaves turns out": (LOOP.replace(" %}", " if m.role != 'system' %}") + TURN + "{% endfor %}" + PROMPT,
                                   None),
@@ -33,8 +32,8 @@ CASES = {
     "turns depend on a switch": (LOOP + "{% if enable_thinking %}T{% endif %}" + TURN + "{% endfor %}" + PROMPT, None),
     "the end depends on the last turn": (
         LOOP + TURN + "{% endfor %}{% if messages[-1].role == 'user' %}assistant:{% endif %}", None),
-    "the loop ends early": (LOOP + "{% if loop.index > 5 %}{% break %}{% endif %}" + TURN + "{% endfor %}" + PROMPT,
-                            None),
+    "the loop ends early": (LOOP + "{% if loop.index > 20 %}{% break %}{% endif %}" + TURN + "{% endfor %}" + PROMPT,
+                            2),
 }
 
 
@@ -66,7 +65,8 @@ def test_answers_are_those_of_renderings_of_each_turn(tmp_path, monkeypatch, cas
     def outcomes() -> list[object]:
         results: list[object] = []
         for talk in (
-            conversation(2), conversation(5), conversation(12, system=True), conversation(4)[1:], conversation(7)[2:],
+            conversation(2), conversation(5), conversation(12, system=True), conversation(24), conversation(4)[1:],
+            conversation(7)[2:],
             [*conversation(2), Turn("assistant", ["more"])], TOOL_PROBE, [*TOOL_PROBE[:3], *TOOL_PROBE[2:]],
         ):
             try:
