@@ -37,7 +37,7 @@ class Carried(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class BoxLayout:
     """Where a box lies in a message, or in a tensor.
 
     Attributes:
@@ -54,40 +54,40 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """Layout of a message.
 
     Attributes:
-        places: of its boxes, in order.
+        layouts: of its boxes, in order.
         num_bytes: of all of it.
     """
 
-    places: tuple[Place, ...]
+    layouts: tuple[BoxLayout, ...]
     num_bytes: int
 
     def boxes(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a message, uint8, as the boxes that it carries."""
-        typed = {place.dtype: message.view(place.dtype) for place in self.places}
-        return [typed[place.dtype].as_strided(place.sizes, place.strides, typed[place.dtype].storage_offset()
-                                              + place.offset) for place in self.places]
+        typed = {layout.dtype: message.view(layout.dtype) for layout in self.layouts}
+        return [typed[layout.dtype].as_strided(layout.sizes, layout.strides, typed[layout.dtype].storage_offset()
+                                               + layout.offset) for layout in self.layouts]
 
 
-def layout(operations: Sequence[Carried], dtypes: Sequence[str]) -> Layout:
+def message_layout(operations: Sequence[Carried], dtypes: Sequence[str]) -> MessageLayout:
     """The message that carries these.
 
     Args:
         operations: in order.
         dtypes: of every entry of the chunk plan, on the wire.
     """
-    places, first = [], 0
+    layouts, first = [], 0
     for operation in operations:
         dtype, sizes = dtypes[operation.entry], operation.box.sizes
-        places.append(Place(torch_dtype(dtype), sizes, contiguous_strides(sizes), first // DTYPE_BYTES[dtype]))
+        layouts.append(BoxLayout(torch_dtype(dtype), sizes, contiguous_strides(sizes), first // DTYPE_BYTES[dtype]))
         first += -(-operation.box.numel * DTYPE_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
-    return Layout(tuple(places), first)
+    return MessageLayout(tuple(layouts), first)
 
 
-def pack(shape: Layout, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def pack(shape: MessageLayout, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A new message, uint8, with the sources' values.
 
     Args:

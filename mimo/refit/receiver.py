@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from mimo.refit import plan as planning
-from mimo.refit.messages import Layout, Verification, Views, check_inside, copy_all, layout, torch_dtype
+from mimo.refit.messages import MessageLayout, Verification, Views, check_inside, copy_all, message_layout, torch_dtype
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan import check_plan, check_wants
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
@@ -243,7 +243,7 @@ class _Part:
 
     sender: int
     operations: Sequence[planning.Op]
-    shape: Layout
+    shape: MessageLayout
     live: Views
     direct: frozenset[int]
     direct_bytes: int
@@ -421,12 +421,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return [self._part(sender, part) for sender, part in parts.items() if part]
 
     def _part(self, sender: int, operations: Sequence[planning.Op]) -> _Part:
-        shape = layout(operations, self._dtypes)
+        shape = message_layout(operations, self._dtypes)
         direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
         live = Views([operations[number].target for number in direct],
                      [operations[number].box.sizes for number in direct])
         return _Part(sender, operations, shape, live, frozenset(direct),
-                     sum(operations[number].box.numel * shape.places[number].dtype.itemsize for number in direct),
+                     sum(operations[number].box.numel * shape.layouts[number].dtype.itemsize for number in direct),
                      planning.encoded(self._entries, operations))
 
     def _live(self) -> dict[str, torch.Tensor]:

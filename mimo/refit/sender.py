@@ -22,7 +22,7 @@ from mimo.model.build import BuiltModel
 from mimo.platform import current_platform
 from mimo.protocols import ModelProvider
 from mimo.refit import plan as planning
-from mimo.refit.messages import Layout, Views, checksums, layout, pack
+from mimo.refit.messages import MessageLayout, Views, checksums, message_layout, pack
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan import check_holders
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
@@ -116,7 +116,7 @@ class _Part:
     """
 
     worker: int
-    shape: Layout
+    shape: MessageLayout
     sources: Views
     text: bytes
 
@@ -249,7 +249,7 @@ class WeightSender:
             part = planning.within(operations, chunk)
             if part:
                 sources = Views([each.source for each in part], [each.box.sizes for each in part])
-                found.append(_Part(worker, layout(part, self._dtypes), sources,
+                found.append(_Part(worker, message_layout(part, self._dtypes), sources,
                                    planning.encoded(self.weights.entries, part)))
         return found
 

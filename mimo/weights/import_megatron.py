@@ -43,7 +43,7 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
-class Place:
+class GlobalTensor:
     """A global tensor of one layer and expert in the checkpoint.
 
     Attributes:
@@ -63,13 +63,13 @@ class Contents:
 
     Attributes:
         root: what stands before the source's prefixes in every key (`module.`), mostly nothing.
-        places: by global name, without `root`.
+        tensors: by global name, without `root`.
         incomplete: keys whose pieces leave something out or overlap.
         passed_over: number of tensors that the source says are not needed, by the reason.
     """
 
     root: str
-    places: dict[str, Place] = field(default_factory=dict)
+    tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     incomplete: list[str] = field(default_factory=list)
     passed_over: dict[str, int] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str])
         if reason is not None:
             contents.passed_over[reason] = contents.passed_over.get(reason, 0) + 1
         elif not (absent and name.startswith(absent)):
-            contents.places |= _places(name, key, entry)
+            contents.tensors |= _unstacked(name, key, entry)
             if not is_covered(entry):
                 contents.incomplete.append(key)
     return contents
@@ -133,13 +133,14 @@ def _root(keys: Iterable[str], source: MegatronSource) -> str:
     raise ValueError(f"it is not a checkpoint of the model as one, {wanted}: it holds {shown}")
 
 
-def _places(name: str, key: str, entry: TensorStorageMetadata) -> dict[str, Place]:
+def _unstacked(name: str, key: str, entry: TensorStorageMetadata) -> dict[str, GlobalTensor]:
     """The tensors of every layer and expert that are stacked in one stored tensor, by global name."""
     size, stacked = tuple(entry.size), num_stacked_axes(name)
     if stacked >= len(size):
         stacked = 0  # a scalar under a name that looks stacked
     axes, dtype = size[:stacked], entry.properties.dtype
-    return {global_name(name, index) if stacked else name: Place(StoredTensor(key, index, axes), size[stacked:], dtype)
+    return {global_name(name, index) if stacked else name:
+            GlobalTensor(StoredTensor(key, index, axes), size[stacked:], dtype)
             for index in itertools.product(*(range(count) for count in axes))}
 
 
@@ -148,23 +149,23 @@ def shape_of(piece: ShardedTensor) -> tuple[int, ...]:
     return tuple(piece.global_shape[piece.prepend_axis_num:])
 
 
-def clashes_of(piece: ShardedTensor, place: Place, vocab_size: int | None) -> list[str]:
+def clashes_of(piece: ShardedTensor, tensor: GlobalTensor, vocab_size: int | None) -> list[str]:
     """Describe why a stored tensor does not fit a piece of the model.
 
     Args:
         piece: of the model.
-        place: where its tensor is stored.
+        tensor: as the checkpoint stores it.
         vocab_size: rows that it must have at least, where others are padding; None where every row counts.
     """
     shape, problems = shape_of(piece), []
-    if vocab_size is None or len(shape) != len(place.shape) or shape[1:] != place.shape[1:]:
-        if shape != place.shape:
-            problems.append(f": shape {list(place.shape)} in the checkpoint, {list(shape)} in this run")
-    elif place.shape[0] < vocab_size:
-        problems.append(f": shape {list(place.shape)} in the checkpoint, {list(shape)} in this run, of which "
+    if vocab_size is None or len(shape) != len(tensor.shape) or shape[1:] != tensor.shape[1:]:
+        if shape != tensor.shape:
+            problems.append(f": shape {list(tensor.shape)} in the checkpoint, {list(shape)} in this run")
+    elif tensor.shape[0] < vocab_size:
+        problems.append(f": shape {list(tensor.shape)} in the checkpoint, {list(shape)} in this run, of which "
                         f"{vocab_size} rows are tokens")
-    if piece.dtype != place.dtype:
-        problems.append(f": {place.dtype} in the checkpoint, {piece.dtype} in this run")
+    if piece.dtype != tensor.dtype:
+        problems.append(f": {tensor.dtype} in the checkpoint, {piece.dtype} in this run")
     return problems
 
 
@@ -176,9 +177,9 @@ def count_series(name: str, lengths: dict[str, int]) -> None:
     {'decoder.layers': 8, 'decoder.layers.*.mlp.experts': 4}
     """
     parts = name.split(".")
-    for place, part in enumerate(parts):
-        if part.isdecimal() and place:
-            series = ".".join("*" if earlier.isdecimal() else earlier for earlier in parts[:place])
+    for index, part in enumerate(parts):
+        if part.isdecimal() and index:
+            series = ".".join("*" if earlier.isdecimal() else earlier for earlier in parts[:index])
             lengths[series] = max(lengths.get(series, 0), int(part) + 1)
 
 
@@ -195,7 +196,7 @@ def listing(what: str, contents: Contents, reports: list[Findings], left: set[tu
     if not any(found.values()):
         return None
     stored, own = dict[str, int](), dict[str, int]()
-    for name in contents.places:
+    for name in contents.tensors:
         count_series(name, stored)
     for report in reports:
         for series, count in report.lengths.items():
@@ -312,7 +313,7 @@ def _read(state: RunState, source: MegatronSource, folder: Path) -> Contents:
     contents, error, digest = None, None, 0
     try:
         contents = contents_of(read_index(folder), source, state.grids.layout.grids)
-        digest = zlib.crc32("\n".join(contents.places).encode())
+        digest = zlib.crc32("\n".join(contents.tensors).encode())
     except (ValueError, OSError) as problem:
         error = f"{source.flag} {folder}: {problem}"
     raise_on_any_rank(state.grids, error)
@@ -335,17 +336,17 @@ def _check(state: RunState, source: MegatronSource, folder: Path, contents: Cont
             findings.unmapped.add((piece.key, " has no counterpart in the checkpoint's names"))
             continue
         count_series(name, findings.lengths)
-        place = contents.places.get(name)
-        if place is None:
+        tensor = contents.tensors.get(name)
+        if tensor is None:
             findings.missing.add((name, f" {list(shape_of(piece))}"))
             continue
         used.add(name)
         rows = vocab_size if module == LANGUAGE and piece.allow_shape_mismatch else None
-        findings.clashes |= {(name, text) for text in clashes_of(piece, place, rows)}
-        if shape_of(piece) != place.shape:
-            findings.padded.add((name, place.shape[:1], shape_of(piece)[:1]))
+        findings.clashes |= {(name, text) for text in clashes_of(piece, tensor, rows)}
+        if shape_of(piece) != tensor.shape:
+            findings.padded.add((name, tensor.shape[:1], shape_of(piece)[:1]))
         if piece.replica_id[-1] == 0:
-            entries.append((piece, place))
+            entries.append((piece, tensor))
     left = _left_over(state, contents, used)
     reports: list[Findings] = gather(state.grids, findings)
     error = None
@@ -354,7 +355,7 @@ def _check(state: RunState, source: MegatronSource, folder: Path, contents: Cont
     raise_on_any_rank(state.grids, error)
     notes = [f"{name}: {theirs[0]} rows in the checkpoint, {ours[0]} in this run; those beyond {vocab_size} are padding"
              for name, theirs, ours in sorted(set().union(*(report.padded for report in reports)))]
-    return [entry for piece, place in entries for entry in _entry(piece, place)], notes
+    return [entry for piece, tensor in entries for entry in _entry(piece, tensor)], notes
 
 
 def _theirs(piece: ShardedTensor, module: str, source: MegatronSource) -> str | None:
@@ -369,27 +370,27 @@ def _theirs(piece: ShardedTensor, module: str, source: MegatronSource) -> str | 
 
 def _left_over(state: RunState, contents: Contents, used: set[str]) -> set[tuple[str, str]]:
     """Stored tensors that no rank has a piece of. Collective."""
-    mask = torch.tensor([name in used for name in contents.places], dtype=torch.uint8)
+    mask = torch.tensor([name in used for name in contents.tensors], dtype=torch.uint8)
     if len(mask):
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=state.grids.host)
-    return {(name, f" {list(place.shape)}") for (name, place), found in
-            zip(contents.places.items(), mask.tolist(), strict=True) if not found}
+    return {(name, f" {list(tensor.shape)}") for (name, tensor), found in
+            zip(contents.tensors.items(), mask.tolist(), strict=True) if not found}
 
 
-def _entry(piece: ShardedTensor, place: Place) -> list[ShardedTensor]:
+def _entry(piece: ShardedTensor, tensor: GlobalTensor) -> list[ShardedTensor]:
     """What is read for a piece: none where all of it is padding that the checkpoint lacks, which is zero then."""
     assert piece.data is not None
     data, offset = piece.data, tuple(piece.global_offset[piece.prepend_axis_num:])
-    if shape_of(piece) != place.shape:
-        known = min(max(place.shape[0] - offset[0], 0), data.shape[0])
+    if shape_of(piece) != tensor.shape:
+        known = min(max(tensor.shape[0] - offset[0], 0), data.shape[0])
         data[known:].zero_()
         data = data[:known]
     if not math.prod(data.shape):
         return []
-    ones, stored = (1,) * len(place.stored.axes), place.stored
+    ones, stored = (1,) * len(tensor.stored.axes), tensor.stored
     return [ShardedTensor(
         key=stored.key, data=data.view(*ones, *data.shape), dtype=piece.dtype, local_shape=(*ones, *data.shape),
-        global_shape=(*stored.axes, *place.shape), global_offset=(*stored.index, *offset), axis_fragmentations=None,
+        global_shape=(*stored.axes, *tensor.shape), global_offset=(*stored.index, *offset), axis_fragmentations=None,
         replica_id=piece.replica_id)]
 
 

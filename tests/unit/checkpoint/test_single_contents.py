@@ -43,9 +43,9 @@ def contents(rank: int, index: Metadata, modules: tuple[str, ...]) -> Any:
         found = contents_of(index, SOURCE, modules)
     except ValueError as error:
         return str(error)
-    places = {name: (place.shape, place.stored.key, place.stored.index, place.stored.axes)
-              for name, place in found.places.items()}
-    return found.root, places, found.incomplete, found.passed_over
+    tensors = {name: (tensor.shape, tensor.stored.key, tensor.stored.index, tensor.stored.axes)
+               for name, tensor in found.tensors.items()}
+    return found.root, tensors, found.incomplete, found.passed_over
 
 
 @pytest.mark.parametrize("root", ["", "module__", "model__module__"])
@@ -73,8 +73,8 @@ def test_layers_and_experts_have_names_of_their_own(pool: WorkerPool, root: str)
 
 def test_modules_that_the_run_does_not_have_may_stay_unread(pool: WorkerPool) -> None:
     index = index_of(language_model__x=(1,), vision_model__x=(1,), vision_projection__x=(1,), other__x=(1,))
-    ((_, places, _, _),) = pool.run(contents, index, ("language",))
-    assert set(places) == {"language_model.x", "other.x"}
+    ((_, tensors, _, _),) = pool.run(contents, index, ("language",))
+    assert set(tensors) == {"language_model.x", "other.x"}
 
 
 @pytest.mark.parametrize(("index", "message"), [

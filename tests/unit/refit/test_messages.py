@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mimo.boxes import Box
-from mimo.refit.messages import ALIGNMENT, Views, check_inside, copy_all, layout, pack
+from mimo.refit.messages import ALIGNMENT, Views, check_inside, copy_all, message_layout, pack
 from mimo.refit.tensor_slices import Address
 
 CPU = torch.device("cpu")
@@ -34,9 +34,9 @@ def values_of(operation: Operation) -> torch.Tensor:
 
 
 def test_every_box_is_aligned_and_none_overlaps() -> None:
-    shape = layout(OPERATIONS, DTYPES)
+    shape = message_layout(OPERATIONS, DTYPES)
     spans = []
-    for place, operation in zip(shape.places, OPERATIONS, strict=True):
+    for place, operation in zip(shape.layouts, OPERATIONS, strict=True):
         first = place.offset * place.dtype.itemsize
         assert first % ALIGNMENT == 0 and place.sizes == operation.box.sizes
         spans.append((first, first + operation.box.numel * place.dtype.itemsize))
@@ -45,7 +45,7 @@ def test_every_box_is_aligned_and_none_overlaps() -> None:
 
 
 def test_boxes_come_out_as_they_went_in() -> None:
-    shape = layout(OPERATIONS, DTYPES)
+    shape = message_layout(OPERATIONS, DTYPES)
     # Converted on the way in: the trainer's are float32 whatever travels.
     message = pack(shape, [values_of(each).float() for each in OPERATIONS], CPU)
     assert message.dtype == torch.uint8 and message.numel() == shape.num_bytes
@@ -55,7 +55,7 @@ def test_boxes_come_out_as_they_went_in() -> None:
 
 
 def test_a_message_inside_a_larger_buffer() -> None:
-    shape = layout(OPERATIONS, DTYPES)
+    shape = message_layout(OPERATIONS, DTYPES)
     buffer = torch.zeros(64 + shape.num_bytes, dtype=torch.uint8)
     buffer[64:] = pack(shape, [values_of(each).float() for each in OPERATIONS], CPU)
     for box, operation in zip(shape.boxes(buffer[64:]), OPERATIONS, strict=True):
@@ -66,7 +66,7 @@ def test_sources_and_targets_of_any_strides() -> None:
     """Bug 29: `.view` of what is not contiguous."""
     operations = [Operation(1, Box((0, 0), (3, 4))), Operation(1, Box((0, 0), (2, 6)))]
     sources = [torch.arange(12.).view(4, 3).T, torch.arange(24.).view(4, 6)[::2]]
-    shape = layout(operations, DTYPES)
+    shape = message_layout(operations, DTYPES)
     boxes = shape.boxes(pack(shape, sources, CPU))
     targets = [torch.zeros(3, 8)[:, ::2], torch.zeros(6, 2).T]
     copy_all(targets, boxes)
