@@ -57,7 +57,7 @@ class StallStore:
         store: a connection that nobody else uses, such as a clone of the default process group's store.
         process: process of this rank.
         world_size: number of ranks.
-        write: writes the summary; called on one rank only, whichever is first.
+        write: writes the summary; called on the first rank to arrive, and on another one if that hangs.
         holder: the process that holds the store, in words.
         run: distinguishes this run from others on the same store; the same on all ranks.
     """
@@ -147,7 +147,7 @@ class StallStore:
     def _summarise(self) -> tuple[RankProcess, ...] | None:
         """Write the summary, or wait until another rank has; returns the same as `conclude`."""
         self._store.set(self._key("stalled"), "1")
-        # The first rank to arrive writes. If it hangs too, the next one takes its place.
+        # The first rank to arrive writes. If it hangs, another one takes its place.
         for writer in range(NUM_WRITERS):
             if self._store.add(self._key(f"writer/{writer}"), 1) == 1:
                 tasks = self._gather_and_write()
