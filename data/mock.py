@@ -5,6 +5,7 @@ Lengths, image counts and image positions vary from sample to sample on purpose.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -29,8 +30,16 @@ class Config:
     """Most images of a sample; one that has images has 1 to this many. A text model gets none."""
     mock_text_only_fraction: float = 0.25
     """Share of samples without an image."""
+    mock_images_mean: float | None = None
+    """Mean number of images of a sample that has some, log-normal with --mock-images-cv, rounded, from 1 to
+    --mock-images-max. Default: each number up to --mock-images-max is as likely."""
+    mock_images_cv: float = 0.0
+    """Coefficient of variation of the number of images; 0: every sample has the mean. Needs --mock-images-mean."""
     mock_image_size: int = 32
     """Pixels a side of an image for encoders that take any size."""
+    mock_image_size_cv: float = 0.0
+    """Coefficient of variation of the area of such images, log-normal around --mock-image-size, of any shape up to 2:1
+    and at most 4 times as large; 0: all are squares of one size."""
 
 
 def check(config: Config, tokens: TokenSpec) -> None:
@@ -38,6 +47,17 @@ def check(config: Config, tokens: TokenSpec) -> None:
     if not 2 <= config.mock_min_length <= config.mock_max_length:
         given = f"--mock-min-length {config.mock_min_length} --mock-max-length {config.mock_max_length}"
         raise ValueError(f"{given}: need 2 <= min <= max")
+    for name in ("mock_images_cv", "mock_image_size_cv"):
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must not be negative")
+    if config.mock_images_mean is None and config.mock_images_cv:
+        raise ValueError(f"--mock-images-cv {config.mock_images_cv} needs --mock-images-mean")
+    if config.mock_images_mean is not None and not 1 <= config.mock_images_mean <= config.mock_images_max:
+        raise ValueError(f"--mock-images-mean {config.mock_images_mean}: must be from 1 to --mock-images-max "
+                         f"{config.mock_images_max}")
+    if config.mock_image_size_cv and tokens.image_token_id >= 0 and tokens.image_size:
+        raise ValueError(f"--mock-image-size-cv {config.mock_image_size_cv}: the encoder takes images of one size, "
+                         f"{tokens.image_shape[0]}x{tokens.image_shape[1]}")
     if config.mock_images_max < 0:
         raise ValueError(f"--mock-images-max {config.mock_images_max}: must not be negative")
     if not 0 <= config.mock_text_only_fraction <= 1:
@@ -53,24 +73,48 @@ def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> S
     rng = np.random.default_rng([lane.seed, SPLITS.index(lane.split), index])
     no_images = tokens.image_token_id < 0 or config.mock_images_max == 0
     text_only = no_images or rng.random() < config.mock_text_only_fraction
-    num_images = 0 if text_only else int(rng.integers(1, config.mock_images_max + 1))
+    num_images = 0 if text_only else _number_of_images(config, rng)
     length = int(rng.integers(config.mock_min_length, config.mock_max_length + 1))
     # Any id except 0, which pads, and the image placeholder.
     text = rng.integers(1, tokens.vocab_size - (0 < tokens.image_token_id < tokens.vocab_size), size=length)
     text += (tokens.image_token_id > 0) & (text >= tokens.image_token_id)
     answer = int(rng.integers(1, length))
     places = rng.integers(0, length - answer + 1, size=num_images)
-    size = tokens.image_shape if tokens.image_size else (config.mock_image_size, config.mock_image_size)
+    sizes = [_image_size(config, tokens, rng) for _ in range(num_images)]
     sample = Sample(
         key=f"mock/{lane.split}/{index:06d}",
         tokens=np.insert(text, places, tokens.image_token_id),
         target_mask=np.arange(length + num_images) >= length + num_images - answer,
-        image_sizes=[size] * num_images,
+        image_sizes=sizes,
     )
     if lane.module != LANGUAGE:
-        shape = (tokens.num_channels, *size)
-        sample.images = [rng.standard_normal(shape, dtype=np.float32) for _ in range(num_images)]
+        sample.images = [rng.standard_normal((tokens.num_channels, *size), dtype=np.float32) for size in sizes]
     return sample
+
+
+def _number_of_images(config: Config, rng: np.random.Generator) -> int:
+    if config.mock_images_mean is None:
+        return int(rng.integers(1, config.mock_images_max + 1))
+    drawn = round(config.mock_images_mean * _log_normal(config.mock_images_cv, rng))
+    return min(max(drawn, 1), config.mock_images_max)
+
+
+def _image_size(config: Config, tokens: TokenSpec, rng: np.random.Generator) -> tuple[int, int]:
+    """Height and width of an image in pixels."""
+    if tokens.image_size:
+        return tokens.image_shape
+    if not config.mock_image_size_cv:
+        return config.mock_image_size, config.mock_image_size
+    side = config.mock_image_size * math.sqrt(min(_log_normal(config.mock_image_size_cv, rng), 4.0))
+    stretch, unit = 2.0 ** rng.uniform(-0.5, 0.5), tokens.size_multiple
+    height, width = (max(unit, round(length / unit) * unit) for length in (side * stretch, side / stretch))
+    return height, width
+
+
+def _log_normal(variation: float, rng: np.random.Generator) -> float:
+    """Draw from a log-normal distribution of mean 1 with this coefficient of variation."""
+    variance = math.log1p(variation**2)
+    return math.exp(rng.normal(-variance / 2, math.sqrt(variance)))
 
 
 class MockProvider:

@@ -312,6 +312,7 @@ class BuildContext:
         transformer_impl: `transformer_engine` or `local`.
         sequence_parallel: whether the module runs with sequence parallelism.
         recompute: activation recomputation, `none`, `selective` or `full`.
+        recompute_num_layers: layers of the stage that `full` recomputes; None: all.
         pre_process: this rank holds the module's first pipeline stage.
         post_process: this rank holds the module's last pipeline stage.
         seq_length: padded tokens per sample.
@@ -326,6 +327,7 @@ class BuildContext:
     transformer_impl: str
     sequence_parallel: bool
     recompute: str
+    recompute_num_layers: int | None
     pre_process: bool
     post_process: bool
     seq_length: int

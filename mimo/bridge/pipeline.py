@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         bridges: one per encoder, in module order.
         language_shape: shape of the language model's hidden states between stages.
         schedule_spans: told where a backward pass begins and ends.
+
+    Attributes:
+        after_backward: called after every backward pass, before its gradient is sent.
     """
 
     def __init__(
@@ -64,13 +67,15 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         language_shape: tuple[int, int, int], schedule_spans: ScheduleSpans,
     ) -> None:
         self.bridges, self.schedule_spans = list(bridges), schedule_spans
-        topology: dict[str, list[str]] = {encoder.name: [LANGUAGE] for encoder in grids.layout.encoders}
+        self.after_backward: Callable[[], None] = lambda: None
+        topology = {bridge.module: [LANGUAGE] for bridge in bridges} | {LANGUAGE: []}
         super().__init__(
-            grids.grids,
-            topology | {LANGUAGE: []},
+            # Encoders without a bridge run beside the pipeline (`mimo.training.encoder_windows`).
+            {name: grids.grids[name] for name in topology},
+            topology,
             config,
             dim_mapping={"s": 0, "b": 1, "h": 2},
-            module_output_ndim={encoder.name: 2 for encoder in grids.layout.encoders},
+            module_output_ndim={bridge.module: 2 for bridge in bridges},
         )
         self.grids = grids
         if LANGUAGE in self.rank_module_map:
@@ -108,11 +113,13 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
     def send_backward(self, *args: Any, **kwargs: Any) -> None:
         """Do as Megatron Core does; a backward pass is over."""
         self.schedule_spans.end_backward()
+        self.after_backward()
         super().send_backward(*args, **kwargs)
 
     def send_backward_recv_forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Do as Megatron Core does; a backward pass is over."""
         self.schedule_spans.end_backward()
+        self.after_backward()
         received: dict[str, torch.Tensor] = super().send_backward_recv_forward(*args, **kwargs)
         return received
 

@@ -150,9 +150,9 @@ class DdpConfig:
 class LayoutConfig:
     """Grids: which ranks hold the encoder, which the language model, and how each is split."""
 
-    layout: Literal["disjoint", "colocated"] = "disjoint"
+    layout: Literal["disjoint", "colocated", "homogeneous"] = "disjoint"
     """disjoint: encoder and language model have separate ranks. colocated: every rank holds both, each with its own tp
-    and dp."""
+    and dp. homogeneous: the encoder is on the ranks of the first language stage, split as it is."""
     llm_only: bool = False
     """Train the language model alone, on text. A data set with images is refused."""
     encoder_tp: int = 1
@@ -161,6 +161,14 @@ class LayoutConfig:
     """Data parallel size of the encoder."""
     encoder_pp: int = 1
     """Pipeline stages of the encoder."""
+    encoder_window: int | None = None
+    """Colocated layout: encode the images of this many microbatches together, spread over all encoder replicas; 0
+    takes the whole iteration. Default: 2 where the language model has pipeline stages, which need it; otherwise
+    each replica encodes the images of its own lane, microbatch by microbatch."""
+    encoder_balance: bool = True
+    """With encoder windows, deal images to replicas by cost; --no-encoder-balance deals each replica as many images."""
+    encoder_chunk: int = 0
+    """With encoder windows, most images in one forward pass of the encoder; 0: all that a replica has in a window."""
     llm_offset: int | None = None
     """First rank of the language grid. Default: the rank after the encoder (disjoint) or 0 (colocated)."""
     llm_tp: int = 1
@@ -169,6 +177,9 @@ class LayoutConfig:
     """Context parallel size of the language model; only 1 for now."""
     llm_pp: int = 1
     """Pipeline stages of the language model."""
+    llm_pp_layout: str | None = None
+    """Layers of each pipeline stage, separated by commas, such as 16,24. Stages between the first and the last have the
+    same number. Default: as many on each."""
     llm_dp: int = 1
     """Data parallel size of the language model, the number of data lanes."""
     llm_ep: int = 1
@@ -198,6 +209,10 @@ class ModelConfig:
     """Parts that do not train, separated by commas: vision (an encoder's name), projector, language."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the language model."""
+    recompute_num_layers: int | None = None
+    """With --recompute full, recompute only this many layers of each pipeline stage, the first ones. Default: all."""
+    encoder_recompute: Literal["none", "full"] = "none"
+    """Activation recomputation in the encoders."""
     moe_permute_fusion: bool = True
     """Sort tokens by expert and back with Transformer Engine's fused kernels; --no-moe-permute-fusion uses several
     PyTorch kernels, as do --deterministic-mode and local layers."""

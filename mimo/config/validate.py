@@ -161,7 +161,7 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     check_prefetch(config, layout, num_microbatches(config))
     _check_optim(config.optim)
     _check_schedule(config)
-    _check_ddp(config)
+    _check_ddp(config, layout)
     _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
     length = None if train.train_iters is None and train.train_samples is None else train_iterations(config)
@@ -252,7 +252,12 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     _refuse(model.frozen >= set(known), f"--freeze {model.freeze} leaves nothing to train; the parts are {parts}")
     _refuse(model.transformer_impl == "transformer_engine" and config.train.device == "cpu",
             "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
+    _refuse_below(model, {"recompute_num_layers": 1})
+    _refuse(model.recompute_num_layers is not None and model.recompute != "full",
+            f"--recompute-num-layers {model.recompute_num_layers} needs --recompute full, it is {model.recompute}")
     if not encoders:
+        _refuse(model.encoder_recompute != "none", f"a run without encoder has no use for --encoder-recompute "
+                f"{model.encoder_recompute}: leave it out")
         given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
                  if getattr(config.optim, name) is not None]
@@ -310,7 +315,7 @@ def _check_lengths(schedule: ScheduleConfig, unit: str, length: int | None) -> N
             f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {wsd_decay} is longer than {source} {whole}")
 
 
-def _check_ddp(config: RunConfig) -> None:
+def _check_ddp(config: RunConfig, layout: Layout) -> None:
     ddp = config.ddp
     _refuse_below(ddp, {"ddp_num_buckets": 1, "ddp_bucket_size": 1})
     _refuse(ddp.ddp_num_buckets is not None and ddp.ddp_bucket_size is not None,
@@ -324,6 +329,14 @@ def _check_ddp(config: RunConfig) -> None:
                 "--overlap-param-gather needs --use-distributed-optimizer, it is --no-use-distributed-optimizer")
     _refuse(ddp.encoder_ddp_overlap and not ddp.overlap_grad_reduce,
             "--encoder-ddp-overlap needs --overlap-grad-reduce")
+    if layout.encoder_window is not None:
+        where = f"encoder windows (--encoder-window {layout.encoder_window})"
+        _refuse(ddp.encoder_ddp_overlap,
+                f"--encoder-ddp-overlap with {where}: the encoders' last backward pass ends the iteration, so there is "
+                "nothing to overlap with; leave it out")
+        _refuse(config.optim.correct_encoder_grad_for_partial_participation,
+                f"--correct-encoder-grad-for-partial-participation with {where}: all replicas share all images; leave "
+                "it out")
 
 
 def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:

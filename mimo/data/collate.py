@@ -104,6 +104,40 @@ def merge_inputs(lanes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def split_images(inputs: Mapping[str, Any]) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """Take an encoder's inputs apart, image by image; the inverse of `join_images`.
+
+    Returns:
+        Height and width in pixels of each image with its pixels: `[C, H, W]`, or `[patches, C * P * P]` where the
+        encoder takes packed patches. The tensors are views.
+    """
+    if not inputs:
+        return []
+    pixels = inputs["pixel_values"]
+    if PACKED_SEQ_PARAMS not in inputs:
+        return [((image.shape[1], image.shape[2]), image) for image in pixels]
+    sizes = [(int(height), int(width)) for height, width in inputs["imgs_sizes"]]
+    # Patches are square and all of one size, so an image has its share of them by area.
+    area = sum(height * width for height, width in sizes)
+    lengths = [height * width * pixels.shape[1] // area for height, width in sizes]
+    return list(zip(sizes, pixels[0].split(lengths), strict=True))
+
+
+def join_images(pixels: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Make an encoder's inputs of single images, on the device where they are.
+
+    Args:
+        pixels: of each image, as `split_images` gives them.
+        sizes: height and width of each image in pixels.
+    """
+    if pixels[0].ndim == 3:
+        return {"pixel_values": torch.stack(list(pixels))}
+    lengths = [patches.shape[0] for patches in pixels]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {"pixel_values": torch.cat(list(pixels))[None], "imgs_sizes": np.array(sizes, np.int64),
+            PACKED_SEQ_PARAMS: PackedSequences(starts.to(pixels[0].device, non_blocking=True), max(lengths))}
+
+
 # (encoder module, height, width in pixels) -> language tokens.
 TokenCounter = Callable[[str, int, int], int]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -36,8 +37,9 @@ def parameters_per_rank(shapes: Iterable[ParameterShape], grid: GridSpec, stage:
 def _on_rank(shape: ParameterShape, grid: GridSpec, stage: int) -> int:
     ways = {"none": 1, "tp": grid.tp, "expert": grid.ep * grid.expt_tp}[shape.split]
     if shape.stage == "layer":
-        # Consecutive runs of layers whose lengths differ by at most one.
-        count = (stage + 1) * shape.count // grid.pp - stage * shape.count // grid.pp
+        # Consecutive runs of layers whose lengths differ by at most one, unless the layout says otherwise.
+        starts = [0, *itertools.accumulate(grid.stage_layers or (1,) * grid.pp)]
+        count = starts[stage + 1] * shape.count // starts[-1] - starts[stage] * shape.count // starts[-1]
     else:
         count = shape.count if stage == {"first": 0, "last": grid.pp - 1}[shape.stage] else 0
     return -(-math.prod(shape.shape) * count // ways)
@@ -146,6 +148,11 @@ def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
     """Describe which encoder data-parallel rank serves which lane."""
     if not layout.encoders:
         return [f"lanes: language dp rank l reads lane l of {layout.num_lanes}"]
+    if layout.encoder_window is not None:
+        images = (f"every {layout.encoder_window} microbatches" if layout.encoder_window else "a whole iteration")
+        how = "by cost" if config.layout.encoder_balance else "in order"
+        return [f"images of {images}, of all lanes, are dealt {how} to the {counted(encoder.dp, 'replica')} of "
+                f"{encoder.name}" for encoder in layout.encoders]
     size, lines = config.train.micro_batch_size, []
     for encoder in layout.encoders:
         lines.append(f"lanes of {encoder.name} (lane l is language dp rank l)")

@@ -135,14 +135,18 @@ class Grids:
         return self.layout.modules_of(self.rank)
 
     @property
-    def colocated(self) -> bool:
-        """Whether every rank holds every module."""
-        return self.layout.kind == "colocated"
+    def bridged(self) -> bool:
+        """Whether encoders have ranks of their own, so that bridges are part of the pipeline."""
+        return self.layout.kind == "disjoint"
 
     def schedule_collection(self) -> ProcessGroupCollection | MultiModuleProcessGroupCollection:
-        """Return the schedules' groups, of the language model (colocated) or of this rank's modules (disjoint)."""
-        if self.colocated:
+        """Return the schedules' groups: those of this rank's modules, where bridges join them, or else of the language
+        model."""
+        if not self.bridged and self.layout.language.pp == 1:
             return self.collections[LANGUAGE]
+        if not self.bridged:
+            return MultiModuleProcessGroupCollection(module_pgs={LANGUAGE: self.collections[LANGUAGE]},
+                                                     language_model_module_name=LANGUAGE)
         has_language = LANGUAGE in self.collections
         return MultiModuleProcessGroupCollection(
             module_pgs=self.collections, language_model_module_name=LANGUAGE if has_language else None

@@ -30,7 +30,8 @@ def needs_of(layout: Layout, rank: int, micro_batch_size: int) -> tuple[Need, ..
     """All that a rank needs, module by module, lanes in order.
 
     Language ranks need the text of their lane on every pipeline stage: only the first uses the tokens and only the last
-    the labels, but text is small, and one rule for all stages keeps keys and counts at hand everywhere.
+    the labels, but text is small, and one rule for all stages keeps keys and counts at hand everywhere. With encoder
+    windows the reader of a lane holds its pixels, and deals them to the replicas once all ranks know what there is.
     """
     needs = []
     for module in layout.modules_of(rank):
@@ -38,10 +39,12 @@ def needs_of(layout: Layout, rank: int, micro_batch_size: int) -> tuple[Need, ..
         position = grid.coordinates(rank)
         if module == LANGUAGE:
             shares: tuple[LaneShare, ...] = (LaneShare(position["dp"], 0, micro_batch_size),)
+        elif layout.encoder_window is not None:
+            shares = tuple(LaneShare(lane, 0, micro_batch_size) for lane in lanes_read_by(layout, rank))
         else:
             assert max(grid.dp, layout.num_lanes) % min(grid.dp, layout.num_lanes) == 0, (grid.dp, layout.num_lanes)
             shares = lane_shares(grid.dp, layout.num_lanes, micro_batch_size, position["dp"])
-        pixels = module != LANGUAGE and position["pp"] == 0
+        pixels = module != LANGUAGE and (position["pp"] == 0 or layout.encoder_window is not None)
         needs += [Need(module, share, pixels) for share in shares]
     return tuple(needs)
 

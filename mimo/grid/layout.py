@@ -10,7 +10,10 @@ from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 
 MAX_SUGGESTIONS = 3
+# Microbatches that are encoded together where the language model has pipeline stages.
+DEFAULT_WINDOW = 2
 ENCODER_FLAGS = ("encoder_tp", "encoder_dp", "encoder_pp")
+MAY_BE_ZERO = ("llm_offset", "encoder_window", "encoder_chunk")
 
 
 def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...]) -> Layout:
@@ -33,10 +36,49 @@ def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...
         raise ValueError(f"--llm-cp {config.llm_cp} is not supported yet; only --llm-cp 1 is")
     grids = tuple(GridSpec(name, tp=config.encoder_tp, dp=config.encoder_dp, pp=config.encoder_pp) for name in encoders)
     _check_flags(config, grids)
+    if config.layout == "homogeneous":
+        grids = tuple(GridSpec(name, tp=config.llm_tp, dp=config.llm_dp) for name in encoders)
     offset = sum(grid.size for grid in grids) if config.layout == "disjoint" else 0
     language = GridSpec(LANGUAGE, offset=offset, tp=config.llm_tp, cp=config.llm_cp, dp=config.llm_dp, pp=config.llm_pp,
-                        ep=config.llm_ep, expt_tp=config.llm_expt_tp)
-    return Layout(config.layout, world_size, grids, language)
+                        ep=config.llm_ep, expt_tp=config.llm_expt_tp, stage_layers=_stage_layers(config))
+    return Layout(config.layout, world_size, grids, language, _encoder_window(config, grids))
+
+
+def _stage_layers(config: LayoutConfig) -> tuple[int, ...]:
+    """Parse --llm-pp-layout."""
+    given = config.llm_pp_layout
+    if given is None:
+        return ()
+    counts = given.split(",")
+    if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
+        raise ValueError(f"--llm-pp-layout {given}: give the layers of each stage, such as 16,24")
+    if len(counts) != config.llm_pp:
+        raise ValueError(f"--llm-pp-layout {given} has {len(counts)} stages, but --llm-pp is {config.llm_pp}")
+    if config.llm_pp == 1:
+        raise ValueError(f"--llm-pp-layout {given} needs --llm-pp above 1; leave it out")
+    middle = {int(count) for count in counts[1:-1]}
+    if len(middle) > 1:
+        raise ValueError(f"--llm-pp-layout {given}: only the first and the last stage may differ (Megatron Core); "
+                         "those between need the same number of layers")
+    return tuple(map(int, counts))
+
+
+def _encoder_window(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> int | None:
+    """Return the window of --encoder-window, or its default: with pipeline stages there is no other way to encode."""
+    window = config.encoder_window
+    if window is None and grids and config.layout == "colocated" and config.llm_pp > 1:
+        return DEFAULT_WINDOW
+    if window is None:
+        for given, flag in ((not config.encoder_balance, "--no-encoder-balance"),
+                            (config.encoder_chunk, f"--encoder-chunk {config.encoder_chunk}")):
+            if given:
+                raise ValueError(f"{flag} needs --encoder-window")
+    if window is not None:
+        if config.layout != "colocated" or not grids:
+            where = f"--layout {config.layout}" if grids else "a run without encoder"
+            raise ValueError(f"--encoder-window {window} with {where}: only the colocated layout encodes "
+                             "the images of several microbatches together; leave it out")
+    return window
 
 
 def required_world_size(config: LayoutConfig, encoders: tuple[str, ...]) -> int:
@@ -49,20 +91,27 @@ def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
     """Check what only the flags show: flags without effect because there is no encoder, and a wrong --llm-offset."""
     for field in fields(config):
         value = getattr(config, field.name)
-        if type(value) is int and value < (0 if field.name == "llm_offset" else 1):
-            raise ValueError(f"{_flag(field.name)} {value} is below {0 if field.name == 'llm_offset' else 1}")
+        least = 0 if field.name in MAY_BE_ZERO else 1
+        if type(value) is int and value < least:
+            raise ValueError(f"{_flag(field.name)} {value} is below {least}")
     if not grids:
         why = "--llm-only" if config.llm_only else "a model without encoder"
         given = [f"{_flag(name)} {getattr(config, name)}" for name in ENCODER_FLAGS if getattr(config, name) != 1]
         if given:
             raise ValueError(f"{why} has no encoder grid: leave out {', '.join(given)}")
-        if config.layout == "colocated":
-            raise ValueError(f"--layout colocated says nothing with {why}: leave it out")
+        if config.layout != "disjoint":
+            raise ValueError(f"--layout {config.layout} says nothing with {why}: leave it out")
+    if config.layout == "homogeneous":
+        taken = {"encoder_tp": config.llm_tp, "encoder_dp": config.llm_dp, "encoder_pp": 1}
+        for name, value in taken.items():
+            if getattr(config, name) not in (1, value):
+                raise ValueError(f"{_flag(name)} {getattr(config, name)}: in the homogeneous layout the encoder is "
+                                 f"split as the first language stage, {_flag(name)} {value}; leave it out")
     start = sum(grid.size for grid in grids) if config.layout == "disjoint" else 0
     if config.llm_offset not in (None, start):
         where = "there is no encoder"
-        if config.layout == "colocated":
-            where = "in the colocated layout every grid starts at rank 0"
+        if config.layout != "disjoint":
+            where = f"in the {config.layout} layout every grid starts at rank 0"
         elif grids:
             where = f"the language grid starts right after the encoder ({_terms(grids)})"
         raise ValueError(f"--llm-offset {config.llm_offset}: {where}, so leave it out or set --llm-offset {start}")
@@ -87,14 +136,16 @@ def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size:
     _check_experts(layout.language, num_experts or 0, sequence_parallel)
     if layout.kind == "colocated":
         _check_colocated(layout, micro_batch_size)
+    elif layout.kind == "homogeneous":
+        _check_homogeneous(layout, micro_batch_size)
     elif layout.kind == "disjoint":
         _check_disjoint(layout, micro_batch_size)
     else:
-        raise ValueError(f"--layout {layout.kind} is neither disjoint nor colocated")
+        raise ValueError(f"--layout {layout.kind} is none of disjoint, colocated and homogeneous")
     for name, value in (("--micro-batch-size", micro_batch_size), ("--global-batch-size", global_batch_size)):
         if value < 1:
             raise ValueError(f"{name} {value} is below 1")
-    for encoder in layout.encoders:
+    for encoder in layout.encoders if layout.encoder_window is None else ():
         _check_lanes(encoder, layout.language, lane_rows or micro_batch_size)
     unit = micro_batch_size * layout.language.dp
     if global_batch_size % unit:
@@ -164,11 +215,14 @@ def _check_disjoint(layout: Layout, micro_batch_size: int) -> None:
 
 
 def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
-    """Every grid spans the whole world from rank 0, in one stage."""
+    """Every grid spans the whole world from rank 0, encoders in one stage."""
     for grid in layout.grids.values():
-        if grid.pp > 1:
-            raise ValueError(f"{_axis_flag(grid, 'pp')} {grid.pp}: the colocated layout has no pipeline stages; "
-                             "use --layout disjoint or 1")
+        if grid.pp > 1 and grid.name != LANGUAGE:
+            raise ValueError(f"{_axis_flag(grid, 'pp')} {grid.pp}: in the colocated layout only the language model has "
+                             "pipeline stages; use 1, or --layout disjoint")
+        if grid.pp > 1 and layout.encoders and layout.encoder_window is None:
+            raise ValueError(f"--llm-pp {grid.pp} in the colocated layout needs --encoder-window "
+                             "(Layout.encoder_window)")
         if grid.offset:
             raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}: in the colocated layout every grid "
                              "starts at rank 0 (--llm-offset 0)")
@@ -178,6 +232,18 @@ def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
         raise ValueError(f"colocated grids span the same ranks, these {problem} "
                          f"({_terms(layout.grids.values())}; the world has {layout.world_size}); "
                          + _fitting(layout, micro_batch_size))
+
+
+def _check_homogeneous(layout: Layout, micro_batch_size: int) -> None:
+    """The language model spans the world from rank 0, and encoders its first stage, split alike."""
+    language = layout.language
+    if language.offset or language.size != layout.world_size:
+        raise ValueError(f"the language grid needs {_count(language.size)} ({_terms([language])}), the world has "
+                         f"{layout.world_size}; {_fitting(layout, micro_batch_size)}")
+    for encoder in layout.encoders:
+        if (encoder.offset, encoder.tp, encoder.dp, encoder.pp) != (0, language.tp, language.dp, 1):
+            raise ValueError(f"grid {encoder.name!r} ({_terms([encoder])}) is not split as the first language stage "
+                             f"({_terms([language])})")
 
 
 def _check_lanes(encoder: GridSpec, language: GridSpec, micro_batch_size: int) -> None:
@@ -198,6 +264,7 @@ def _check_lanes(encoder: GridSpec, language: GridSpec, micro_batch_size: int) -
 def _fitting(layout: Layout, micro_batch_size: int) -> str:
     """The --encoder-dp and --llm-dp nearest to the given ones that tile the world with the other sizes as they are."""
     language, world = layout.language, layout.world_size
+    has_flags = bool(layout.encoders) and layout.kind != "homogeneous"
     if len(layout.encoders) > 1:
         return "change the sizes of the grids"
     wide = language.tp * language.cp * language.pp
@@ -207,12 +274,12 @@ def _fitting(layout: Layout, micro_batch_size: int) -> str:
         rest = world - wide * dp
         if language.tp * language.cp * dp % (language.ep * language.expt_tp) or (layout.kind == "colocated" and rest):
             continue
-        if layout.encoders:
+        if has_flags:
             found += _fitting_encoder(layout, dp, world if layout.kind == "colocated" else rest, micro_batch_size)
         elif rest == 0:
             found.append((False, abs(dp - language.dp), dp, f"--llm-dp {dp}"))
     if not found:
-        flags = "--encoder-dp and --llm-dp" if layout.encoders else "--llm-dp"
+        flags = "--encoder-dp and --llm-dp" if has_flags else "--llm-dp"
         return f"no {flags} can fill {_count(world)} with the other sizes as they are"
     best = [text for changes, _, _, text in sorted(found) if not changes or all(item[0] for item in found)]
     return f"these fit {_count(world)}: " + ", or ".join(best[:MAX_SUGGESTIONS])
@@ -223,10 +290,11 @@ def _fitting_encoder(layout: Layout, language_dp: int, ranks: int,
     """The encoder grid on `ranks` ranks beside `language_dp` as one entry of `_fitting`, or nothing."""
     encoder, language = layout.encoders[0], layout.language
     encoder_dp, left = divmod(ranks, encoder.tp * encoder.pp)
-    if left or not encoder_dp or (encoder_dp % language_dp and language_dp % encoder_dp):
+    pooled = layout.encoder_window is not None
+    if left or not encoder_dp or (not pooled and encoder_dp % language_dp and language_dp % encoder_dp):
         return []
     text = f"{_axis_flag(encoder, 'dp')} {encoder_dp} --llm-dp {language_dp}"
-    smallest = -(-encoder_dp // language_dp)
+    smallest = 1 if pooled else -(-encoder_dp // language_dp)
     if smallest > micro_batch_size:
         text += f" --micro-batch-size {smallest}"
     distance = abs(language_dp - language.dp) + abs(encoder_dp - encoder.dp)

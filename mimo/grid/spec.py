@@ -21,6 +21,7 @@ class GridSpec:
         tp, cp, dp, pp: tensor, context, data and pipeline parallel sizes.
         ep: expert parallel size. Experts are split over `ep * expt_tp` ranks of a pipeline stage.
         expt_tp: tensor parallel size inside an expert.
+        stage_layers: layers of each pipeline stage; empty: as many on each.
     """
 
     name: str
@@ -31,6 +32,7 @@ class GridSpec:
     pp: int = 1
     ep: int = 1
     expt_tp: int = 1
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -70,16 +72,20 @@ class Layout:
     """All grids of a run.
 
     Attributes:
-        kind: `disjoint` (grids tile the world) or `colocated` (all grids span the same ranks).
+        kind: `disjoint` (grids tile the world), `colocated` (all grids span the same ranks) or `homogeneous` (encoders
+            are on the ranks of the first language stage, split as it is).
         world_size: number of ranks.
         encoders: encoder grids in module order; empty for text-only runs.
         language: the language grid.
+        encoder_window: microbatches whose images all encoder replicas encode together (colocated only); 0: those of the
+            whole iteration; None: each replica encodes the images of its own lanes, microbatch by microbatch.
     """
 
     kind: str
     world_size: int
     encoders: tuple[GridSpec, ...]
     language: GridSpec
+    encoder_window: int | None = None
 
     @property
     def grids(self) -> dict[str, GridSpec]:
@@ -101,7 +107,9 @@ class Layout:
         for name in self.modules_of(rank):
             position = self.grids[name].coordinates(rank)
             place = f"{name} grid, " + " ".join(f"{axis} {index}" for axis, index in position.items())
-            places.append(f"{place}, {self._lanes_in_words(name, position['dp'])}")
+            pooled = self.encoder_window is not None and name != LANGUAGE
+            lanes = "images of all lanes" if pooled else self._lanes_in_words(name, position["dp"])
+            places.append(f"{place}, {lanes}")
         return f"rank {rank} ({'; '.join(places)})"
 
     def _lanes_in_words(self, name: str, dp_rank: int) -> str:

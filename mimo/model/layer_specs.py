@@ -18,8 +18,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mimo.model.latent_attention import LatentAttention, LatentDotProductAttention, with_epsilon
 from mimo.model.packed_attention import PackedDotProductAttention
@@ -41,13 +42,14 @@ def norm_builder(impl: str) -> Any:
     return TENorm
 
 
-def decoder_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubmodules:
+def decoder_layer_spec(config: TransformerConfig, impl: str, stage: int) -> TransformerBlockSubmodules:
     """Layers of one pipeline stage of a decoder, dense or MoE, and its final norm.
 
     Args:
         config: `num_layers`, `num_moe_experts`, `moe_grouped_gemm`, `qk_layernorm` and the pipeline size are read;
             every layer is an MoE layer where `num_moe_experts` is set.
         impl: `local` or `transformer_engine`.
+        stage: pipeline stage, from 0.
 
     Raises:
         ValueError: unknown `impl`.
@@ -62,7 +64,7 @@ def decoder_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlock
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm)
-    return _block(config, spec, impl)
+    return _block(config, spec, impl, stage)
 
 
 def mixed_decoder_spec(
@@ -81,14 +83,13 @@ def mixed_decoder_spec(
         ValueError: unknown `impl`.
     """
     _check_impl(impl)
-    stages, kinds = config.pipeline_model_parallel_size, config.moe_layer_freq
+    kinds = config.moe_layer_freq
     if isinstance(kinds, int):
         kinds = [kinds] * config.num_layers
     assert len(kinds) == config.num_layers and set(kinds) <= {0, 1}, kinds
-    assert config.num_layers % stages == 0, f"{config.num_layers} layers over {stages} pipeline stages"
-    count = config.num_layers // stages
+    first = get_transformer_layer_offset(config, pp_rank=stage)
     specs = {kind: _latent_layer(config, impl, bool(kind), latent_norm_epsilon) for kind in (0, 1)}
-    layers = [specs[kind] for kind in kinds[stage * count:(stage + 1) * count]]
+    layers = [specs[kind] for kind in kinds[first:first + get_num_layers_to_build(config, pp_rank=stage)]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_builder(impl))
 
 
@@ -136,10 +137,8 @@ def _check_impl(impl: str) -> None:
         raise ValueError(f"--transformer-impl {impl}: layers exist for {' and '.join(IMPLS)}")
 
 
-def _block(config: TransformerConfig, layer: ModuleSpec, impl: str) -> TransformerBlockSubmodules:
-    stages = config.pipeline_model_parallel_size
-    assert config.num_layers % stages == 0, f"{config.num_layers} layers over {stages} pipeline stages"
-    layers = [layer] * (config.num_layers // stages)
+def _block(config: TransformerConfig, layer: ModuleSpec, impl: str, stage: int = 0) -> TransformerBlockSubmodules:
+    layers = [layer] * get_num_layers_to_build(config, pp_rank=stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_builder(impl))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 from megatron.core.enums import ModelType
@@ -28,6 +29,22 @@ from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
 
 
+class FeatureWindows(Protocol):
+    """Features of microbatches that are encoded several at a time."""
+
+    def before_forward(self) -> dict[str, torch.Tensor]:
+        """Return the features of the coming microbatch by encoder, on the first language stage."""
+        ...
+
+    def after_forward(self) -> None:
+        """Take note of a forward pass."""
+        ...
+
+    def destroy(self) -> None:
+        """Release their process groups."""
+        ...
+
+
 class HeteroModel(MimoModel):
     """Modules of this rank and how a microbatch runs through them.
 
@@ -40,6 +57,7 @@ class HeteroModel(MimoModel):
 
     Attributes:
         prefetch: features of the encoder of this rank, computed ahead; None for none.
+        windows: encodes the images of several microbatches together; None: each forward pass encodes its own.
     """
 
     def __init__(
@@ -50,6 +68,7 @@ class HeteroModel(MimoModel):
         self.grids, self.watchdog, self.spans, self.seed_module = grids, watchdog, spans, seed_module
         self._holds_several = len(grids.modules) > 1
         self.prefetch: FeatureQueue | None = None
+        self.windows: FeatureWindows | None = None
         groups = grids.collections.get(LANGUAGE)
         super().__init__(mimo_config, cp_group=groups.cp if groups else None, tp_group=groups.tp if groups else None)
         # The schedule without pipelining reads it.
@@ -57,8 +76,8 @@ class HeteroModel(MimoModel):
         self.input_tensors: Mapping[str, torch.Tensor] | None = None
 
     def _initialize_submodules(self) -> None:
-        if not self.grids.layout.encoders and self.grids.layout.language.pp > 1:
-            # One grid counts as colocated for Megatron Core, which then ignores its pipeline.
+        if self.grids.layout.language.pp > 1 and not (self.grids.bridged and self.grids.layout.encoders):
+            # Megatron Core ignores the pipeline of grids on the same ranks, and one grid counts as such.
             self.role = compat.role_from_grids(self.mimo_config.module_to_grid_map)
         for name in self.role.modality_module_names:
             # Seeded one by one: what an encoder draws must not depend on which others share its rank.
@@ -80,8 +99,16 @@ class HeteroModel(MimoModel):
         return language.mtp if isinstance(language, HybridLanguageModel) and language.mtp_process else None
 
     def _build_colocated_communicators(self) -> None:
+        if self.grids.layout.encoder_window is not None:
+            return
         for name in self.mimo_config.modality_submodules_spec:
             self.colocated_comms[name, LANGUAGE] = ColocatedBridge(self.grids, name, Trace(self.watchdog, self.spans))
+
+    def destroy(self) -> None:
+        """Release the process groups of bridges and windows."""
+        super().destroy()
+        if self.windows is not None:
+            self.windows.destroy()
 
     def forward(self, batch: Microbatch, with_labels: bool = True) -> torch.Tensor | dict[str, torch.Tensor]:
         """Run one microbatch through the modules of this rank.
@@ -96,12 +123,15 @@ class HeteroModel(MimoModel):
         """
         received, self.input_tensors = self.input_tensors, None
         received = received or {}
-        if self.grids.colocated and self.grids.layout.encoders:
-            rows = {
-                name: self.colocated_comms[name, LANGUAGE].communicate(self._encode(name, side, None))
-                for name, side in batch.encoders.items()
-            }
-            return self._language(batch, rows, with_labels)
+        if self.windows is not None:
+            output = self._language(batch, {**received, **self.windows.before_forward()}, with_labels)
+            self.windows.after_forward()
+            return output
+        if not self.grids.bridged and self.grids.layout.encoders:
+            rows = {name: self._encode(name, side, None) for name, side in batch.encoders.items()}
+            for (name, _), bridge in self.colocated_comms.items():
+                rows[name] = bridge.communicate(rows[name])
+            return self._language(batch, {**received, **rows}, with_labels)
         if self.role.has_modality_modules:
             return {name: self._encode(name, side, received.get(name)) for name, side in batch.encoders.items()}
         return self._language(batch, received, with_labels)

@@ -179,13 +179,17 @@ class FlopsCounter:
         components: the model, from input to output.
         frozen: parts that do not train.
         recompute: activation recomputation in the language model.
+        recomputed_share: share of its layers that `full` recomputes.
+        encoder_recompute: activation recomputation in the encoders, `none` or `full`.
         fused: layers are Transformer Engine's; False: they are plain PyTorch.
     """
 
     def __init__(self, components: Sequence[FlopComponent], *, frozen: frozenset[str] = frozenset(),
-                 recompute: Recompute = "none", fused: bool = True) -> None:
+                 recompute: Recompute = "none", recomputed_share: float = 1.0, encoder_recompute: Recompute = "none",
+                 fused: bool = True) -> None:
         self.components = tuple(components)
-        self.frozen, self.recompute, self.fused = frozen, recompute, fused
+        self.frozen, self.fused = frozen, fused
+        self.recompute, self.recomputed_share, self.encoder_recompute = recompute, recomputed_share, encoder_recompute
 
     def model_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
         """Return the FLOPs that the model needs in a step, by module, forward and backward.
@@ -224,8 +228,10 @@ class FlopsCounter:
         total = forward.total + forward.weights * (trains + input_gradients)
         total += 2 * (forward.attention + forward.scan)
         # A frozen model runs in evaluation mode, where nothing is recomputed.
-        if hardware and trains and component.recomputed and component.module == LANGUAGE:
-            total += {"none": 0.0, "selective": forward.attention, "full": forward.total}[self.recompute]
+        if hardware and trains and component.recomputed:
+            language = component.module == LANGUAGE
+            again = {"none": 0.0, "selective": forward.attention, "full": forward.total}
+            total += (again[self.recompute] * self.recomputed_share if language else again[self.encoder_recompute])
         return total
 
     def _feeding(self, component: FlopComponent) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Timeline:
     def __init__(self, layout: Layout, rank: int, *, reports_lane: bool) -> None:
         self.layout, self.rank = layout, rank
         self._lane = layout.language.coordinates(rank)["dp"] if reports_lane else None
-        self.parts = (*(part for part in PARTS if part != OTHER_MODULES or layout.kind == "colocated"), STEP)
+        self.parts = (*(part for part in PARTS if part != OTHER_MODULES or layout.kind != "disjoint"), STEP)
 
     def own(self, intervals: Sequence[Interval], microbatches: Sequence[Microbatch]) -> list[float]:
         """Return this rank's row: the parts of each module (0 for modules of other ranks), then tokens of each lane."""

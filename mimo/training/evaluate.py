@@ -231,7 +231,7 @@ def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[
     for batch in (batch for microbatches in steps for batch in microbatches):
         for module, encoded in batch.encoders.items():
             place = grids.layout.grids[module].coordinates(grids.rank)
-            if place["tp"] == 0 and place["pp"] == 0:
+            if grids.layout.encoder_window is not None or (place["tp"] == 0 and place["pp"] == 0):
                 found |= {key: images for key, images in _images(parts.config, provider, module, encoded).items()
                           if key in wanted and images}
     logging_rank = grids.layout.language.rank_at(pp=-1)

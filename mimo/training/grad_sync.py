@@ -31,9 +31,22 @@ class GradSync:
     def __init__(self, built: BuiltModel, grids: Grids, trace: Trace) -> None:
         self.built, self.grids, self.trace = built, grids, trace
         self._kept_biases: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Whether the reductions of the current schedule leave full gradients on every rank.
+        self.force_all_reduce = False
         for encoder in grids.layout.encoders:
             if encoder.name in built.wrapped:
                 start_in_order(built.wrapped[encoder.name])
+
+    def start(self, *unused: Any) -> None:
+        """Start the overlapped reductions of a later pipeline stage, behind its last backward pass.
+
+        This is Megatron Core's `grad_sync_func`. Encoders that run in windows are left out: they have no overlap, as
+        their last backward passes come after the schedule.
+        """
+        for wrapped in self.built.wrapped.values():
+            if wrapped.ddp_config.overlap_grad_reduce:
+                for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+                    group.start_grad_sync(force_all_reduce=self.force_all_reduce)
 
     def finalize(
         self,

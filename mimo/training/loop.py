@@ -314,6 +314,8 @@ class TrainingLoop:
         timers = [bridge.timer for bridge in self.parts.built.model.colocated_comms.values()]
         if self.parts.communicator is not None:
             timers += [bridge.timer for bridge in self.parts.communicator.bridges]
+        if self.parts.windows is not None:
+            timers.append(self.parts.windows.exchange.timer)
         # One reduction over the hosts carries everything: timers, memory by module, image tokens of each microbatch
         # and the timeline's numbers. A module's numbers count only on its own ranks.
         names = list(self.grids.layout.grids)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mimo.bridge.disjoint import Bridge
+from mimo.bridge.exchange import Exchange
 from mimo.bridge.handshake import Handshake
 from mimo.bridge.pipeline import PipelineCommunicator
 from mimo.checkpoint.differences import data_fields
@@ -30,6 +31,7 @@ from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
 from mimo.training.encoder_prefetch import EncoderPrefetch
+from mimo.training.encoder_windows import EncoderWindows, ModuleWindows
 from mimo.training.grad_sync import GradSync
 from mimo.training.optimizer import build_optimizer, build_scheduler
 from mimo.training.step import TrainerParts
@@ -64,6 +66,9 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     watchdog.groups = partial(flight_recorder.group_statuses, platform.backend)
     watchdog.schedule, watchdog.on_device = schedule_spans.status, platform.name == "cuda"
     communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
+    windows = _windows(config, provider, grids, platform, watchdog, built, spans)
+    if windows is not None and communicator is not None:
+        communicator.after_backward = windows.after_backward
     STARTUP.enter(Phase.OPTIMIZERS)
     grad_sync = GradSync(built, grids, Trace(watchdog, spans))
     optimizer = build_optimizer(config.optim, built, grids)
@@ -72,12 +77,12 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     return TrainerParts(config, grids, platform, watchdog, built, communicator,
                         Handshake(grids, config.lane_rows), grad_sync, optimizer,
                         build_scheduler(config, optimizer), schedule_spans,
-                        _prefetch(config, grids, platform, watchdog, built, communicator, spans))
+                        _prefetch(config, grids, platform, watchdog, built, communicator, spans), windows)
 
 
 def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
                   built: BuiltModel, schedule_spans: ScheduleSpans) -> PipelineCommunicator | None:
-    if grids.colocated:
+    if not grids.bridged and grids.layout.language.pp == 1:
         return None
     hidden = provider.hidden_size(config.model_family)
     frozen = config.model.frozen
@@ -85,7 +90,7 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         Bridge(grids, encoder.name, micro_batch_size=config.lane_rows, hidden_size=hidden,
                dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen, device=platform.device,
                backend=platform.backend, watchdog=watchdog, spans=schedule_spans.spans)
-        for encoder in grids.layout.encoders
+        for encoder in (grids.layout.encoders if grids.bridged else ())
     ]
     language = grids.layout.language
     split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
@@ -94,6 +99,25 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     # Ranks without the language model have its configuration only for its sizes, and without this dtype.
     model_config.pipeline_dtype = params_dtype(config)
     return PipelineCommunicator(grids, model_config, bridges, shape, schedule_spans)
+
+
+def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
+             built: BuiltModel, spans: Spans) -> EncoderWindows | None:
+    """The windows in which this rank's encoders run; None where each microbatch is encoded by itself."""
+    if grids.layout.encoder_window is None:
+        return None
+    exchange = Exchange(grids, device=platform.device, backend=platform.backend, watchdog=watchdog, spans=spans)
+    modules = [
+        ModuleWindows(
+            encoder, built.model.modality_submodules[encoder.name], grids, exchange,
+            hidden_size=provider.hidden_size(config.model_family),
+            encoder_hidden_size=unwrap_model(built.model.modality_submodules[encoder.name]).config.hidden_size,
+            dtype=built.params_dtype, device=platform.device, needs_grad=built.trainable[encoder.name],
+            chunk=config.layout.encoder_chunk, balanced=config.layout.encoder_balance)
+        for encoder in grids.layout.encoders
+    ]
+    built.model.windows = EncoderWindows(grids, modules, exchange, grids.layout.encoder_window, watchdog, spans)
+    return built.model.windows
 
 
 def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Watchdog, built: BuiltModel,
@@ -120,11 +144,12 @@ def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Wat
 def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync, schedule_spans: ScheduleSpans) -> None:
     """Set the fields of the model's config from which Megatron Core's schedule takes its callbacks."""
     model_config = get_model_config(built.model)
-    model_config.finalize_model_grads_func = grad_sync.finalize
+    # With encoder windows the encoders' last backward passes come after the schedule, and the reduction after them.
+    model_config.finalize_model_grads_func = grad_sync.finalize if built.model.windows is None else None
     model_config.no_sync_func = built.model.no_sync
     model_config.timers = schedule_spans
     if config.ddp.overlap_grad_reduce:
-        model_config.grad_sync_func = built.model.start_grad_sync
+        model_config.grad_sync_func = grad_sync.start
     # Waiting on a transfer keeps the order of streams; the extra synchronisation only works around old NCCL bugs.
     model_config.batch_p2p_sync = False
 

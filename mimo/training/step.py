@@ -26,6 +26,7 @@ from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
 from mimo.training.encoder_prefetch import EncoderPrefetch
+from mimo.training.encoder_windows import EncoderWindows
 from mimo.training.grad_sync import GradSync
 from mimo.training.optimizer import HeteroOptimizer
 from mimo.training.step_metrics import Workload, num_values, workload
@@ -56,6 +57,7 @@ class TrainerParts:
     scheduler: OptimizerParamScheduler
     schedule_spans: ScheduleSpans
     prefetch: EncoderPrefetch | None = None
+    windows: EncoderWindows | None = None
     schedule_timer: DeviceTimer = field(default_factory=DeviceTimer)
     optimizer_timer: DeviceTimer = field(default_factory=DeviceTimer)
 
@@ -163,11 +165,15 @@ def run_schedule(
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
     parts.schedule_spans.begin(len(microbatches))
-    begin_schedule(parts, microbatches)
+    if parts.windows is None:
+        begin_schedule(parts, microbatches)
+    else:
+        microbatches = parts.windows.begin_step(microbatches, forward_only=forward_only)
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
     train = parts.config.train
-    return schedule(
+    parts.grad_sync.force_all_reduce = force_all_reduce
+    reports: list[Any] = schedule(
         forward_step_func=step_function,
         data_iterator=on_device(microbatches, parts.platform.device),
         model=[parts.built.model],
@@ -179,6 +185,11 @@ def run_schedule(
         pg_collection=collection,
         force_all_reduce=force_all_reduce,
     )
+    if parts.windows is not None:
+        parts.windows.finish_step()
+        if not forward_only:
+            parts.grad_sync.finalize([parts.built.model], force_all_reduce=force_all_reduce)
+    return reports
 
 
 def train_step(
@@ -314,7 +325,8 @@ def _sum_over_world(
             totals[6] += batch.text.unbalanced_image_tokens
         values = workload(microbatches, names).values()
         totals[FIXED_TOTALS + len(encoders) :] = torch.tensor(values, dtype=torch.float64)
-    for index, encoder in enumerate(encoders):
+    # Only the correction for partial participation asks, which encoder windows have no need of.
+    for index, encoder in enumerate(encoders if parts.windows is None else ()):
         if parts.grids.rank in encoder.ranks:
             place = encoder.coordinates(parts.grids.rank)
             saw_image = any(sum(batch.encoders[encoder.name].token_counts) for batch in microbatches)

@@ -81,6 +81,17 @@ def _is_outdated(provider: FlopsProvider) -> bool:
     return depth("flop_components") > min(depth("language_spec"), depth("encoder_spec"))
 
 
+def _recomputed_share(config: RunConfig, provider: ModelProvider, layout: Layout) -> float:
+    """Return the share of the language model's layers that --recompute full computes again."""
+    again, stages = config.model.recompute_num_layers, layout.language.pp
+    if again is None:
+        return 1.0
+    layers = max(shape.count for shape in provider.parameter_shapes(config.model_family, LANGUAGE)
+                 if shape.stage == "layer")
+    of_stages = layout.language.stage_layers or (layers // stages,) * stages
+    return sum(min(again, count) for count in of_stages) / layers
+
+
 class FlopsMeter:
     """FLOP/s of steps.
 
@@ -112,6 +123,8 @@ class FlopsMeter:
         if {component.module for component in components} != set(layout.grids):
             return None
         counter = FlopsCounter(components, frozen=config.model.frozen, recompute=config.model.recompute,
+                               recomputed_share=_recomputed_share(config, provider, layout),
+                               encoder_recompute=config.model.encoder_recompute,
                                fused=impl == "transformer_engine")
         return cls(counter, layout.world_size, config.observe.peak_tflops or peak_tflops(device_name))
 

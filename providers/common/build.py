@@ -51,12 +51,17 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         **sizes)  # type: ignore[arg-type]
 
 
-# Megatron's fields for --recompute: full keeps only each layer's input, selective recomputes the attention core.
-RECOMPUTE: dict[str, dict[str, object]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective"},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
+def recompute_fields(context: BuildContext | None) -> dict[str, object]:
+    """Return Megatron's fields for --recompute: `full` keeps only each layer's input, `selective` recomputes the
+    attention core."""
+    if context is None or context.recompute == "none":
+        return {}
+    if context.recompute == "selective":
+        return {"recompute_granularity": "selective"}
+    if context.recompute_num_layers is not None:
+        return {"recompute_granularity": "full", "recompute_method": "block",
+                "recompute_num_layers": context.recompute_num_layers}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def decoder_config(config: DecoderConfig, context: BuildContext | None,
@@ -79,7 +84,10 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None,
         "add_qkv_bias": config.add_qkv_bias, "qk_layernorm": config.qk_layernorm,
         "hidden_dropout": config.hidden_dropout, "attention_dropout": config.attention_dropout,
         "sequence_parallel": context is not None and context.sequence_parallel}
-    shared |= RECOMPUTE["none" if context is None else context.recompute]
+    shared |= recompute_fields(context)
+    if context is not None and context.grid.stage_layers:
+        shared |= {"num_layers_in_first_pipeline_stage": context.grid.stage_layers[0],
+                   "num_layers_in_last_pipeline_stage": context.grid.stage_layers[-1]}
     if config.num_experts:
         shared |= _moe_fields(config, context) | {"moe_grouped_gemm": fused}
     return transformer_config(context, kind, **(shared | sizes))
@@ -109,7 +117,8 @@ def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleS
         ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
     """
     megatron_config = decoder_config(config, context)
-    layers = None if context is None else decoder_layer_spec(megatron_config, context.transformer_impl)
+    layers = None if context is None else decoder_layer_spec(
+        megatron_config, context.transformer_impl, context.groups.pp.rank())
     return language_model_spec(config, context, megatron_config, layers)
 
 
@@ -168,7 +177,7 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
         num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
         normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
         add_qkv_bias=True, activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0,
-        attention_dropout=0.0)
+        attention_dropout=0.0, **recompute_fields(context))
     projector_config = transformer_config(
         context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
         ffn_hidden_size=projector_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True)

@@ -123,7 +123,11 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
     There may be fewer query groups than tensor-parallel ranks if they divide the ranks. Megatron Core then gathers the
     fused projection, and each rank takes its group.
     """
-    problems.divides("num_layers", config.num_layers, "llm_pp", grid.pp)
+    if not grid.stage_layers:
+        problems.divides("num_layers", config.num_layers, "llm_pp", grid.pp, hint="or give --llm-pp-layout")
+    elif sum(grid.stage_layers) != config.num_layers:
+        problems.add(f"--llm-pp-layout {','.join(map(str, grid.stage_layers))} has {sum(grid.stage_layers)} layers, "
+                     f"--num-layers {config.num_layers}")
     problems.divides("num_attention_heads", config.num_attention_heads, "llm_tp", grid.tp)
     groups = config.query_groups
     if groups % grid.tp and grid.tp % groups:

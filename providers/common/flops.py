@@ -135,7 +135,8 @@ def vision_components(config: VisionConfig | RadioConfig, *, num_extra: int, par
     yield FlopComponent(name="patch embedding", module=VISION, part=VISION, linear=linear((pixels, hidden)),
                         opens_part=True, parallel_linear=parallel_patches, tokens_per_token=patches)
     yield FlopComponent(name="layers", module=VISION, part=VISION, linear=layers * layer,
-                        attention=layers * scores(hidden, hidden), tokens_per_token=patches, extra_tokens=num_extra)
+                        attention=layers * scores(hidden, hidden), tokens_per_token=patches, extra_tokens=num_extra,
+                        recomputed=True)
 
 
 def projector_components(feature_size: int, inner: int, language_size: int, *, has_norm: bool) -> Iterable[

@@ -206,7 +206,10 @@ def _check_pattern(config: HybridConfig, problems: Problems) -> None:
 def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
     """Note sizes that the language grid cannot hold."""
     layers = config.num_layers
-    if layers % grid.pp:
+    if grid.stage_layers:
+        problems.add(f"--llm-pp-layout {','.join(map(str, grid.stage_layers))}: stages of a hybrid model have as many "
+                     "layers each; leave it out")
+    elif layers % grid.pp:
         fits = [stages for stages in range(1, layers + 1) if layers % stages == 0]
         problems.add(f"--hybrid-layer-pattern {config.hybrid_layer_pattern} has {layers} layers, not divisible by "
                      f"--llm-pp {grid.pp}; --llm-pp that fit: {', '.join(map(str, fits))}")

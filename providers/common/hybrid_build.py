@@ -11,12 +11,19 @@ from mimo.model.submodule import squared_relu
 from mimo.model.torch_layers.mamba import log_mamba_kernels, use_torch_mamba
 from mimo.platform import current_platform
 from mimo.protocols import BuildContext
-from providers.common.build import RECOMPUTE, expert_fields, transformer_config
+from providers.common.build import expert_fields, recompute_fields, transformer_config
 from providers.common.hybrid import MAMBA, MOE, HybridConfig
 
 
 def hybrid_config(config: HybridConfig, context: BuildContext | None) -> TransformerConfig:
-    """Return Megatron's configuration of the decoder. `context` is None on ranks that do not build it."""
+    """Return Megatron's configuration of the decoder. `context` is None on ranks that do not build it.
+
+    Raises:
+        ValueError: only some layers are to be recomputed, which Megatron Core's hybrid stack cannot do.
+    """
+    if context is not None and context.recompute_num_layers is not None:
+        raise ValueError(f"--recompute-num-layers {context.recompute_num_layers}: Megatron Core recomputes all layers "
+                         "of a hybrid model or none; leave it out")
     fused = context is not None and context.transformer_impl == "transformer_engine"
     fields: dict[str, object] = {
         "num_layers": config.num_layers, "is_hybrid_model": True, "hidden_size": config.hidden_size,
@@ -30,7 +37,7 @@ def hybrid_config(config: HybridConfig, context: BuildContext | None) -> Transfo
         "mamba_head_dim": config.mamba_head_dim, "mamba_num_groups": config.mamba_num_groups,
         "mamba_state_dim": config.mamba_state_dim,
         "sequence_parallel": context is not None and context.sequence_parallel}
-    fields |= RECOMPUTE["none" if context is None else context.recompute]
+    fields |= recompute_fields(context)
     if MOE in config.hybrid_layer_pattern:
         fields |= _moe_fields(config, context, fused)
     if config.num_mtp_depths:

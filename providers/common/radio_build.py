@@ -9,7 +9,7 @@ from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
 from mimo.model.radio import RadioEncoder
 from mimo.model.submodule import Projector, VisionSubmodule, squared_relu
 from mimo.protocols import BuildContext
-from providers.common.build import RECOMPUTE, transformer_config
+from providers.common.build import recompute_fields, transformer_config
 from providers.radio import RadioConfig
 
 
@@ -31,7 +31,7 @@ def radio_spec(config: RadioConfig, name: str, language_size: int, context: Buil
         attention_dropout=0.0,
         # 0 prediction layers and None differ. Only with 0 does Megatron Core put the final norm after the last layer of
         # a block that is not built as a model's last stage, as RADIO's is not.
-        mtp_num_layers=0 if config.vision_final_layernorm else None, **RECOMPUTE[context.recompute])
+        mtp_num_layers=0 if config.vision_final_layernorm else None, **recompute_fields(context))
     projector_config = transformer_config(
         context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
         ffn_hidden_size=config.projector_hidden_size, activation_func=squared_relu, add_bias_linear=False,

@@ -43,6 +43,8 @@ SAME_LAYOUT = {
     "both-tp2": (4, "--encoder-tp 2 --llm-tp 2 --no-use-distributed-optimizer", ""),
     "moe-ep2-bf16": (3, f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}", ""),
     "unsharded-optimizer-bf16": (3, "--encoder-dp 2 --micro-batch-size 2 --no-use-distributed-optimizer --bf16", ""),
+    "windows-pp2-bf16": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --bf16", "--async-save"),
+    "homogeneous-pp2-uneven": (2, "--layout homogeneous --llm-pp 2 --num-layers 3 --llm-pp-layout 1,2", ""),
     "overlapped": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3", "--async-save"),
 }
 
@@ -63,6 +65,8 @@ ORIGINS = {
     "dense-colocated-unsharded": (2, "--layout colocated --encoder-tp 2 --llm-tp 2 --sequence-parallel "
                                   "--no-use-distributed-optimizer"),
     "dense-pipelines": (4, "--encoder-pp 2 --llm-pp 2"),
+    "uneven-stages": (2, "--layout homogeneous --llm-pp 2 --num-layers 4 --llm-pp-layout 1,3"),
+    "four-layers": (3, "--llm-pp 2 --num-layers 4"),
 }
 OTHER_LAYOUTS = {
     "llm-tp2": ("dense", 3, "--llm-tp 2 --sequence-parallel"),
@@ -80,6 +84,11 @@ OTHER_LAYOUTS = {
     "moe-pp2": ("moe", 3, "--llm-pp 2"),
     "from-colocated-to-disjoint": ("dense-colocated-unsharded", 3, "--llm-dp 2"),
     "from-pipelines-to-tp2": ("dense-pipelines", 3, "--llm-tp 2"),
+    "windows-pp2": ("dense", 2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+    "homogeneous-pp2": ("dense", 2, "--layout homogeneous --llm-pp 2"),
+    "from-uneven-stages-to-disjoint": ("uneven-stages", 3, "--llm-pp 2 --num-layers 4"),
+    "from-even-to-uneven-stages": ("four-layers", 2, "--layout colocated --encoder-dp 2 --llm-pp 2 --num-layers 4 "
+                                   "--llm-pp-layout 3,1"),
 }
 
 

@@ -25,6 +25,29 @@ LAYOUTS = {
     "colocated-encoder-dp2-llm-tp2": (
         2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
     "colocated-encoder-tp2-llm-dp2": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
+    "colocated-llm-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+    "colocated-llm-pp2-window1": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 1"),
+    "colocated-llm-pp2-iteration-chunks": (
+        2, "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 0 --encoder-chunk 4"),
+    "colocated-llm-pp2-in-order": (
+        2, "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 3 --no-encoder-balance"),
+    "colocated-encoder-tp2-llm-pp2": (2, "--layout colocated --encoder-tp 2 --llm-pp 2"),
+    "colocated-encoder-dp4-llm-tp2-pp2": (
+        4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-pp 2 --sequence-parallel"),
+    "colocated-encoder-tp2-dp2-llm-dp2-pp2": (
+        4, "--layout colocated --encoder-tp 2 --encoder-dp 2 --llm-dp 2 --llm-pp 2"),
+    "colocated-llm-ep2-pp2": (
+        4, "--layout colocated --encoder-dp 4 --llm-dp 2 --llm-ep 2 --llm-pp 2 --overlap-grad-reduce"),
+    "colocated-windows-llm-tp2": (
+        2, "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 3"),
+    "colocated-windows-llm-dp2-overlap": (
+        2, "--layout colocated --encoder-dp 2 --llm-dp 2 --encoder-window 2 --overlap-grad-reduce "
+           "--overlap-param-gather"),
+    "homogeneous-dp2-pp2-overlap": (4, "--layout homogeneous --llm-dp 2 --llm-pp 2 --overlap-grad-reduce"),
+    "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2 --encoder-recompute full"),
+    "homogeneous-tp2-pp2-overlap": (
+        4, "--layout homogeneous --llm-tp 2 --llm-pp 2 --sequence-parallel --overlap-grad-reduce"),
+    "homogeneous-dp2-pp2": (4, "--layout homogeneous --llm-dp 2 --llm-pp 2"),
     "overlapped-gradient-reduction": (
         3, "--encoder-dp 2 --micro-batch-size 2 --overlap-grad-reduce --encoder-ddp-overlap --ddp-num-buckets 3"),
     "overlapped-parameter-gather": (
@@ -34,7 +57,8 @@ LAYOUTS = {
 }
 MODELS = {"dense": DENSE, "moe": MOE}
 FAST = [("dense", "encoder-dp1-llm-dp2"), ("dense", "encoder-tp2-llm-tp2"), ("dense", "colocated-encoder-dp2-llm-tp2"),
-        ("moe", "encoder-pp2-llm-pp2"), ("moe", "llm-ep2")]
+        ("dense", "colocated-llm-pp2"), ("dense", "homogeneous-pp2"), ("moe", "encoder-pp2-llm-pp2"),
+        ("moe", "llm-ep2"), ("moe", "colocated-llm-ep2-pp2")]
 
 
 @pytest.fixture(scope="module")

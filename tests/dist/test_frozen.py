@@ -19,6 +19,8 @@ PARTS = {"vision", "projector", "language"}
 LAYOUTS = {
     "disjoint": (3, "--llm-dp 2"),
     "colocated": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
+    "colocated-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+    "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2"),
 }
 # Stages of which some or all are frozen still pass activations and gradients on.
 PIPELINES = {

@@ -138,6 +138,10 @@ LAYOUTS = {
     "one-process": (1, "--layout colocated"),
     "encoder-tp2-two-lanes": (4, "--encoder-tp 2 --llm-dp 2"),
     "frozen": (2, "--freeze vision"),
+    "windows": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 1"),
+    "windows-two-lanes-chunks": (
+        4, "--layout colocated --encoder-dp 4 --llm-dp 2 --llm-pp 2 --encoder-chunk 1"),
+    "windows-frozen": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --freeze vision"),
 }
 
 

@@ -25,6 +25,8 @@ LAYOUTS = {
     "two-lanes": Layout("disjoint", 4, (VISION, THERMAL), GridSpec("language", offset=2, dp=2)),
     "colocated": Layout("colocated", 2, (GridSpec("vision", dp=2), GridSpec("thermal", tp=2)),
                         GridSpec("language", tp=2)),
+    "colocated-pp2-windows": Layout("colocated", 2, (GridSpec("vision", dp=2), GridSpec("thermal", tp=2)),
+                                    GridSpec("language", pp=2), encoder_window=2),
 }
 
 

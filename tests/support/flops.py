@@ -61,7 +61,8 @@ def count(rank: int, flags: tuple[str, ...], packed: bool = False) -> Counted:
     assert meter is not None
     work = workload(microbatches, [encoder.name for encoder in layout.encoders])
     seen = FlopsCounter([replace(component, convolution=0.0) for component in meter.counter.components],
-                        frozen=config.model.frozen, recompute=config.model.recompute, fused=False)
+                        frozen=config.model.frozen, recompute=config.model.recompute,
+                        encoder_recompute=config.model.encoder_recompute, fused=False)
     texts = [batch.text for batch in microbatches if batch.text is not None]
     return Counted(
         _by_module(counter, list(layout.grids)), seen.hardware_flops({LANGUAGE: work.padded, **work.images}),

@@ -13,7 +13,7 @@ import torch
 from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
-from mimo.grid.spec import lane_shares
+from mimo.grid.lanes import needs_of
 from mimo.protocols import Sample
 from mimo.registry import model_provider
 from tests.support import equality
@@ -93,13 +93,13 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         text = collate_text([row], modules=modules, num_image_tokens=counter, seq_length=length,
                             vocab_size=tokens.vocab_size, pad_token_id=0)
     for grid in layout.encoders:
-        if rank in grid.ranks:
-            place = grid.coordinates(rank)
-            lanes = [share.lane for share in lane_shares(grid.dp, layout.num_lanes, 1, place["dp"])]
+        needs = [need for need in needs_of(layout, rank, 1) if need.module == grid.name]
+        if needs:
+            lanes = [need.share.lane for need in needs]
             encoders[grid.name] = collate_encoder(
                 [rows[lane] for lane in lanes], module=grid.name, modules=modules, num_image_tokens=counter,
                 num_channels=tokens.num_channels, lane_sizes=[1] * len(lanes), dtype=torch.float32,
-                patch_size=tokens.patch_size, pixels=place["pp"] == 0)
+                patch_size=tokens.patch_size, pixels=needs[0].pixels)
     return Microbatch(text, encoders)
 
 

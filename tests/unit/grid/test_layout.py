@@ -29,6 +29,23 @@ def test_the_language_grid_starts_after_the_encoder():
     assert make(10, encoder_dp=2, llm_tp=2, llm_dp=2, llm_pp=2, llm_offset=2) == layout
 
 
+def test_pipeline_stages_of_a_colocated_layout_bring_encoder_windows():
+    layout = make(4, layout="colocated", encoder_dp=4, llm_tp=2, llm_pp=2)
+    assert layout.encoder_window == 2 and layout.encoders[0].ranks == layout.language.ranks == range(4)
+    # The images of all lanes are dealt to all replicas, so their numbers need not divide each other.
+    assert make(6, layout="colocated", encoder_dp=6, llm_dp=3, llm_pp=2, encoder_window=0).encoder_window == 0
+    assert make(2, layout="colocated", encoder_dp=2, llm_tp=2, encoder_window=3).encoder_window == 3
+    assert make(2, layout="colocated", encoder_dp=2, llm_dp=2).encoder_window is None
+
+
+def test_the_encoder_of_a_homogeneous_layout_is_split_as_the_first_stage():
+    layout = make(8, layout="homogeneous", llm_tp=2, llm_dp=2, llm_pp=2, llm_pp_layout="3,5")
+    assert layout.grids == {"vision": GridSpec("vision", tp=2, dp=2),
+                            "language": GridSpec("language", tp=2, dp=2, pp=2, stage_layers=(3, 5))}
+    assert layout.modules_of(3) == ("vision", "language") and layout.modules_of(4) == ("language",)
+    assert make(4, layout="homogeneous", llm_tp=2, llm_pp=2, encoder_tp=2).encoders[0].size == 2
+
+
 def test_colocated_grids_share_the_ranks():
     layout = make(4, layout="colocated", encoder_dp=2, encoder_tp=2, llm_tp=4, micro=2)
     assert layout.encoders[0].ranks == layout.language.ranks == range(4)
@@ -77,8 +94,26 @@ def test_the_world_size_that_the_flags_need():
      ["differ in size", "--encoder-dp 2", "--llm-tp 4", "--encoder-dp 4 --llm-dp 1 --micro-batch-size 4"]),
     (4, {"layout": "colocated", "encoder_dp": 2, "llm_tp": 2},
      ["do not fill the world", "the world has 4", "--encoder-dp 4 --llm-dp 2 --micro-batch-size 2"]),
-    (4, {"layout": "colocated", "encoder_dp": 4, "llm_tp": 2, "llm_pp": 2, "micro": 4}, ["--llm-pp 2", "colocated"]),
     (4, {"layout": "colocated", "encoder_dp": 2, "encoder_pp": 2, "llm_dp": 4}, ["--encoder-pp 2", "colocated"]),
+    (4, {"layout": "colocated", "encoder_dp": 3, "llm_dp": 2, "llm_pp": 2},
+     ["differ in size", "--encoder-dp 4 --llm-dp 2"]),
+    # encoder windows
+    (2, {"encoder_window": 2}, ["--encoder-window 2 with --layout disjoint", "leave it out"]),
+    (2, {"llm_only": True, "llm_dp": 2, "encoder_window": 0}, ["--encoder-window 0 with a run without encoder"]),
+    (2, {"layout": "colocated", "encoder_dp": 2, "llm_dp": 2, "encoder_chunk": 4},
+     ["--encoder-chunk 4 needs --encoder-window"]),
+    (2, {"encoder_balance": False}, ["--no-encoder-balance needs --encoder-window"]),
+    (2, {"layout": "colocated", "encoder_window": -1}, ["--encoder-window -1 is below 0"]),
+    # homogeneous
+    (4, {"layout": "homogeneous", "llm_tp": 2, "llm_pp": 2, "encoder_dp": 4},
+     ["--encoder-dp 4", "split as the first language stage, --encoder-dp 1"]),
+    (6, {"layout": "homogeneous", "llm_pp": 2, "llm_dp": 2}, ["needs 4 ranks", "the world has 6", "--llm-dp 3"]),
+    (2, {"llm_only": True, "layout": "homogeneous"}, ["--layout homogeneous says nothing with --llm-only"]),
+    # layers of the stages
+    (3, {"llm_pp": 2, "llm_pp_layout": "1,x"}, ["--llm-pp-layout 1,x", "such as 16,24"]),
+    (3, {"llm_pp": 2, "llm_pp_layout": "1,2,1"}, ["--llm-pp-layout 1,2,1 has 3 stages, but --llm-pp is 2"]),
+    (2, {"llm_pp_layout": "4"}, ["--llm-pp-layout 4 needs --llm-pp above 1"]),
+    (5, {"llm_pp": 4, "llm_pp_layout": "1,2,3,1"}, ["only the first and the last stage may differ"]),
     (2, {"layout": "colocated", "llm_offset": 1}, ["--llm-offset 1", "rank 0", "set --llm-offset 0"]),
     # lanes
     (7, {"encoder_dp": 3, "llm_dp": 4, "micro": 2},
@@ -122,6 +157,10 @@ LANGUAGE = GridSpec("language", offset=2, dp=2)
     (Layout("disjoint", 4, (GridSpec("vision", dp=2, tp=0),), LANGUAGE), ["--encoder-tp 0 is below 1"]),
     (Layout("disjoint", 4, (GridSpec("vision", offset=-1, dp=2),), LANGUAGE), ["'vision' starts at rank -1"]),
     (Layout("colocated", 4, (GridSpec("vision", dp=2),), LANGUAGE), ["'language' starts at rank 2", "--llm-offset 0"]),
+    (Layout("colocated", 4, (GridSpec("vision", dp=4),), GridSpec("language", dp=2, pp=2)),
+     ["--llm-pp 2", "needs --encoder-window"]),
+    (Layout("homogeneous", 4, (GridSpec("vision", dp=4),), GridSpec("language", dp=2, pp=2)),
+     ["grid 'vision'", "is not split as the first language stage"]),
     (Layout("ring", 4, (GridSpec("vision", dp=2),), LANGUAGE), ["--layout ring"]),
 ])
 def test_a_layout_made_in_python_is_checked_too(layout, expected):
@@ -142,7 +181,7 @@ def test_several_encoders_may_stand_in_any_order():
 def test_every_suggestion_works_and_every_layout_that_passes_serves_all_lanes(
         world, encoder_tp, encoder_dp, llm_tp, llm_dp, llm_pp, micro, kind):
     flags = {"layout": kind, "encoder_tp": encoder_tp, "encoder_dp": encoder_dp, "llm_tp": llm_tp, "llm_dp": llm_dp,
-             "llm_pp": llm_pp if kind == "disjoint" else 1}
+             "llm_pp": llm_pp}
     try:
         layout = make(world, micro=micro, **flags)
     except ValueError as error:
@@ -154,5 +193,5 @@ def test_every_suggestion_works_and_every_layout_that_passes_serves_all_lanes(
         return
     covered = {rank for grid in layout.grids.values() for rank in grid.ranks}
     assert covered == set(range(world))
-    assert all(share.stop > share.start for dp in range(encoder_dp)
-               for share in lane_shares(encoder_dp, llm_dp, micro, dp))
+    assert layout.encoder_window is not None or all(share.stop > share.start for dp in range(encoder_dp)
+                                                    for share in lane_shares(encoder_dp, llm_dp, micro, dp))

@@ -16,7 +16,7 @@ sizes = st.sampled_from([1, 2, 4])
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    kind = draw(st.sampled_from(["disjoint", "colocated", "llm-only"]))
+    kind = draw(st.sampled_from(["disjoint", "colocated", "homogeneous", "llm-only"]))
     tp, pp, lanes = draw(sizes), draw(sizes), draw(sizes)
     if kind == "llm-only":
         language = GridSpec("language", 0, tp=tp, pp=pp, dp=lanes)
@@ -26,6 +26,9 @@ def layouts(draw: st.DrawFn) -> Layout:
         encoder_tp = draw(st.sampled_from([size for size in (1, 2, 4) if language.size % size == 0]))
         vision = GridSpec("vision", 0, tp=encoder_tp, dp=language.size // encoder_tp)
         return Layout("colocated", language.size, (vision,), language)
+    if kind == "homogeneous":
+        language = GridSpec("language", 0, tp=tp, pp=pp, dp=lanes)
+        return Layout("homogeneous", language.size, (GridSpec("vision", 0, tp=tp, dp=lanes),), language)
     encoders, offset = [], 0
     for name in ("vision", "audio")[: draw(st.integers(1, 2))]:
         encoders.append(GridSpec(name, offset, tp=draw(sizes), pp=draw(sizes), dp=draw(sizes)))
@@ -57,6 +60,20 @@ def test_each_sample_is_encoded_once_for_every_encoder(layout: Layout, micro: in
                         encoded.update((need.share.lane, row) for row in range(need.share.start, need.share.stop))
                         assert need.pixels
         assert encoded == dict.fromkeys(((lane, row) for lane in range(layout.num_lanes) for row in range(micro)), 1)
+
+
+@given(tp=sizes, pp=sizes, lanes=sizes)
+def test_with_encoder_windows_the_reader_of_a_lane_holds_its_pixels(tp: int, pp: int, lanes: int) -> None:
+    language = GridSpec("language", 0, tp=tp, pp=pp, dp=lanes)
+    layout = Layout("colocated", language.size, (GridSpec("vision", dp=language.size),), language, encoder_window=1)
+    held = Counter()
+    for rank in range(layout.world_size):
+        for need in needs_of(layout, rank, 3):
+            if need.module == "vision":
+                assert need.pixels and (need.share.start, need.share.stop) == (0, 3)
+                assert reader_of(layout, need.share.lane) == rank
+                held[need.share.lane] += 1
+    assert held == dict.fromkeys(range(lanes), 1)
 
 
 @pytest.mark.parametrize(("encoder_dp", "lanes", "readers"), [

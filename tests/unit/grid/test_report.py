@@ -46,6 +46,13 @@ def test_fan_out_serves_whole_lanes_and_fp32_moves_twice_the_bytes():
     assert "bridge: 512 B per lane and microbatch, 2,048 B (2.0 KiB) over all lanes," in text
 
 
+def test_encoder_windows_and_uneven_stages_are_shown():
+    text = report("--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 3")
+    assert "images of every 3 microbatches, of all lanes, are dealt by cost to the 2 replicas of vision\n" in text
+    text = report("--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 0 --no-encoder-balance")
+    assert "images of a whole iteration, of all lanes, are dealt in order to the 2 replicas of vision\n" in text
+
+
 def test_colocated_ranks_show_both_places_and_frozen_parts_are_marked():
     text = report("--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --freeze vision")
     assert "  rank  1  vision tp 0 dp 1 pp 0; language tp 1 dp 0 pp 0\n" in text

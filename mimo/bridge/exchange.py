@@ -1,0 +1,132 @@
+"""Messages between any ranks of a colocated layout: pixels, encoder features and their gradients, with exact sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from mimo.grid.groups import Grids
+from mimo.observability.clock import DeviceTimer
+from mimo.observability.spans import Kind, Spans
+from mimo.protocols import LANGUAGE
+from mimo.watchdog.watchdog import Watchdog
+
+FEATURES, GRADIENTS = "features", "gradients"
+
+
+class Exchange:
+    """One message to and from each peer at a time.
+
+    Ranks of the first language stage meet at the same places of their schedules, so their messages to each other are
+    posted together and waited for together, as are those that all ranks exchange before the passes begin. A later
+    stage is ahead or behind: it sends features before the first stage asks for them and takes gradients after they
+    were sent. Such a sender must not wait, and NCCL runs the messages of a communicator in order; so features and
+    gradients between stages have a communicator each, on which a rank either only sends or only receives.
+
+    Args:
+        grids: process groups.
+        device: of the payloads.
+        backend: of the groups, `nccl` or `gloo`.
+        watchdog: told about every wait.
+        spans: likewise.
+
+    Attributes:
+        timer: the device's time of transfers since the last `begin_step`.
+    """
+
+    def __init__(self, grids: Grids, *, device: torch.device, backend: str, watchdog: Watchdog, spans: Spans) -> None:
+        self._grids, self._device, self._watchdog, self._spans = grids, device, watchdog, spans
+        language = grids.layout.language
+        self._first_stage = {rank for rank in language.ranks if language.coordinates(rank)["pp"] == 0}
+        self._together = self._new_group(backend)
+        self._between = {what: self._new_group(backend) for what in (FEATURES, GRADIENTS)} if language.pp > 1 else {}
+        # What was sent and not waited for yet, with its works.
+        self._sent: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
+        self.timer = DeviceTimer()
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        group = dist.new_group(backend=backend)
+        # NCCL wants all ranks of a group in its first call; later calls are between pairs.
+        dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return group
+
+    def begin_step(self) -> None:
+        """Start a step: what the last one sent has arrived, and its times were read."""
+        self.flush()
+        self.timer = DeviceTimer()
+
+    def together(self, what: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+        """Exchange messages at a place that all ranks reach at the same time.
+
+        Args:
+            what: names the wait.
+            sends: contiguous tensor for each peer; one for this rank itself is copied.
+            receives: where to put the message of each peer.
+        """
+        self._copy_own(sends, receives)
+        self._wait(what, self._post(self._together, sends, receives), sends, receives)
+
+    def staged(self, what: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+        """Exchange messages of a window, each rank at its own place of the schedule. Arguments as `together`.
+
+        Args:
+            what: `FEATURES`, which go to the first language stage, or `GRADIENTS`, which come from there.
+            sends: as `together`.
+            receives: as `together`.
+        """
+        self._copy_own(sends, receives)
+        inner, outer = (self._between_stages(sends, False), self._between_stages(receives, False)), (
+            self._between_stages(sends, True), self._between_stages(receives, True))
+        # The messages to other stages go first: nobody has to wait for what the first stage waits for.
+        works = self._post(self._between[what], *outer) if any(outer) else []
+        self._wait(what, self._post(self._together, *inner), *inner)
+        if outer[1]:
+            self._wait(what, works, *outer)
+        elif works:
+            self._sent.append((works, list(outer[0].values())))
+
+    def flush(self) -> None:
+        """Wait until everything sent has been received."""
+        while self._sent:
+            works, _ = self._sent[0]
+            with self._watchdog.waiting("encoder windows: messages to other stages", module=LANGUAGE):
+                for work in works:
+                    work.wait()
+            self._sent.pop(0)
+
+    def destroy(self) -> None:
+        """Release the groups."""
+        for group in (self._together, *self._between.values()):
+            dist.destroy_process_group(group)
+
+    def _between_stages(self, messages: dict[int, torch.Tensor], other: bool) -> dict[int, torch.Tensor]:
+        """Select the messages between the first stage and `other` ones, or those inside the first stage."""
+        inside = self._grids.rank in self._first_stage
+        return {peer: tensor for peer, tensor in messages.items()
+                if peer != self._grids.rank and (inside and peer in self._first_stage) != other}
+
+    def _copy_own(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+        if self._grids.rank in receives:
+            receives[self._grids.rank].copy_(sends[self._grids.rank])
+
+    def _post(self, group: dist.ProcessGroup, sends: dict[int, torch.Tensor],
+              receives: dict[int, torch.Tensor]) -> list[dist.Work]:
+        operations = self._operations(dist.isend, sends, group) + self._operations(dist.irecv, receives, group)
+        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+        return works
+
+    def _operations(self, operation: Callable[..., dist.Work | None], messages: dict[int, torch.Tensor],
+                    group: dist.ProcessGroup) -> list[dist.P2POp]:
+        return [dist.P2POp(operation, tensor, peer, group) for peer, tensor in messages.items()
+                if peer != self._grids.rank and tensor.numel()]
+
+    def _wait(self, what: str, works: list[dist.Work], sends: dict[int, torch.Tensor],
+              receives: dict[int, torch.Tensor]) -> None:
+        if not works:
+            return
+        with (self.timer.measure(), self._spans.span(Kind.BRIDGE_WAIT, what),
+              self._watchdog.waiting(f"encoder windows: {what}", peers=tuple(sorted({*sends, *receives})))):
+            for work in works:
+                work.wait()

@@ -1,0 +1,149 @@
+"""Windows of microbatches whose images all encoder replicas encode together. Pure: no torch.
+
+In a colocated layout with windows the images of some consecutive microbatches of all lanes are dealt to all encoder
+replicas by cost, whoever read them. The order in which a rank encodes them between the passes of the language model's
+pipeline is decided here, too (after BigMac, arXiv:2605.25451, whose encoder is nested in the language model's schedule
+so that its activations do not grow with the batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image of an iteration, as every rank knows it.
+
+    Attributes:
+        lane: the lane whose reader holds its pixels and whose text it belongs to.
+        microbatch: index in the iteration.
+        tokens: rows of encoder output.
+        size: height and width in pixels.
+        shape: shape of its pixels as the encoder takes them: `(C, H, W)`, or packed `(patches, C * P * P)`.
+    """
+
+    lane: int
+    microbatch: int
+    tokens: int
+    size: tuple[int, int]
+    shape: tuple[int, ...]
+
+    @property
+    def num_patches(self) -> int:
+        """Length of its sequence in the encoder, up to a factor that all whole images share."""
+        return self.shape[0] if len(self.shape) == 2 else 1
+
+
+def encoding_cost(image: Image, hidden_size: int) -> float:
+    """Relative time of an image: FLOPs of a ViT layer, `72 h^2 n + 12 h n^2`, over `72 h^2`.
+
+    Args:
+        image: the image, of n patches.
+        hidden_size: width h of the encoder.
+    """
+    patches = image.num_patches
+    return patches + patches**2 / (6 * hidden_size)
+
+
+def deal(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """Give each image to a replica, the dearest first, always to the one with the least to do (LPT).
+
+    The busiest replica gets at most 4/3 - 1/(3 m) times the best possible load of m replicas (Graham 1969).
+
+    Args:
+        costs: of each image.
+        loads: what each replica has to do already; added to.
+
+    Returns:
+        The replica of each image. Equal costs and loads are resolved by index, so all ranks find the same.
+    """
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owner = min(range(len(loads)), key=lambda replica: (loads[replica], replica))
+        owners[index] = owner
+        loads[owner] += costs[index]
+    return owners
+
+
+def deal_in_order(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """Give each replica a run of consecutive images, equal in number, whatever they cost. Arguments as `deal`."""
+    owners = [index * len(loads) // len(costs) for index in range(len(costs))]
+    for owner, cost in zip(owners, costs, strict=True):
+        loads[owner] += cost
+    return owners
+
+
+@dataclass(frozen=True)
+class WindowSchedule:
+    """When one rank encodes each window and runs its backward pass, between its passes of the language model.
+
+    Windows of the first `num_stages` microbatches are encoded before the pipeline starts. Every later one has its turn
+    just before the first stage's forward pass of its first microbatch, and its backward pass `num_stages` forward
+    passes after its last one, by when the first stage has finished that microbatch (1F1B); those of the last windows
+    come after all passes. So a rank keeps the activations of at most `num_stages + 2 (size - 1)` microbatches' images,
+    shared out over all replicas.
+
+    All stages take their turns at the same time, as an encoder may be split over stages, and features and gradients
+    pass between them. 1F1B alternates passes forward and backward. So when the first of p stages is about to run its
+    forward pass of microbatch m, an odd stage s has just run that of m - (s + 1) / 2, and an even one the backward pass
+    of m - p + s / 2; neither has sent the result, as the other side may be at its turn, too. Without backward passes
+    stage s is about to run the forward pass of m - s.
+
+    Attributes:
+        size: microbatches of a window; the last one may have fewer.
+        stage, num_stages: of the language model's pipeline.
+        num_microbatches: of the iteration.
+        forward_only: no backward passes follow.
+    """
+
+    size: int
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    forward_only: bool = False
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the iteration."""
+        return -(-self.num_microbatches // self.size)
+
+    def microbatches(self, window: int) -> range:
+        """Microbatches of a window."""
+        return range(window * self.size, min((window + 1) * self.size, self.num_microbatches))
+
+    def at_start(self) -> list[int]:
+        """Windows that are encoded before the pipeline starts."""
+        return [window for window in range(self.num_windows) if self.microbatches(window).start < self.num_stages]
+
+    def before(self, forward: int) -> tuple[list[int], list[int]]:
+        """Windows to finish, then windows to encode, once the input of a forward pass has been received."""
+        if self.forward_only or self.stage == 0:
+            return self._turn(forward + self.stage)
+        return [], []
+
+    def after(self, forward: int) -> tuple[list[int], list[int]]:
+        """Windows to finish, then windows to encode, after a forward pass and before its output is sent."""
+        if self.forward_only or self.stage % 2 == 0:
+            return [], []
+        return self._turn(forward + (self.stage + 1) // 2)
+
+    def after_backward(self, backward: int) -> tuple[list[int], list[int]]:
+        """Windows to finish, then windows to encode, after a backward pass and before its gradient is sent."""
+        if self.stage == 0 or self.stage % 2:
+            return [], []
+        return self._turn(backward + self.num_stages - self.stage // 2)
+
+    def at_end(self) -> list[int]:
+        """Windows whose backward pass is left after all passes of the language model."""
+        return [window for window in range(self.num_windows)
+                if self.microbatches(window).stop - 1 + self.num_stages >= self.num_microbatches]
+
+    def _turn(self, forward: int) -> tuple[list[int], list[int]]:
+        """Windows to finish and to encode when the first stage is about to run a forward pass."""
+        if not self.num_stages <= forward < self.num_microbatches:
+            return [], []
+        windows = range(self.num_windows)
+        return ([window for window in windows if self.microbatches(window).stop - 1 + self.num_stages == forward],
+                [window for window in windows if self.microbatches(window).start == forward])

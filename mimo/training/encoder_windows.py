@@ -1,0 +1,377 @@
+"""Encode the images of several microbatches together, on all ranks of a colocated layout.
+
+The language model may have pipeline stages: every rank encodes, features go to the first language stage of their lanes,
+and their gradients come back after its backward passes. A window of microbatches is encoded just before it is needed,
+so the number of images whose activations are kept does not grow with the batch (`mimo.grid.windows`).
+
+The gradient of a sum over images does not depend on where an image is encoded: the encoder's data-parallel reduction
+adds up all replicas in float32, and the division by the number of target tokens comes after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+
+from mimo.bridge.exchange import FEATURES, GRADIENTS, Exchange
+from mimo.comm.host import gather, raise_known_errors
+from mimo.data.batch import Microbatch
+from mimo.data.collate import join_images, split_images
+from mimo.grid.groups import Grids
+from mimo.grid.lanes import lanes_read_by
+from mimo.grid.spec import GridSpec
+from mimo.grid.windows import Image, WindowSchedule, deal, deal_in_order, encoding_cost
+from mimo.observability.spans import Kind, Spans
+from mimo.watchdog.watchdog import Watchdog
+
+
+class Encoder(Protocol):
+    """An encoder of this rank, wrapped or not."""
+
+    def __call__(self, *, encoder_inputs: dict[str, Any] | None, hidden_states: None) -> torch.Tensor:
+        """Encode images `[rows, hidden]`, as `mimo.model.submodule.VisionSubmodule`."""
+        ...
+
+
+@dataclass
+class _Encoded:
+    """Output of this rank for one window, and the features that its lane got.
+
+    Attributes:
+        outputs: output of each chunk of images, with its graph.
+        leaves: features `[rows, hidden]` of each microbatch of this rank's lane, which collect gradients; on the first
+            language stage only.
+    """
+
+    outputs: list[torch.Tensor]
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class ModuleWindows:
+    """One encoder's images of an iteration: who encodes which, and what of it is on this rank.
+
+    Args:
+        encoder: the module's grid.
+        module: the encoder itself.
+        grids: process groups.
+        exchange: carries pixels, features and gradients.
+        hidden_size: columns of the features.
+        encoder_hidden_size: width of the encoder, for the cost of an image.
+        dtype: dtype of pixels, features and gradients.
+        device: of this rank.
+        needs_grad: whether anything of the encoder trains.
+        chunk: images that run through the encoder together, at most; 0: all of a window.
+        balanced: whether images are dealt by cost; else in order, as many to each replica.
+    """
+
+    def __init__(self, encoder: GridSpec, module: Encoder, grids: Grids, exchange: Exchange, *, hidden_size: int,
+                 encoder_hidden_size: int, dtype: torch.dtype, device: torch.device, needs_grad: bool, chunk: int,
+                 balanced: bool) -> None:
+        self.name, self._module, self._grids, self._exchange = encoder.name, module, grids, exchange
+        self._encoder, self._language = encoder, grids.layout.language
+        self._hidden_size, self._encoder_hidden_size = hidden_size, encoder_hidden_size
+        self._dtype, self.device, self._needs_grad, self._chunk = dtype, device, needs_grad, chunk
+        self._deal = deal if balanced else deal_in_order
+        self._place = encoder.coordinates(grids.rank)
+        language = self._language.coordinates(grids.rank)
+        self._lane, self._language_tp = language["dp"], language["tp"]
+        self._is_first_stage = language["pp"] == 0
+        # Images of each window in the order of microbatch, lane and row, each with the replica that encodes it.
+        self._windows: list[list[tuple[Image, int]]] = []
+        self._pixels: dict[int, list[torch.Tensor]] = {}
+        self._encoded: dict[int, _Encoded] = {}
+        self._forward_only = False
+        self.loads: list[float] = []
+
+    def begin_step(self, images: Sequence[Image], pixels: Sequence[torch.Tensor], schedule: WindowSchedule,
+                   forward_only: bool) -> None:
+        """Deal the images of an iteration and send each replica its pixels. Collective over the world.
+
+        Args:
+            images: of all lanes, in the order of microbatch, lane and row.
+            pixels: those of this rank's lane, on the device, in the same order; empty where this rank reads none.
+            schedule: windows of the iteration.
+            forward_only: no backward pass follows.
+        """
+        self._forward_only = forward_only
+        self._encoded.clear()
+        self.loads = [0.0] * self._encoder.dp
+        self._windows = []
+        for window in range(schedule.num_windows):
+            members = schedule.microbatches(window)
+            chosen = [image for image in images if image.microbatch in members]
+            costs = [encoding_cost(image, self._encoder_hidden_size) for image in chosen]
+            self._windows.append(list(zip(chosen, self._deal(costs, self.loads), strict=True)))
+        self._spread_pixels(pixels)
+
+    def _spread_pixels(self, pixels: Sequence[torch.Tensor]) -> None:
+        """Send the pixels of this rank's lane to the replicas that encode them, and take those of this replica."""
+        everything = [pair for window in self._windows for pair in window]
+        own = iter(pixels)
+        by_replica: dict[int, list[torch.Tensor]] = {}
+        if len(pixels):
+            for image, replica in everything:
+                if image.lane == self._lane:
+                    by_replica.setdefault(replica, []).append(next(own).reshape(-1))
+        sends = {self._encoder.rank_at(dp=replica, tp=tp): message
+                 for replica, parts in by_replica.items() for message in (torch.cat(parts),)
+                 for tp in range(self._encoder.tp)}
+        mine = [image for image, replica in everything if replica == self._place["dp"]]
+        lanes = sorted({image.lane for image in mine})
+        sizes = {lane: [_elements(image) for image in mine if image.lane == lane] for lane in lanes}
+        receives = {self._language.rank_at(dp=lane): self._empty(sum(sizes[lane])) for lane in lanes}
+        self._exchange.together(f"pixels of {self.name}", sends, receives)
+        split = {lane: iter(receives[self._language.rank_at(dp=lane)].split(sizes[lane])) for lane in lanes}
+        self._pixels = {
+            window: [next(split[image.lane]).view(image.shape) for image, replica in pairs
+                     if replica == self._place["dp"]]
+            for window, pairs in enumerate(self._windows)}
+
+    def encode(self, window: int) -> None:
+        """Run this replica's images of a window through the encoder and send their features to their lanes."""
+        mine = self._of_replica(window, self._place["dp"])
+        pixels, outputs = self._pixels.pop(window), []
+        chunk = self._chunk or len(mine)
+        for start in range(0, len(mine), chunk or 1):
+            part = slice(start, start + chunk)
+            sizes = [image.size for image in mine[part]]
+            output = self._module(encoder_inputs=join_images(pixels[part], sizes), hidden_states=None)
+            tokens = sum(image.tokens for image in mine[part])
+            if output.shape[0] != tokens:
+                raise ValueError(f"{self.name} made {output.shape[0]} tokens of images of {sizes} pixels, whose "
+                                 f"samples ask for {tokens}")
+            outputs.append(output)
+        self._encoded[window] = _Encoded(outputs)
+        self._spread_features(window, mine)
+
+    def _spread_features(self, window: int, mine: list[Image]) -> None:
+        rows = torch.cat([output.detach() for output in self._encoded[window].outputs] or [self._rows(0)])
+        # Rows of each image, so that those of a lane lie one behind the other in its message.
+        parts = rows.split([image.tokens for image in mine])
+        sends = {}
+        for lane in sorted({image.lane for image in mine}):
+            message = torch.cat([part for image, part in zip(mine, parts, strict=True) if image.lane == lane])
+            for tp in range(self._language.tp):
+                if tp % self._encoder.tp == self._place["tp"]:
+                    sends[self._language.rank_at(dp=lane, tp=tp)] = message
+        receives = {}
+        if self._is_first_stage:
+            for replica, tokens in self._tokens_by_replica(window).items():
+                source = self._encoder.rank_at(dp=replica, tp=self._language_tp % self._encoder.tp)
+                receives[source] = self._rows(sum(tokens))
+        self._exchange.staged(FEATURES, sends, receives)
+        if self._is_first_stage:
+            self._make_leaves(window, receives)
+
+    def _make_leaves(self, window: int, received: dict[int, torch.Tensor]) -> None:
+        """Sort the features of this rank's lane by microbatch and row."""
+        left = {}
+        for replica, tokens in self._tokens_by_replica(window).items():
+            source = self._encoder.rank_at(dp=replica, tp=self._language_tp % self._encoder.tp)
+            left[replica] = iter(received[source].split(tokens))
+        by_microbatch: dict[int, list[torch.Tensor]] = {}
+        for image, replica in self._of_lane(window):
+            by_microbatch.setdefault(image.microbatch, []).append(next(left[replica]))
+        collects = self._needs_grad and not self._forward_only and torch.is_grad_enabled()
+        self._encoded[window].leaves = {
+            microbatch: torch.cat(parts).requires_grad_(collects) for microbatch, parts in by_microbatch.items()}
+
+    def features(self, window: int, microbatch: int) -> torch.Tensor:
+        """Return the features `[rows, hidden]` of a microbatch of this rank's lane; no rows without images."""
+        leaves = self._encoded[window].leaves
+        if microbatch not in leaves:
+            leaves[microbatch] = self._rows(0).requires_grad_(self._needs_grad and not self._forward_only)
+        return leaves[microbatch]
+
+    def finish(self, window: int) -> None:
+        """Take the gradients of a window's features from its lanes and run the encoder's backward pass."""
+        encoded = self._encoded.pop(window)
+        if self._forward_only or not self._needs_grad:
+            return
+        mine, sends, receives = self._of_replica(window, self._place["dp"]), {}, {}
+        if self._is_first_stage:
+            for replica, parts in self._gradients_by_replica(window, encoded).items():
+                message = torch.cat(parts)
+                for tp in range(self._encoder.tp):
+                    if tp % self._language.tp == self._language_tp:
+                        sends[self._encoder.rank_at(dp=replica, tp=tp)] = message
+        sources = {}
+        for lane in sorted({image.lane for image in mine}):
+            sources[lane] = self._language.rank_at(dp=lane, tp=self._place["tp"] % self._language.tp)
+            receives[sources[lane]] = self._rows(sum(image.tokens for image in mine if image.lane == lane))
+        self._exchange.staged(GRADIENTS, sends, receives)
+        left = {lane: iter(receives[source].split([image.tokens for image in mine if image.lane == lane]))
+                for lane, source in sources.items()}
+        gradients = [next(left[image.lane]) for image in mine]
+        if not mine:
+            return
+        whole = torch.cat(gradients).split([output.shape[0] for output in encoded.outputs])
+        pairs = [(output, gradient) for output, gradient in zip(encoded.outputs, whole, strict=True)
+                 if output.requires_grad]
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _gradients_by_replica(self, window: int, encoded: _Encoded) -> dict[int, list[torch.Tensor]]:
+        """Gradients of this rank's lane, image by image, for the replica that encoded each."""
+        left: dict[int, Any] = {}
+        for microbatch, leaf in encoded.leaves.items():
+            tokens = [image.tokens for image, _ in self._of_lane(window) if image.microbatch == microbatch]
+            if not tokens:
+                continue
+            # None: the loss of this microbatch does not depend on its images.
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            left[microbatch] = iter(gradient.split(tokens))
+        found: dict[int, list[torch.Tensor]] = {}
+        for image, replica in self._of_lane(window):
+            found.setdefault(replica, []).append(next(left[image.microbatch]))
+        return found
+
+    def _of_replica(self, window: int, replica: int) -> list[Image]:
+        return [image for image, owner in self._windows[window] if owner == replica]
+
+    def _of_lane(self, window: int) -> list[tuple[Image, int]]:
+        return [(image, owner) for image, owner in self._windows[window] if image.lane == self._lane]
+
+    def _tokens_by_replica(self, window: int) -> dict[int, list[int]]:
+        """Rows of each image of this rank's lane, by the replica that encodes it."""
+        found: dict[int, list[int]] = {}
+        for image, replica in self._of_lane(window):
+            found.setdefault(replica, []).append(image.tokens)
+        return found
+
+    def _rows(self, count: int) -> torch.Tensor:
+        return torch.empty((count, self._hidden_size), dtype=self._dtype, device=self.device)
+
+    def _empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=self._dtype, device=self.device)
+
+
+def _elements(image: Image) -> int:
+    return math.prod(image.shape)
+
+
+def _images_of(microbatches: Sequence[Microbatch], module: str, lane: int) -> list[Image]:
+    """List the images of this rank's lane. Raises ValueError where its text has other image tokens than its images."""
+    found = []
+    for index, batch in enumerate(microbatches):
+        text, side = batch.text, batch.encoders[module]
+        assert text is not None, "the reader of a lane holds its text"
+        for key, of_text, of_images in zip(text.keys, text.token_counts[module], side.token_counts, strict=True):
+            if of_text != of_images:
+                raise ValueError(f"sample {key!r} (lane {lane}, microbatch {index}): its text has {of_text} image "
+                                 f"tokens, but {module} makes {of_images} of its images")
+        pixels = split_images(side.inputs)
+        for tokens, (size, each) in zip(text.image_lengths[module], pixels, strict=True):
+            found.append(Image(lane, index, tokens, size, tuple(each.shape)))
+    return found
+
+
+def _pixels_of(microbatches: Sequence[Microbatch], module: str, device: torch.device) -> list[torch.Tensor]:
+    """Return the pixels of every image of this rank's lane on the device, in order."""
+    sides = [batch.encoders[module].to(device) for batch in microbatches]
+    return [pixels for side in sides for _, pixels in split_images(side.inputs)]
+
+
+class EncoderWindows:
+    """Windows of all encoders of a rank, driven by the forward passes of its language model.
+
+    Args:
+        grids: process groups.
+        modules: the encoders of the run.
+        exchange: what they share.
+        size: microbatches of a window; 0: all of the iteration.
+        watchdog: told about every wait.
+        spans: likewise.
+    """
+
+    def __init__(self, grids: Grids, modules: Sequence[ModuleWindows], exchange: Exchange, size: int,
+                 watchdog: Watchdog, spans: Spans) -> None:
+        self._grids, self._modules, self.exchange, self._size = grids, modules, exchange, size
+        self._watchdog, self._spans = watchdog, spans
+        place = grids.layout.language.coordinates(grids.rank)
+        self._stage, self._is_first_stage = place["pp"], place["pp"] == 0
+        self._schedule = WindowSchedule(1, 0, 1, 0)
+        self._next = self._next_backward = 0
+
+    def begin_step(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> list[Microbatch]:
+        """Start the passes of an iteration: tell all ranks which images there are, and spread the pixels.
+
+        Args:
+            microbatches: this rank's side, on the host.
+            forward_only: no backward pass follows.
+
+        Returns:
+            The microbatches without what encoders read of them.
+
+        Raises:
+            ValueError: text and images of a lane do not belong together; names the sample.
+            ReportedElsewhereError: as above, on other ranks than the lane's reader.
+        """
+        self.exchange.begin_step()
+        size, language = self._size or len(microbatches), self._grids.layout.language
+        self._schedule = WindowSchedule(size, self._stage, language.pp, len(microbatches), forward_only)
+        self._next = self._next_backward = 0
+        reads = bool(lanes_read_by(self._grids.layout, self._grids.rank))
+        found, error = None, None
+        if reads:
+            try:
+                lane = language.coordinates(self._grids.rank)["dp"]
+                found = {module.name: _images_of(microbatches, module.name, lane) for module in self._modules}
+            except ValueError as problem:
+                error = str(problem)
+        with (self._watchdog.waiting("images of all lanes", group=range(self._grids.layout.world_size)),
+              self._spans.span(Kind.IDLE, "images of all lanes")):
+            everyone = gather(self._grids, (found, error))
+        raise_known_errors(self._grids, [problem for _, problem in everyone])
+        for module in self._modules:
+            images = [image for images, _ in everyone if images is not None for image in images[module.name]]
+            # A stable sort: the rows of a lane stay in order.
+            images.sort(key=lambda image: (image.microbatch, image.lane))
+            pixels = _pixels_of(microbatches, module.name, module.device) if reads else []
+            module.begin_step(images, pixels, self._schedule, forward_only)
+        # Here and not in the first forward pass: a later stage first waits for what the first stage makes of these.
+        self._take_turn([], self._schedule.at_start())
+        return [replace(batch, encoders={}) for batch in microbatches]
+
+    def before_forward(self) -> dict[str, torch.Tensor]:
+        """Encode and finish the windows whose turn it is; return the features of the coming forward pass.
+
+        Returns:
+            Features `[rows, hidden]` by encoder, on the first language stage; empty on later ones.
+        """
+        forward = self._next
+        self._take_turn(*self._schedule.before(forward))
+        if not self._is_first_stage:
+            return {}
+        return {module.name: module.features(forward // self._schedule.size, forward) for module in self._modules}
+
+    def after_forward(self) -> None:
+        """Encode and finish the windows whose turn it is after the forward pass that has just run."""
+        self._take_turn(*self._schedule.after(self._next))
+        self._next += 1
+
+    def after_backward(self) -> None:
+        """Encode and finish the windows whose turn it is after the backward pass that has just run."""
+        self._take_turn(*self._schedule.after_backward(self._next_backward))
+        self._next_backward += 1
+
+    def finish_step(self) -> None:
+        """Run the backward passes that are left after those of the language model."""
+        assert self._next == self._schedule.num_microbatches, (self._next, self._schedule)
+        self._take_turn(self._schedule.at_end(), [])
+
+    def _take_turn(self, finished: list[int], encoded: list[int]) -> None:
+        for window, module in product(finished, self._modules):
+            with self._spans.span(Kind.BACKWARD, "encoder window", module=module.name, microbatch=window):
+                module.finish(window)
+        for window, module in product(encoded, self._modules):
+            with self._spans.span(Kind.FORWARD, "encoder window", module=module.name, microbatch=window):
+                module.encode(window)
+
+    def destroy(self) -> None:
+        """Release the process groups."""
+        self.exchange.destroy()
