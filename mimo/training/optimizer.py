@@ -129,9 +129,10 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether a parameter's gradient is part of this rank's share of the norm."""
-        before, parameter.grad = parameter.grad, torch.empty_like(parameter)
+        # Reading a gradient that is not there would warn, as a float32 parameter's shard is no leaf.
+        parameter.grad = torch.empty_like(parameter)
         counts = bool(self._filter_grads_for_norm([parameter]))
-        parameter.grad = before
+        parameter.grad = None
         return counts
 
     def _copy_model_grads_to_main_grads(self) -> None:

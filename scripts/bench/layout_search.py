@@ -56,13 +56,22 @@ def layout_of(kind: str, encoder: tuple[int, int, int], language: tuple[int, int
 
 
 def all_layouts(kind: str, size: int) -> Iterator[LayoutConfig]:
-    """Yield every layout of a kind on `size` ranks, whether the trainer can run it or not."""
+    """Yield every layout of a kind on `size` ranks, whether the trainer can run it or not.
+
+    Uneven cuts of a pipeline are not among them: name them by --llm-pp-layout.
+    """
     if kind == HOMOGENEOUS:
-        yield from (layout_of(kind, grid, grid) for grid in grids(size))
+        for tp, dp, pp in grids(size):
+            yield LayoutConfig(layout="homogeneous", llm_tp=tp, llm_dp=dp, llm_pp=pp, sequence_parallel=tp > 1)
     elif kind == COLOCATED:
-        # The trainer has no pipeline stages here, and homogeneous layouts cover that refusal already.
-        flat = [grid for grid in grids(size) if grid[2] == 1]
-        yield from (layout_of(kind, encoder, language) for encoder in flat for language in flat if encoder != language)
+        for language in grids(size):
+            for encoder in (grid for grid in grids(size) if grid[2] == 1):
+                if language[2] == 1 and encoder != language:
+                    yield layout_of(kind, encoder, language)
+                # Pipeline stages have windows by default; elsewhere they balance images over the replicas.
+                window = None if language[2] > 1 else 2
+                if encoder[1] > 1:
+                    yield replace(layout_of(kind, encoder, language), encoder_window=window)
     else:
         for ranks in range(1, size):
             yield from (layout_of(kind, encoder, language) for encoder in grids(ranks)

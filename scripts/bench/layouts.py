@@ -4,8 +4,9 @@
     python scripts/bench/layouts.py --device cpu --gpus 2
     python scripts/bench/layouts.py --device cuda --gpus 4 --disjoint "--encoder-dp 1 --llm-dp 3" --rounds 3
 
-In a `homogeneous` layout, encoder and language model are on the same ranks with the same tensor- and data-parallel
-sizes; in a `colocated` one, on the same ranks with different sizes; in a `disjoint` one, on different ranks. First the
+In a `homogeneous` layout the encoder is on the ranks of the first language stage with the same tensor- and
+data-parallel sizes; in a `colocated` one, both are on all ranks with sizes of their own; in a `disjoint` one, on
+different ranks. First the
 benchmark searches each kind: of all layouts on --gpus ranks that the trainer accepts, it tries --candidates for
 --search-steps iterations each. It prefers the least split ones (homogeneous, colocated), or those whose shares of GPUs
 are nearest to the shares of work (disjoint; earlier runs say how many FLOPs each module has). Layouts with a
@@ -21,9 +22,10 @@ if the losses of the first --loss-steps iterations differ from those of the best
 
 tokens/s and TFLOP/s are per GPU, in the timed iterations of all rounds: tokens of text and images without padding,
 model FLOPs as docs/training.md counts them. `over homogeneous` is the median over rounds of the ratio to tokens/s of
-the best homogeneous layout. `eta split` of a disjoint layout is the best that its whole GPUs allow, the minimum over
-grids of the share of GPUs over the share of work. Work is counted in FLOPs, and in JSON also in GPU-seconds of the
-passes. The last line of output is JSON; above it, a Markdown table shows the same.
+the best homogeneous layout, with the 95 % interval of its mean (Student's t, from three rounds on). `eta split` of a
+disjoint layout is the best that its whole GPUs allow, the minimum over grids of the share of GPUs over the share of
+work. Work is counted in FLOPs, and in JSON also in GPU-seconds of the passes. The last line of output is JSON; above
+it, a Markdown table shows the same.
 """
 
 from __future__ import annotations
@@ -316,6 +318,7 @@ class Bench:
             "kind": candidate.kind, "layout": candidate.flags, "error": errors[0] if errors else "",
             "rounds": len(turns), **figures,
             "over_homogeneous": statistics.median(ratios) if ratios else None, "over_homogeneous_all": ratios,
+            "interval": interval(ratios),
             "eta_split": eta_split(candidate.config, self.encoder, self.work),
             "eta_split_by_time": eta_split(candidate.config, self.encoder, busy),
             "losses": ended[0].losses if ended else []}
@@ -340,6 +343,19 @@ class Bench:
             vars(each)[name][:count], vars(expected)[name][:count], strict=True)), whose) for whose, each in runs)
 
 
+# 97.5th percentiles of Student's t distribution, by degrees of freedom.
+STUDENT_T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def interval(values: Sequence[float]) -> list[float] | None:
+    """Return the 95 % interval of the mean of three to ten values; None for another number of them."""
+    freedom = len(values) - 1
+    if freedom not in STUDENT_T:
+        return None
+    half = STUDENT_T[freedom] * statistics.stdev(values) / math.sqrt(len(values))
+    return [statistics.fmean(values) - half, statistics.fmean(values) + half]
+
+
 def difference(one: float | None, two: float | None) -> float:
     """Difference of two figures as a share of the second. Infinite if one is None or not finite."""
     if one is None or two is None:
@@ -349,8 +365,8 @@ def difference(one: float | None, two: float | None) -> float:
 
 
 COLUMNS = {"layout": "layout", "kind": "kind", "tokens/s per GPU": "tokens_per_s",
-           "over homogeneous": "over_homogeneous", "eta split": "eta_split", "TFLOP/s per GPU": "tflops",
-           "ms a step": "step_ms", "peak memory, GiB": "peak_gib"}
+           "over homogeneous": "over_homogeneous", "95 %": "interval", "eta split": "eta_split",
+           "TFLOP/s per GPU": "tflops", "ms a step": "step_ms", "peak memory, GiB": "peak_gib"}
 
 
 def report(bench: Bench) -> int:
@@ -359,7 +375,9 @@ def report(bench: Bench) -> int:
     tried = [candidate for found in bench.found.values() for candidate in found if candidate.name in bench.searched]
     rows = [bench.row(candidate) for candidate in tried]
     tolerance = chosen.loss_tolerance or TOLERANCE["bf16" if bench.base.model.bf16 else "fp32"]
-    print(table_of(COLUMNS, rows, error_cell=2), flush=True)
+    shown = [row | {"interval": "" if row["interval"] is None else "{:.3f} to {:.3f}".format(*row["interval"])}
+             for row in rows]
+    print(table_of(COLUMNS, shown, error_cell=2), flush=True)
     allowed = {"losses": tolerance, "grad_norms": GRAD_NORM_FACTOR * tolerance}
     worst = {name: bench.worst(name) for name in allowed}
     print(json.dumps({
