@@ -117,7 +117,8 @@ class ModuleWindows:
         if len(pixels):
             for image, replica in everything:
                 if image.lane == self._lane:
-                    by_replica.setdefault(replica, []).append(next(own).reshape(-1))
+                    # Both ends have to agree on the dtype: the loader's is float32 whatever the encoder computes in.
+                    by_replica.setdefault(replica, []).append(next(own).reshape(-1).to(self._dtype))
         sends = {self._encoder.rank_at(dp=replica, tp=tp): message
                  for replica, parts in by_replica.items() for message in (torch.cat(parts),)
                  for tp in range(self._encoder.tp)}
