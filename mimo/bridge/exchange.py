@@ -9,9 +9,7 @@ import torch.distributed as dist
 
 from mimo.grid.groups import Grids
 from mimo.observability.clock import DeviceTimer
-from mimo.observability.spans import Kind, Spans
-from mimo.protocols import LANGUAGE
-from mimo.watchdog.watchdog import Watchdog
+from mimo.observability.spans import Kind, Trace
 
 FEATURES, GRADIENTS = "features", "gradients"
 
@@ -29,15 +27,14 @@ class Exchange:
         grids: process groups.
         device: of the payloads.
         backend: of the groups, `nccl` or `gloo`.
-        watchdog: told about every wait.
-        spans: likewise.
+        trace: told about every wait.
 
     Attributes:
         timer: the device's time of transfers since the last `begin_step`.
     """
 
-    def __init__(self, grids: Grids, *, device: torch.device, backend: str, watchdog: Watchdog, spans: Spans) -> None:
-        self._grids, self._device, self._watchdog, self._spans = grids, device, watchdog, spans
+    def __init__(self, grids: Grids, *, device: torch.device, backend: str, trace: Trace) -> None:
+        self._grids, self._device, self._trace = grids, device, trace
         language = grids.layout.language
         self._first_stage = {rank for rank in language.ranks if language.coordinates(rank)["pp"] == 0}
         self._together = self._new_group(backend)
@@ -91,7 +88,7 @@ class Exchange:
         """Wait until everything sent has been received."""
         while self._sent:
             works, _ = self._sent[0]
-            with self._watchdog.waiting("encoder windows: messages to other stages", module=LANGUAGE):
+            with self._trace.wait("encoder windows: messages to other stages", Kind.BRIDGE_WAIT):
                 for work in works:
                     work.wait()
             self._sent.pop(0)
@@ -126,7 +123,7 @@ class Exchange:
               receives: dict[int, torch.Tensor]) -> None:
         if not works:
             return
-        with (self.timer.measure(), self._spans.span(Kind.BRIDGE_WAIT, what),
-              self._watchdog.waiting(f"encoder windows: {what}", peers=tuple(sorted({*sends, *receives})))):
+        peers = tuple(sorted({*sends, *receives}))
+        with self.timer.measure(), self._trace.wait(f"encoder windows: {what}", Kind.BRIDGE_WAIT, peers=peers):
             for work in works:
                 work.wait()

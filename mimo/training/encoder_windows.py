@@ -26,8 +26,7 @@ from mimo.grid.groups import Grids
 from mimo.grid.lanes import lanes_read_by
 from mimo.grid.spec import GridSpec
 from mimo.grid.windows import Image, WindowSchedule, deal, deal_in_order, encoding_cost
-from mimo.observability.spans import Kind, Spans
-from mimo.watchdog.watchdog import Watchdog
+from mimo.observability.spans import Kind, Trace
 
 
 class Encoder(Protocol):
@@ -285,14 +284,12 @@ class EncoderWindows:
         modules: the encoders of the run.
         exchange: what they share.
         size: microbatches of a window; 0: all of the iteration.
-        watchdog: told about every wait.
-        spans: likewise.
+        trace: told about waits, and what this rank does.
     """
 
     def __init__(self, grids: Grids, modules: Sequence[ModuleWindows], exchange: Exchange, size: int,
-                 watchdog: Watchdog, spans: Spans) -> None:
-        self._grids, self._modules, self.exchange, self._size = grids, modules, exchange, size
-        self._watchdog, self._spans = watchdog, spans
+                 trace: Trace) -> None:
+        self._grids, self._modules, self.exchange, self._size, self._trace = grids, modules, exchange, size, trace
         place = grids.layout.language.coordinates(grids.rank)
         self._stage, self._is_first_stage = place["pp"], place["pp"] == 0
         self._schedule = WindowSchedule(1, 0, 1, 0)
@@ -324,8 +321,7 @@ class EncoderWindows:
                 found = {module.name: _images_of(microbatches, module.name, lane) for module in self._modules}
             except ValueError as problem:
                 error = str(problem)
-        with (self._watchdog.waiting("images of all lanes", group=range(self._grids.layout.world_size)),
-              self._spans.span(Kind.IDLE, "images of all lanes")):
+        with self._trace.wait("images of all lanes", group=range(self._grids.layout.world_size)):
             everyone = gather(self._grids, (found, error))
         raise_known_errors(self._grids, [problem for _, problem in everyone])
         for module in self._modules:
@@ -367,10 +363,10 @@ class EncoderWindows:
 
     def _take_turn(self, finished: list[int], encoded: list[int]) -> None:
         for window, module in product(finished, self._modules):
-            with self._spans.span(Kind.BACKWARD, "encoder window", module=module.name, microbatch=window):
+            with self._trace.spans.span(Kind.BACKWARD, "encoder window", module=module.name, microbatch=window):
                 module.finish(window)
         for window, module in product(encoded, self._modules):
-            with self._spans.span(Kind.FORWARD, "encoder window", module=module.name, microbatch=window):
+            with self._trace.spans.span(Kind.FORWARD, "encoder window", module=module.name, microbatch=window):
                 module.encode(window)
 
     def destroy(self) -> None:

@@ -66,7 +66,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     watchdog.groups = partial(flight_recorder.group_statuses, platform.backend)
     watchdog.schedule, watchdog.on_device = schedule_spans.status, platform.name == "cuda"
     communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
-    windows = _windows(config, provider, grids, platform, watchdog, built, spans)
+    windows = _windows(config, provider, grids, platform, built, Trace(watchdog, spans))
     if windows is not None and communicator is not None:
         communicator.after_backward = windows.after_backward
     STARTUP.enter(Phase.OPTIMIZERS)
@@ -101,12 +101,12 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     return PipelineCommunicator(grids, model_config, bridges, shape, schedule_spans)
 
 
-def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,
-             built: BuiltModel, spans: Spans) -> EncoderWindows | None:
-    """The windows in which this rank's encoders run; None where each microbatch is encoded by itself."""
+def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, built: BuiltModel,
+             trace: Trace) -> EncoderWindows | None:
+    """Build the windows in which this rank's encoders run; None if each microbatch is encoded by itself."""
     if grids.layout.encoder_window is None:
         return None
-    exchange = Exchange(grids, device=platform.device, backend=platform.backend, watchdog=watchdog, spans=spans)
+    exchange = Exchange(grids, device=platform.device, backend=platform.backend, trace=trace)
     modules = [
         ModuleWindows(
             encoder, built.model.modality_submodules[encoder.name], grids, exchange,
@@ -116,7 +116,7 @@ def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform:
             chunk=config.layout.encoder_chunk, balanced=config.layout.encoder_balance)
         for encoder in grids.layout.encoders
     ]
-    built.model.windows = EncoderWindows(grids, modules, exchange, grids.layout.encoder_window, watchdog, spans)
+    built.model.windows = EncoderWindows(grids, modules, exchange, grids.layout.encoder_window, trace)
     return built.model.windows
 
 
