@@ -49,6 +49,26 @@ def test_the_language_side_has_the_same_tokens_and_no_pixels():
         assert text.image_sizes == image.image_sizes
 
 
+def test_numbers_and_areas_of_images_have_the_spread_that_is_asked_for():
+    counts = [len(sample.image_sizes) for sample in read(
+        Config(mock_text_only_fraction=0, mock_images_max=40, mock_images_mean=5, mock_images_cv=0.7), 2000,
+        module="language")]
+    assert 1 <= min(counts) and max(counts) <= 40
+    assert abs(np.mean(counts) - 5) < 0.3 and abs(np.std(counts) / np.mean(counts) - 0.7) < 0.08
+    same = Config(mock_text_only_fraction=0, mock_images_max=9, mock_images_mean=5)
+    assert {len(sample.image_sizes) for sample in read(same, 50)} == {5}
+    free = replace(TOKENS, image_size=0, patch_size=2, size_multiple=4)
+    sizes = np.array([size for sample in read(
+        Config(mock_text_only_fraction=0, mock_image_size=64, mock_image_size_cv=0.7), 1500, tokens=free,
+        module="language") for size in sample.image_sizes])
+    assert (sizes % 4 == 0).all() and (sizes >= 4).all()
+    areas, shapes = sizes.prod(axis=1), sizes[:, 0] / sizes[:, 1]
+    assert abs(areas.mean() / 64**2 - 1) < 0.1 and 0.5 < areas.std() / areas.mean() < 0.75
+    assert shapes.min() < 0.6 and shapes.max() > 1.6
+    (sample, *_) = [sample for sample in read(Config(mock_image_size_cv=0.7), 20, tokens=free) if sample.image_sizes]
+    assert [image.shape[1:] for image in sample.images] == sample.image_sizes
+
+
 def test_sizes_and_ends():
     (sample,) = read(Config(mock_text_only_fraction=0, mock_image_size=24), 1, tokens=replace(TOKENS, image_size=0))
     assert set(sample.image_sizes) == {(24, 24)}
@@ -65,6 +85,10 @@ def test_sizes_and_ends():
         (Config(mock_min_length=1), TOKENS, "--mock-min-length 1"),
         (Config(mock_min_length=9, mock_max_length=8), TOKENS, "--mock-min-length 9 --mock-max-length 8"),
         (Config(mock_images_max=-1), TOKENS, "--mock-images-max -1"),
+        (Config(mock_images_cv=0.5), TOKENS, "--mock-images-cv 0.5 needs --mock-images-mean"),
+        (Config(mock_images_mean=4), TOKENS, "--mock-images-mean 4: must be from 1 to --mock-images-max 3"),
+        (Config(mock_image_size_cv=-1), TOKENS, "--mock-image-size-cv -1"),
+        (Config(mock_image_size_cv=0.5), TOKENS, "--mock-image-size-cv 0.5: the encoder takes images of one size, 8x8"),
         (Config(mock_text_only_fraction=2), TOKENS, "--mock-text-only-fraction 2"),
         (Config(mock_image_size=0), replace(TOKENS, image_size=0), "--mock-image-size 0"),
         (Config(), replace(TOKENS, vocab_size=2), "--vocab-size 2"),

@@ -30,10 +30,14 @@ def test_grids_are_all_of_a_size_the_least_split_first():
 
 @pytest.mark.parametrize("size", [2, 4, 6])
 def test_kinds_differ_in_where_the_grids_are(size):
-    same = [((layout.encoder_tp, layout.encoder_dp, layout.encoder_pp), (layout.llm_tp, layout.llm_dp, layout.llm_pp))
-            for layout in all_layouts(HOMOGENEOUS, size)]
-    assert all(encoder == language for encoder, language in same) and ((1, size, 1),) * 2 in same
-    assert all(layout.llm_tp != layout.encoder_tp and layout.llm_pp == 1 for layout in all_layouts(COLOCATED, size))
+    same = list(all_layouts(HOMOGENEOUS, size))
+    assert {layout.layout for layout in same} == {"homogeneous"} and any(layout.llm_pp == size for layout in same)
+    assert {layout.llm_tp * layout.llm_dp * layout.llm_pp for layout in same} == {size}
+    shared = list(all_layouts(COLOCATED, size))
+    assert all(layout.llm_tp != layout.encoder_tp for layout in shared
+               if layout.llm_pp == 1 and not layout.encoder_window)
+    assert any(layout.llm_pp > 1 for layout in shared) and any(layout.encoder_window for layout in shared)
+    assert {layout.encoder_pp for layout in shared} == {1}
     sizes = [(layout.encoder_tp * layout.encoder_dp * layout.encoder_pp, layout.llm_tp * layout.llm_dp * layout.llm_pp)
              for layout in all_layouts(DISJOINT, size)]
     assert {sum(each) for each in sizes} == {size} and {each[0] for each in sizes} == set(range(1, size))
@@ -135,7 +139,7 @@ def test_the_best_of_each_kind_take_turns(runs, capsys):
     assert [name.split(":")[0] for name in turns] == [f"round {number}" for number in (1, 2, 3) for _ in range(3)]
     assert [name.split(":")[1].strip() for name in turns] == [HOMOGENEOUS, COLOCATED, DISJOINT] * 3
     found, rows = result(capsys)
-    best = rows["homogeneous: --layout colocated --encoder-dp 4 --llm-dp 4"]
+    best = rows["homogeneous: --layout homogeneous --llm-dp 4"]
     assert (best["tokens_per_s"], best["over_homogeneous"], best["rounds"]) == (400, 1, 3)
     disjoint = rows["disjoint: --llm-dp 3"]
     assert disjoint["over_homogeneous"] == pytest.approx(310 / 400) and disjoint["eta_split"] == 1
@@ -161,13 +165,13 @@ def test_all_runs_repeat_the_same_batches_and_warmup_has_seen_them(runs, steps, 
 
 
 def test_out_of_memory_is_a_row_and_not_the_end(runs, capsys):
-    runs.changes["--encoder-dp 4 --llm-dp 4"] = {"error": OUT_OF_MEMORY}
+    runs.changes["--layout homogeneous --llm-dp 4"] = {"error": OUT_OF_MEMORY}
     assert layouts.main([*FLAGS, "--rounds", "1"]) == 0
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "| out of memory |" in line]
-    assert "--encoder-dp 4 --llm-dp 4" in line
+    assert "--layout homogeneous --llm-dp 4" in line
     rows = {row["layout"]: row for row in json.loads(out.splitlines()[-1])["layouts"]}
-    assert rows["--layout colocated --encoder-dp 4 --llm-dp 4"]["tokens_per_s"] is None
+    assert rows["--layout homogeneous --llm-dp 4"]["tokens_per_s"] is None
     # The best that is left is what others are compared with.
     assert rows["--llm-dp 3"]["over_homogeneous"] == pytest.approx(310 / 200)
 
@@ -192,7 +196,7 @@ def test_a_run_that_fails_and_losses_that_differ_are_errors(runs, capsys):
     (["--disjoint", "--llm-dp 2"], "--disjoint '--llm-dp 2' has 3 ranks, --gpus is 4"),
     (["--loss-steps", "9"], "--loss-steps 9: the shortest runs have --warmup-steps 3 + --search-steps 2"),
     (["--llm-only", "--mock-images-max", "0"], "has 1 encoders here"),
-    (["--num-attention-heads", "7"], "no layout of 4 ranks works; --layout colocated --encoder-dp 4 --llm-dp 4: "),
+    (["--num-attention-heads", "7"], "no layout of 4 ranks works; --layout homogeneous --llm-dp 4: "),
 ])
 def test_what_cannot_work_is_refused_before_any_run(runs, capsys, flags, message):
     try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mimo.data.batch import EncoderBatch, Microbatch, PackedSequences, map_tensors
-from mimo.data.collate import merge_inputs, packed_patches, patchify, whole_images
+from mimo.data.collate import join_images, merge_inputs, packed_patches, patchify, split_images, whole_images
 
 
 def lane(*sizes: tuple[int, int], fill: float = 0.0) -> dict:
@@ -20,6 +20,25 @@ def test_patches_are_those_of_a_convolution() -> None:
     weight = torch.randn(5, 3, 4, 4)
     expected = torch.nn.functional.conv2d(torch.from_numpy(image)[None], weight, stride=4)[0].flatten(1).t()
     torch.testing.assert_close(torch.from_numpy(patchify(image, 4)) @ weight.flatten(1).t(), expected)
+
+
+def test_images_that_were_taken_apart_are_joined_again_in_any_order() -> None:
+    rng = np.random.default_rng(1)
+    sizes = [(8, 8), (4, 12), (16, 4)]
+    images = [rng.normal(size=(3, *size)).astype(np.float32) for size in sizes]
+    parts = split_images(packed_patches(images, sizes, 4, torch.float32))
+    assert [size for size, _ in parts] == sizes
+    order = [2, 0]
+    joined = join_images([parts[index][1] for index in order], [sizes[index] for index in order])
+    expected = packed_patches([images[index] for index in order], [sizes[index] for index in order], 4, torch.float32)
+    assert torch.equal(joined["pixel_values"], expected["pixel_values"])
+    assert joined["imgs_sizes"].tolist() == expected["imgs_sizes"].tolist()
+    assert torch.equal(joined["packed_seq_params"].cu_seqlens, expected["packed_seq_params"].cu_seqlens)
+    assert joined["packed_seq_params"].max_seqlen == expected["packed_seq_params"].max_seqlen
+    squares = whole_images([np.full((3, 8, 8), value, np.float32) for value in (1.0, 2.0)], torch.float32)
+    (first, one), (_, two) = split_images(squares)
+    assert first == (8, 8) and join_images([two, one], [first] * 2)["pixel_values"][:, 0, 0, 0].tolist() == [2.0, 1.0]
+    assert split_images({}) == []
 
 
 def test_lanes_of_equal_shape_are_joined_not_stacked() -> None:
