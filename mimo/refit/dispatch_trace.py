@@ -46,14 +46,14 @@ class Write:
         names: checkpoint tensors whose values it read, none for a constant.
         path: the tensor.
         region: where, counted from its first element; None for an unknown part.
-        slot: the box it copied, if that is all it did.
+        copied: the box it copied, if that is all it did.
         value: of a constant, where it is known.
     """
 
     names: frozenset[str]
     path: str
     region: View | None
-    slot: TensorSlice | None = None
+    copied: TensorSlice | None = None
     value: float | None = None
 
 
@@ -179,13 +179,13 @@ class Tracer(TorchDispatchMode):
             value = 0.0 if func is ATEN.zero_.default else float(args[1])
             self.writes.append(Write(frozenset(), target.path, region, value=value))
             return
-        slot = None
+        part = None
         if func is ATEN.copy_.default:
             source = args[1].expand(tensor.shape)
-            slot = None if region is None else self._slot(source, target, region)
+            part = None if region is None else self._slice(source, target, region)
             read = [source]
-        names = frozenset([slot.name]) if slot else self._names(read)
-        self.writes.append(Write(names, target.path, region, slot))
+        names = frozenset([part.name]) if part else self._names(read)
+        self.writes.append(Write(names, target.path, region, part))
 
     def _region(self, tensor: torch.Tensor) -> tuple[Target, View | None]:
         """The model's tensor that a view belongs to, and where in it."""
@@ -195,7 +195,7 @@ class Tracer(TorchDispatchMode):
             return target, None
         return target, View(view.offset - target.whole.offset, view.sizes, view.strides)
 
-    def _slot(self, source: torch.Tensor, target: Target, region: View) -> TensorSlice | None:
+    def _slice(self, source: torch.Tensor, target: Target, region: View) -> TensorSlice | None:
         """The box that a copy copies; None if it does anything else."""
         origin = self._sources.get(storage_key(source))
         view, dtypes = view_of(source), []

@@ -38,8 +38,8 @@ class WholeTensors:
         self._holders = shards.holders
         self.entries = shards.entries
         self._mine: dict[str, dict[Box, TensorSlice]] = {}
-        for slot in shards.slots:
-            self._mine.setdefault(slot.name, {})[slot.box] = slot
+        for part in shards.slices:
+            self._mine.setdefault(part.name, {})[part.box] = part
 
     def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """Every whole tensor; at most one is alive here. Collective."""

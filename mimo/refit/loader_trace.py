@@ -53,8 +53,8 @@ class Recording:
     """Trace of one worker's loader, name by name; each name is in one of the first four.
 
     Attributes:
-        slots: of names that are copied as they are, the boxes, in the order of the entries.
-        copies: the writes behind these slots.
+        slices: of names that are copied as they are, the boxes, in the order of the entries.
+        copies: the writes behind these slices.
         computed: of names that the loader computes with (loader only), what they and others write together.
         untaken: names that write nothing here: another pipeline stage's, another rank's experts, or unknown ones that
             the loader ignores. Which of it, only all workers together can say.
@@ -63,7 +63,7 @@ class Recording:
         layouts: of every tensor that a loader may write, by path; one path for tensors that are shared.
     """
 
-    slots: dict[str, tuple[TensorSlice, ...]]
+    slices: dict[str, tuple[TensorSlice, ...]]
     copies: tuple[Write, ...]
     computed: dict[str, tuple[Write, ...]]
     untaken: tuple[str, ...]
@@ -160,19 +160,19 @@ def _recording(entries: Sequence[TensorMeta], run: _Run, layouts: dict[str, Layo
     for write in run.tracer.writes:
         for name in write.names:
             writes[name].append(write)
-        if write.slot is None:
+        if write.copied is None:
             computed |= write.names
         if not write.names:
             constants.append(write)
             computed |= _overwritten(write, run.tracer.writes, layouts)
     taken = [entry.name for entry in entries if writes[entry.name]]
-    copies = tuple({write.slot: write for name in taken if name not in computed for write in writes[name]}.values())
-    slots: dict[str, list[TensorSlice]] = {}
+    copies = tuple({write.copied: write for name in taken if name not in computed for write in writes[name]}.values())
+    slices: dict[str, list[TensorSlice]] = {}
     for write in copies:
-        assert write.slot is not None
-        slots.setdefault(write.slot.name, []).append(write.slot)
+        assert write.copied is not None
+        slices.setdefault(write.copied.name, []).append(write.copied)
     return Recording(
-        slots={name: tuple(group) for name, group in slots.items()}, copies=copies,
+        slices={name: tuple(group) for name, group in slices.items()}, copies=copies,
         computed={name: tuple(writes[name]) for name in taken if name in computed},
         untaken=tuple(entry.name for entry in entries if not writes[entry.name] and entry.name not in run.refused),
         refused=run.refused, constants=tuple(constants), layouts=layouts)

@@ -69,88 +69,88 @@ def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
     return [*found, range(first, len(entries))] if entries else []
 
 
-def receive_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, receiver: int) -> list[Op]:
+def receive_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, receiver: int) -> list[Op]:
     """Plan what a worker receives, entry by entry.
 
     Args:
         entries: the chunk plan's.
         holders: what the ranks of the trainer hold.
-        wants: what the worker takes in.
+        spec: what the worker takes in.
         receiver: index of the worker.
 
     Raises:
         ValueError: the worker wants a tensor that is not in the chunk plan or that no rank holds.
     """
     known = {entry.name: entry for entry in entries}
-    missing = [name for name in (*(slot.name for slot in wants.direct), *wants.loader)
+    missing = [name for name in (*(part.name for part in spec.direct), *spec.loader)
                if name not in known or name not in holders]
     if missing:
         raise ValueError(f"worker {receiver} wants tensors that the trainer does not have: "
                          f"{listed(missing)}")
-    wanted, overlaps = wanted_slots(wants, known), _Overlaps()
+    wanted, overlaps = wanted_slices(spec, known), _Overlaps()
     turns: dict[int, int] = {}
     operations = []
     for number, entry in enumerate(entries):
-        for slot, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
-            piece = overlaps.of(held.box, slot.box)
+        for part, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
+            piece = overlaps.of(held.box, part.box)
             if piece is None:
                 continue
             count = len(held.ranks)
             if count not in turns:
                 turns[count] = _turn(receiver, count)
             operations.append(Op(number, entry.name, piece, held.ranks[(turns[count] + number) % count], receiver,
-                                 overlaps.address(slot.address, slot.box, piece)))
+                                 overlaps.address(part.address, part.box, piece)))
     return operations
 
 
-def send_plan(entries: Sequence[TensorMeta], holders: Holders, slots: Iterable[TensorSlice],
-              wants: Mapping[int, RecvSpec], rank: int) -> list[SendOp]:
+def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[TensorSlice],
+              specs: Mapping[int, RecvSpec], rank: int) -> list[SendOp]:
     """Plan what a rank of the trainer sends, entry by entry.
 
     Args:
         entries: the chunk plan's.
         holders: what the ranks of the trainer hold.
-        slots: what this rank holds.
-        wants: what each worker takes in, by index; workers that share one object are planned together. Names that this
+        slices: what this rank holds.
+        specs: what each worker takes in, by index; workers that share one object are planned together. Names that this
             rank does not hold may be left out.
         rank: this rank.
 
     Raises:
         ValueError: this rank does not hold what the holders say, or has a tensor that is not in the chunk plan.
     """
-    own = _own_boxes(holders, slots, rank)
+    own = _own_boxes(holders, slices, rank)
     numbers = {entry.name: number for number, entry in enumerate(entries) if entry.name in own}
     if len(numbers) < len(own):
         raise ValueError(f"trainer rank {rank} holds tensors that are not in the chunk plan: "
                          f"{listed(sorted(own.keys() - numbers.keys()))}")
     alike: dict[int, list[int]] = {}
-    for receiver in sorted(wants):
-        alike.setdefault(id(wants[receiver]), []).append(receiver)
+    for receiver in sorted(specs):
+        alike.setdefault(id(specs[receiver]), []).append(receiver)
     held_entries = {name: entries[number] for name, number in numbers.items()}
-    groups = [(wanted_slots(wants[receivers[0]], held_entries), _Takers(receivers, rank))
+    groups = [(wanted_slices(specs[receivers[0]], held_entries), _Takers(receivers, rank))
               for receivers in alike.values()]
     overlaps = _Overlaps()
     operations = []
     for name, number in numbers.items():
         for wanted, takers in groups:
-            for slot, held in itertools.product(wanted.get(name, ()), own[name]):
-                piece = overlaps.of(held.box, slot.box)
+            for part, held in itertools.product(wanted.get(name, ()), own[name]):
+                piece = overlaps.of(held.box, part.box)
                 receivers = takers.of(held.ranks, number) if piece else ()
                 if piece is None or not receivers:
                     continue
-                target = overlaps.address(slot.address, slot.box, piece)
+                target = overlaps.address(part.address, part.box, piece)
                 source = overlaps.address(held.address, held.box, piece)
                 operations += [SendOp(number, name, piece, rank, receiver, target, source) for receiver in receivers]
     return operations
 
 
-def wanted_slots(wants: RecvSpec, entries: Mapping[str, TensorMeta]) -> dict[str, list[TensorSlice]]:
-    """Select what a worker wants of some entries, by name: its own slots, or one of the whole for its loader."""
+def wanted_slices(spec: RecvSpec, entries: Mapping[str, TensorMeta]) -> dict[str, list[TensorSlice]]:
+    """Select what a worker wants of some entries, by name: its own slices, or one of the whole for its loader."""
     found: dict[str, list[TensorSlice]] = {}
-    for slot in wants.direct:
-        if slot.name in entries:
-            found.setdefault(slot.name, []).append(slot)
-    for name in wants.loader:
+    for part in spec.direct:
+        if part.name in entries:
+            found.setdefault(part.name, []).append(part)
+    for name in spec.loader:
         if name in entries:
             shape = entries[name].shape
             found.setdefault(name, []).append(
@@ -298,9 +298,9 @@ def _turn(receiver: int, count: int) -> int:
     return total % count
 
 
-def _own_boxes(holders: Holders, slots: Iterable[TensorSlice], rank: int) -> dict[str, list[_OwnBox]]:
-    """A rank's slots in the order of the holders, by name. Raises ValueError where the two disagree."""
-    addresses = {(slot.name, slot.box): slot.address for slot in slots}
+def _own_boxes(holders: Holders, slices: Iterable[TensorSlice], rank: int) -> dict[str, list[_OwnBox]]:
+    """A rank's slices in the order of the holders, by name. Raises ValueError where the two disagree."""
+    addresses = {(part.name, part.box): part.address for part in slices}
     own: dict[str, list[_OwnBox]] = {}
     problems = []
     for name, boxes in holders.items():
@@ -369,13 +369,13 @@ def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
     _report("what the trainer holds is not the model", problems)
 
 
-def check_wants(entries: Sequence[TensorMeta], wants: RecvSpec,
-                tensors: Mapping[str, tuple[str, int]] | None = None) -> None:
+def check_recv_spec(entries: Sequence[TensorMeta], spec: RecvSpec,
+                    tensors: Mapping[str, tuple[str, int]] | None = None) -> None:
     """Check that a worker can take in what it wants.
 
     Args:
         entries: the chunk plan's.
-        wants: what the worker takes in.
+        spec: what the worker takes in.
         tensors: dtype and number of elements of each live tensor of the worker; None where they are not at hand.
 
     Raises:
@@ -384,31 +384,31 @@ def check_wants(entries: Sequence[TensorMeta], wants: RecvSpec,
     """
     known, problems = _known(entries)
     order = {name: number for number, name in enumerate(known)}
-    for route, names in (("direct", [slot.name for slot in wants.direct]), ("loader", list(wants.loader))):
+    for route, names in (("direct", [part.name for part in spec.direct]), ("loader", list(spec.loader))):
         problems += [f"unknown: {name} ({route}) is not in the chunk plan" for name in names if name not in known]
         numbers = [(order[name], name) for name in names if name in known]
         problems += [f"order: {after} ({route}) comes after {before}, which follows it in the chunk plan"
                      for (first, before), (second, after) in itertools.pairwise(numbers) if second < first]
     problems += [f"routes: {name} goes through the loader {count} times"
-                 for name, count in Counter(wants.loader).items() if count > 1]
-    direct = {slot.name for slot in wants.direct}
-    problems += [f"routes: {name} is both direct and for the loader" for name in wants.loader if name in direct]
+                 for name, count in Counter(spec.loader).items() if count > 1]
+    direct = {part.name for part in spec.direct}
+    problems += [f"routes: {name} is both direct and for the loader" for name in spec.loader if name in direct]
     fitting = []
-    for slot in wants.direct:
-        if slot.name in known:
-            found = _slot_problems(slot, known[slot.name], tensors)
+    for part in spec.direct:
+        if part.name in known:
+            found = _slice_problems(part, known[part.name], tensors)
             problems += found
-            fitting += [] if found else [slot]
+            fitting += [] if found else [part]
     _report("what the worker wants does not fit", problems + _targets_that_overlap(fitting))
 
 
-def check_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, operations: Iterable[Op]) -> None:
+def check_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, operations: Iterable[Op]) -> None:
     """Check that a worker's operations bring every element that it wants, once, to its place, and nothing else.
 
     Args:
         entries: the chunk plan's.
         holders: what the ranks of the trainer hold.
-        wants: what the worker takes in.
+        spec: what the worker takes in.
         operations: what it receives, see `receive_plan`.
 
     Raises:
@@ -416,8 +416,8 @@ def check_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec,
             another entry; elements that come twice or not at all.
     """
     wanted: dict[str, list[tuple[TensorSlice, list[Box]]]] = {
-        name: [(slot, []) for slot in slots]
-        for name, slots in wanted_slots(wants, {entry.name: entry for entry in entries}).items()}
+        name: [(part, []) for part in slices]
+        for name, slices in wanted_slices(spec, {entry.name: entry for entry in entries}).items()}
     problems = []
     for each in operations:
         found = []
@@ -426,26 +426,26 @@ def check_plan(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec,
         if not any(each.sender in held.ranks and (held.box == each.box or held.box.contains(each.box))
                    for held in holders.get(each.name, ())):
             found.append("that rank does not hold it")
-        for slot, boxes in wanted.get(each.name, ()):
-            if ((slot.box == each.box and slot.address == each.target)
-                    or (slot.box.contains(each.box) and slot.address.inside(slot.box, each.box) == each.target)):
+        for part, boxes in wanted.get(each.name, ()):
+            if ((part.box == each.box and part.address == each.target)
+                    or (part.box.contains(each.box) and part.address.inside(part.box, each.box) == each.target)):
                 boxes.append(each.box)
                 break
         else:
             found.append(f"not wanted at element {each.target.offset} of {each.target.tensor}")
         problems += [f"{each.name} {each.box} from trainer rank {each.sender}: {line}" for line in found]
-    for slot, boxes in itertools.chain.from_iterable(wanted.values()):
-        if boxes != [slot.box]:
-            problems += [f"{slot.name} {slot.box} of {slot.address.tensor}: {line}"
-                         for line in partition_problems(slot.box, boxes)]
+    for part, boxes in itertools.chain.from_iterable(wanted.values()):
+        if boxes != [part.box]:
+            problems += [f"{part.name} {part.box} of {part.address.tensor}: {line}"
+                         for line in partition_problems(part.box, boxes)]
     _report("the plan does not bring what the worker wants", problems)
 
 
-def bytes_needed(wants: RecvSpec, entries: Sequence[TensorMeta]) -> int:
+def bytes_needed(spec: RecvSpec, entries: Sequence[TensorMeta]) -> int:
     """Count the bytes on the wire that a worker takes in: its boxes, and whole tensors for its loader."""
     known = {entry.name: entry for entry in entries}
-    return (sum(slot.box.numel * DTYPE_BYTES[known[slot.name].dtype] for slot in wants.direct)
-            + sum(known[name].num_bytes for name in wants.loader))
+    return (sum(part.box.numel * DTYPE_BYTES[known[part.name].dtype] for part in spec.direct)
+            + sum(known[name].num_bytes for name in spec.loader))
 
 
 def bytes_moved(operations: Iterable[Op], entries: Sequence[TensorMeta]) -> int:
@@ -465,16 +465,16 @@ def _known(entries: Sequence[TensorMeta]) -> tuple[dict[str, TensorMeta], list[s
     return {entry.name: entry for entry in entries}, problems
 
 
-def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
+def _slice_problems(part: TensorSlice, entry: TensorMeta, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
     """Say why a slice cannot take its box; empty if it can."""
-    address, dimensions = slot.address, len(entry.shape)
-    is_inside = len(slot.box.starts) == len(slot.box.stops) == dimensions and all(
+    address, dimensions = part.address, len(entry.shape)
+    is_inside = len(part.box.starts) == len(part.box.stops) == dimensions and all(
         0 <= start < stop <= size
-        for start, stop, size in zip(slot.box.starts, slot.box.stops, entry.shape, strict=True))
+        for start, stop, size in zip(part.box.starts, part.box.stops, entry.shape, strict=True))
     is_placed = len(address.strides) == dimensions and address.offset >= 0 <= min(address.strides, default=0)
     if is_inside and is_placed and tensors is None:
         return []
-    what = f"{slot.name} {slot.box}"
+    what = f"{part.name} {part.box}"
     if not is_inside:
         return [f"shape: {what} is not a part of {list(entry.shape)}"]
     if not is_placed:
@@ -486,31 +486,31 @@ def _slot_problems(slot: TensorSlice, entry: TensorMeta, tensors: Mapping[str, t
     problems = []
     if dtype != entry.dtype:
         problems.append(f"dtype: {what} comes as {entry.dtype}, {address.tensor} is {dtype}")
-    end = View(address.offset, slot.box.sizes, address.strides).end
+    end = View(address.offset, part.box.sizes, address.strides).end
     if end > numel:
         problems.append(f"target: {what} ends at element {end} of {address.tensor}, which has {numel}")
     return problems
 
 
-def _targets_that_overlap(slots: Iterable[TensorSlice]) -> list[str]:
+def _targets_that_overlap(slices: Iterable[TensorSlice]) -> list[str]:
     """List pairs of slices that would write the same elements of a live tensor."""
     by_tensor: dict[str, list[tuple[int, int, TensorSlice]]] = {}
-    for slot in slots:
-        by_tensor.setdefault(slot.address.tensor, []).extend((*run, slot) for run in _runs(slot))
+    for part in slices:
+        by_tensor.setdefault(part.address.tensor, []).extend((*run, part) for run in _runs(part))
     problems: dict[str, None] = {}
     for tensor, runs in by_tensor.items():
         runs.sort(key=lambda run: run[:2])
-        for (_, stop, slot), (start, _, other) in itertools.pairwise(runs):
+        for (_, stop, part), (start, _, other) in itertools.pairwise(runs):
             if start < stop:
-                problems[f"target: {slot.name} {slot.box} and {other.name} {other.box} "
+                problems[f"target: {part.name} {part.box} and {other.name} {other.box} "
                          f"are both written to {tensor}"] = None
     return list(problems)
 
 
-def _runs(slot: TensorSlice) -> list[tuple[int, int]]:
+def _runs(part: TensorSlice) -> list[tuple[int, int]]:
     """Return the runs of consecutive elements of the live tensor that a slice writes: first and one past the last."""
-    first = slot.address.offset
-    length, starts = consecutive_runs(slot.box.sizes, slot.address.strides)
+    first = part.address.offset
+    length, starts = consecutive_runs(part.box.sizes, part.address.strides)
     return [(first + start, first + start + length) for start in starts]
 
 

@@ -29,12 +29,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from mimo.refit import plan as planning
 from mimo.refit.messages import MessageLayout, Verification, Views, check_inside, copy_all, message_layout, torch_dtype
 from mimo.refit.options import RefitOptions
-from mimo.refit.plan import check_plan, check_wants
+from mimo.refit.plan import check_plan, check_recv_spec
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
 from mimo.refit.sender import SETUP
-from mimo.refit.tensor_slices import RecvSpec, entry_from_json, holders_from_table, wants_table
+from mimo.refit.tensor_slices import RecvSpec, holders_from_table, meta_from_json, recv_spec_table
 from mimo.refit.transport.base import Transport, open_wire
-from mimo.refit.worker_plan import worker_wants
+from mimo.refit.worker_plan import worker_recv_spec
 
 # An engine that has only some of the new weights serves nobody.
 
@@ -327,23 +327,23 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert rendezvous is not None
         model = rendezvous.read("model", SETUP, "the trainer's tensors")
         self._options = RefitOptions(**model["options"])
-        self._entries = [entry_from_json(entry) for entry in model["entries"]]
+        self._entries = [meta_from_json(entry) for entry in model["entries"]]
         self._dtypes = [entry.dtype for entry in self._entries]
         self._num_trainers, num_workers = model["num_trainers"], model["num_workers"]
         self._claim_number(num_workers)
-        taken = worker_wants(self.model, self._entries, model["spellings"], self._options.route,
-                             lambda value: self._share("probes", value, num_workers))
-        wants, self._renamed, self._loader_layers = taken.wants, taken.loader_names, taken.loader_layers
+        taken = worker_recv_spec(self.model, self._entries, model["spellings"], self._options.route,
+                                 lambda value: self._share("probes", value, num_workers))
+        spec, self._renamed, self._loader_layers = taken.spec, taken.loader_names, taken.loader_layers
         live = self._live()
-        check_wants(self._entries, wants, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
-                                           for name, tensor in live.items()})
-        self._publish(wants)
+        check_recv_spec(self._entries, spec, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+                                              for name, tensor in live.items()})
+        self._publish(spec)
         holders = holders_from_table(model["holders"])
-        operations = planning.receive_plan(self._entries, holders, wants, self._worker)
-        check_plan(self._entries, holders, wants, operations)
+        operations = planning.receive_plan(self._entries, holders, spec, self._worker)
+        check_plan(self._entries, holders, spec, operations)
         self._by_sender = planning.by_sender(operations)
         self._digests = {str(sender): planning.digest(self._entries, each) for sender, each in self._by_sender.items()}
-        self._loader_names = frozenset(wants.loader)
+        self._loader_names = frozenset(spec.loader)
         for operation in operations:
             if operation.name not in self._loader_names:
                 check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
@@ -378,10 +378,10 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return [self._rendezvous.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
                 for worker in range(num_workers)]
 
-    def _publish(self, wants: RecvSpec) -> None:
+    def _publish(self, spec: RecvSpec) -> None:
         assert self._rendezvous is not None
-        digest = wants.digest()
-        self._rendezvous.publish(f"wants/{digest}", wants_table(wants))
+        digest = spec.digest()
+        self._rendezvous.publish(f"wants/{digest}", recv_spec_table(spec))
         self._rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
 
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:

@@ -31,10 +31,10 @@ from mimo.refit.tensor_slices import (
     RecvSpec,
     TensorMeta,
     TensorSlice,
-    entry_as_json,
     holders_table,
+    meta_as_json,
+    recv_spec_from_table,
     wanted_names,
-    wants_from_table,
 )
 from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards, finish_gathers
 from mimo.refit.transport.base import Transport, open_wire
@@ -74,7 +74,7 @@ class TrainerWeights(Protocol):
     entries: list[TensorMeta]
     schemes: list[dict[str, Any]]
     holders: Holders
-    slots: list[TensorSlice]
+    slices: list[TensorSlice]
 
     def prepare(self) -> Mapping[str, torch.Tensor]:
         """Finish what an overlapped step has left open, before a sync. Collective.
@@ -218,14 +218,14 @@ class WeightSender:
         if trainer.rank == 0:
             check_holders(weights.entries, weights.holders)
             rendezvous.publish("model", {
-                "entries": [entry_as_json(entry) for entry in weights.entries], "spellings": list(weights.schemes),
+                "entries": [meta_as_json(entry) for entry in weights.entries], "spellings": list(weights.schemes),
                 "holders": holders_table(weights.holders), "options": self.options.as_json(),
                 "num_trainers": trainer.world_size, "num_workers": self.num_workers})
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
                 "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
                 "timeout_s": self.options.timeout_s})
-        wants = self._read_wants()
-        operations = planning.send_plan(weights.entries, weights.holders, weights.slots, wants, trainer.rank)
+        specs = self._read_specs()
+        operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
         self._by_worker = planning.by_receiver(operations)
         self._chunks = [self._chunk(chunk) for chunk in planning.chunks(weights.entries, self.options.chunk_bytes)]
         digests = {worker: planning.digest(weights.entries, operations)
@@ -253,7 +253,7 @@ class WeightSender:
                                    planning.encoded(self.weights.entries, part)))
         return found
 
-    def _read_wants(self) -> dict[int, RecvSpec]:
+    def _read_specs(self) -> dict[int, RecvSpec]:
         """Return what each worker wants of this rank's tensors; equal workers share one object.
 
         Raises:
@@ -261,20 +261,20 @@ class WeightSender:
         """
         tables: dict[str, RecvSpec] = {}
         taken: set[str] = set()
-        mine = {slot.name for slot in self.weights.slots}
-        wants = {}
+        mine = {part.name for part in self.weights.slices}
+        specs = {}
         for worker in range(self.num_workers):
             digest = self._rendezvous.read(f"worker/{worker}", SETUP, f"what worker {worker} wants")["wants"]
             if digest not in tables:
                 table = self._rendezvous.read(f"wants/{digest}", SETUP, "a table of wants")
-                tables[digest] = wants_from_table(table, mine)
+                tables[digest] = recv_spec_from_table(table, mine)
                 taken |= wanted_names(table) if self.trainer.rank == 0 else set()
-            wants[worker] = tables[digest]
+            specs[worker] = tables[digest]
         left = [entry.name for entry in self.weights.entries if entry.name not in taken and self.trainer.rank == 0]
         if left:
             raise RefitError(f"{len(left)} tensors of the trainer are taken by no worker of the engine, which serves "
                              f"another model: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")
-        return wants
+        return specs
 
     def _all_digests(self) -> list[dict[str, str]]:
         """Return, for each worker, the digests of what each trainer rank sends it."""
@@ -428,12 +428,12 @@ class ModelWeights:
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
                  dtype: str) -> None:
         held = build_trainer_shards(built, grids, provider, family_config, dtype)
-        self.entries, self.holders, self.slots = held.entries, held.holders, held.slots
+        self.entries, self.holders, self.slices = held.entries, held.holders, held.slices
         maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
         self.schemes = module_schemes(maps, [entry.name for entry in held.entries])
         self._built = built
         self._live = LiveTensors(built)
-        self._paths = tuple(dict.fromkeys(slot.address.tensor for slot in self.slots))
+        self._paths = tuple(dict.fromkeys(part.address.tensor for part in self.slices))
 
     def prepare(self) -> dict[str, torch.Tensor]:
         """Finish what an overlapped step left open; the tensors as they are now, by path. Collective."""

@@ -2,7 +2,7 @@
 
 The trainer's ranks and the engine's workers each describe the part they hold as `TensorSlice`s: which box of which
 Hugging Face tensor lies where in which of their own tensors. Planning is then the intersection of boxes and knows
-neither Megatron nor vLLM. Nothing here needs torch, and slots and entries turn into JSON and back;
+neither Megatron nor vLLM. Nothing here needs torch, and slices and entries turn into JSON and back;
 `mimo.refit.tensor_slices` has what is sent of many.
 """
 
@@ -108,26 +108,27 @@ class RecvSpec:
 
     def digest(self) -> str:
         """Return a checksum that is equal for workers that take in the same."""
-        return hashlib.sha256(json.dumps([list(map(slot_as_json, self.direct)), self.loader]).encode()).hexdigest()[:32]
+        packed = json.dumps([list(map(slice_as_json, self.direct)), self.loader])
+        return hashlib.sha256(packed.encode()).hexdigest()[:32]
 
 
-def slot_as_json(slot: TensorSlice) -> list[Any]:
+def slice_as_json(part: TensorSlice) -> list[Any]:
     """Return a slice as plain lists."""
-    return [slot.name, list(slot.box.starts), list(slot.box.stops), slot.address.tensor, slot.address.offset,
-            list(slot.address.strides)]
+    return [part.name, list(part.box.starts), list(part.box.stops), part.address.tensor, part.address.offset,
+            list(part.address.strides)]
 
 
-def slot_from_json(value: Sequence[Any]) -> TensorSlice:
+def slice_from_json(value: Sequence[Any]) -> TensorSlice:
     name, starts, stops, tensor, offset, strides = value
     return TensorSlice(name, Box(tuple(starts), tuple(stops)), Address(tensor, offset, tuple(strides)))
 
 
-def entry_as_json(entry: TensorMeta) -> list[Any]:
+def meta_as_json(entry: TensorMeta) -> list[Any]:
     """Return an entry as plain lists."""
     return [entry.name, entry.dtype, list(entry.shape), entry.keep_fp32]
 
 
-def entry_from_json(value: Sequence[Any]) -> TensorMeta:
+def meta_from_json(value: Sequence[Any]) -> TensorMeta:
     name, dtype, shape, keep_fp32 = value
     return TensorMeta(name, dtype, tuple(shape), keep_fp32)
 
@@ -144,20 +145,20 @@ LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 MARK = "*"
 
 
-def wants_table(wants: RecvSpec) -> dict[str, Any]:
-    """Pack what a worker wants, to send."""
-    return {"direct": folded([slot_as_json(slot) for slot in wants.direct]),
-            "loader": folded([[name] for name in wants.loader])}
+def recv_spec_table(spec: RecvSpec) -> dict[str, Any]:
+    """Pack what a worker takes in, to send."""
+    return {"direct": folded([slice_as_json(part) for part in spec.direct]),
+            "loader": folded([[name] for name in spec.loader])}
 
 
-def wants_from_table(table: dict[str, Any], names: Collection[str] | None = None) -> RecvSpec:
-    """Unpack what a worker wants; of these names alone if they are given."""
-    return RecvSpec(tuple(map(slot_from_json, unfolded(table["direct"], names))),
+def recv_spec_from_table(table: dict[str, Any], names: Collection[str] | None = None) -> RecvSpec:
+    """Unpack what a worker takes in; these names alone if they are given."""
+    return RecvSpec(tuple(map(slice_from_json, unfolded(table["direct"], names))),
                     tuple(row[0] for row in unfolded(table["loader"], names)))
 
 
 def wanted_names(table: dict[str, Any]) -> set[str]:
-    """Every name in a table of wants."""
+    """Return every name in a table of `recv_spec_table`."""
     return {row[0] for route in ("direct", "loader") for row in unfolded(table[route])}
 
 

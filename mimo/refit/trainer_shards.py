@@ -42,12 +42,12 @@ class TrainerShards:
     Attributes:
         entries: every whole tensor, in the order in which all of them move.
         holders: which ranks hold which boxes of it.
-        slots: this rank's boxes and their places.
+        slices: this rank's boxes and their places.
     """
 
     entries: list[TensorMeta]
     holders: Holders
-    slots: list[TensorSlice]
+    slices: list[TensorSlice]
 
 
 def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
@@ -69,14 +69,14 @@ def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvide
     maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
     chosen = choose_schemes(maps, schemes or {})
     pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
-    slots, problems = _rank_slots(pieces, built, maps, chosen)
+    slices, problems = _rank_slices(pieces, built, maps, chosen)
     shapes, holders = _gather(grids, {module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
-                                      for module, held in pieces.items()}, slots)
+                                      for module, held in pieces.items()}, slices)
     found, misfits = plan_entries(maps, chosen, shapes, wire_dtype)
     # Where a tensor was not understood, that others lack it says nothing more.
     problems += misfits or ([] if problems else uncovered(found, holders))
     agree(grids, "the weight map does not fit the model", problems)
-    return TrainerShards(found, holders, slots)
+    return TrainerShards(found, holders, slices)
 
 
 def choose_schemes(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> dict[str, NamingScheme]:
@@ -164,15 +164,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 # What this rank holds
 
 
-def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
-                schemes: Mapping[str, NamingScheme]) -> tuple[list[TensorSlice], list[str]]:
+def _rank_slices(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
+                 schemes: Mapping[str, NamingScheme]) -> tuple[list[TensorSlice], list[str]]:
     """Every box that this rank has, replicas included, in the order of the weight maps; and a line for each piece or
     parameter that makes none."""
-    slots: dict[tuple[str, Box], TensorSlice] = {}
+    slices: dict[tuple[str, Box], TensorSlice] = {}
     problems = []
-    for module, part in named_modules_of(built.model):
+    for module, wrapped in named_modules_of(built.model):
         rules = {rule.megatron: (number, rule) for number, rule in enumerate(maps[module].rules)}
-        places = _Places(module, unwrap_model(part))
+        places = _Places(module, unwrap_model(wrapped))
         made: list[tuple[int, list[TensorSlice]]] = []
         for piece in pieces[module]:
             address = places.find(piece.tensor)
@@ -182,18 +182,18 @@ def _rank_slots(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, m
             elif piece.name in rules:  # `_entries` tells of others
                 number, rule = rules[piece.name]
                 try:
-                    made.append((number, list(piece_slots(rule, schemes[module], piece, address))))
+                    made.append((number, list(piece_slices(rule, schemes[module], piece, address))))
                 except SHAPE_ERRORS as error:
                     problems.append(f"shape: {module} {piece.name} {list(piece.shape)}: {error}")
         problems += places.missing()
         for _, cut in sorted(made, key=lambda entry: entry[0]):
-            for slot in cut:
+            for part in cut:
                 # A rank may have a tensor twice (an embedding that is tied, or shared by stages): one will do.
-                slots.setdefault((slot.name, slot.box), slot)
-    return list(slots.values()), problems
+                slices.setdefault((part.name, part.box), part)
+    return list(slices.values()), problems
 
 
-def piece_slots(rule: Rule, scheme: NamingScheme, piece: ModelPiece, address: Address) -> Iterator[TensorSlice]:
+def piece_slices(rule: Rule, scheme: NamingScheme, piece: ModelPiece, address: Address) -> Iterator[TensorSlice]:
     """A piece cut into boxes of Hugging Face tensors.
 
     Args:
@@ -283,9 +283,9 @@ class _Places:
 # What all ranks hold
 
 
-def _gather(grids: Grids, shapes: Shapes, slots: Iterable[TensorSlice]) -> tuple[Shapes, Holders]:
+def _gather(grids: Grids, shapes: Shapes, slices: Iterable[TensorSlice]) -> tuple[Shapes, Holders]:
     """Gather shapes and boxes of all ranks. Ranks that hold the same, such as replicas, send it once."""
-    mine = (shapes, [(slot.name, slot.box) for slot in slots])
+    mine = (shapes, [(part.name, part.box) for part in slices])
     digests = gather(grids, hashlib.sha256(repr(mine).encode()).hexdigest())
     told = gather(grids, mine if digests.index(digests[grids.rank]) == grids.rank else None)
     ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))

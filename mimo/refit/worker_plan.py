@@ -50,7 +50,7 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
     dtypes = {entry.name: entry.dtype for entry in entries}
     owners = _owners(model)
     kept = {module for module in model.modules() if _keeps(module)} - _processed(model)
-    written = {name: {slot.address.tensor for slot in slots} for name, slots in recording.slots.items()}
+    written = {name: {part.address.tensor for part in slices} for name, slices in recording.slices.items()}
     written |= {name: {write.path for write in writes} for name, writes in recording.computed.items()}
     modules = {name: {module for path in paths for module in owners[path]} for name, paths in written.items()}
     whole = {module for touched in modules.values() for module in touched if module not in kept}
@@ -59,7 +59,7 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
         if name in recording.computed or not all(_is_unchanged(model, recording, path, dtypes[name]) for path in paths):
             whole |= modules[name]
     loader = _closure(whole, modules)
-    direct = [slot for entry in entries if entry.name not in loader for slot in recording.slots.get(entry.name, ())]
+    direct = [part for entry in entries if entry.name not in loader for part in recording.slices.get(entry.name, ())]
     return RecvSpec(tuple(direct), tuple(entry.name for entry in entries if entry.name in loader))
 
 
@@ -74,18 +74,18 @@ def plain_buffers(recording: Recording, device: str = "cpu") -> tuple[dict[str, 
         A tensor for each one that is filled, by path, and the wanted boxes; names that are computed with are the
         loader's here too.
     """
-    slots = [slot for group in recording.slots.values() for slot in group]
+    slices = [part for group in recording.slices.values() for part in group]
     buffers = {}
-    for path in dict.fromkeys(slot.address.tensor for slot in slots):
+    for path in dict.fromkeys(part.address.tensor for part in slices):
         layout = recording.layouts[path]
         buffers[path] = torch.empty_strided(layout.view.sizes, layout.view.strides, device=device,
                                             dtype=getattr(torch, layout.dtype)).zero_()
-    return buffers, RecvSpec(tuple(slots), tuple(recording.computed))
+    return buffers, RecvSpec(tuple(slices), tuple(recording.computed))
 
 
 def _check_precision(recording: Recording, entries: Iterable[TensorMeta]) -> None:
     for entry in entries:
-        paths = {slot.address.tensor for slot in recording.slots.get(entry.name, ())}
+        paths = {part.address.tensor for part in recording.slices.get(entry.name, ())}
         paths |= {write.path for write in recording.computed.get(entry.name, ())}
         for path in sorted(paths):
             dtype = recording.layouts[path].dtype
@@ -228,18 +228,18 @@ class Taken:
     """Plan what a worker takes in.
 
     Attributes:
-        wants: under the trainer's names.
+        spec: under the trainer's names.
         loader_names: the trainer's name -> the loader's.
         loader_layers: paths of the modules whose parameters are loaded rather than written.
     """
 
-    wants: RecvSpec
+    spec: RecvSpec
     loader_names: dict[str, str]
     loader_layers: tuple[str, ...]
 
 
-def worker_wants(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
-                 route: str, share: Callable[[Any], list[Any]]) -> Taken:
+def worker_recv_spec(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
+                     route: str, share: Callable[[Any], list[Any]]) -> Taken:
     """Ask a model's loader what it does with the trainer's tensors.
 
     Args:
@@ -253,7 +253,7 @@ def worker_wants(model: torch.nn.Module, entries: Sequence[TensorMeta], offered:
         ValueError: no naming scheme fits, tensors of the model are filled by nothing, or one would lose its precision.
     """
     probes = probe_schemes_of(model, entries, offered)
-    return wants_as(model, entries, offered, route, share(probes) if probes else [])
+    return recv_spec_as(model, entries, offered, route, share(probes) if probes else [])
 
 
 def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
@@ -267,22 +267,22 @@ def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
             for module, schemes in probe_schemes(model, open_choices).items()}
 
 
-def wants_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]], route: str,
-             probes: Sequence[Mapping[str, Any]]) -> Taken:
-    """`worker_wants`, given what `probe_schemes_of` said on every worker. Raises ValueError as that."""
+def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
+                 route: str, probes: Sequence[Mapping[str, Any]]) -> Taken:
+    """`worker_recv_spec`, given what `probe_schemes_of` said on every worker. Raises ValueError as that."""
     loader_names = _loader_names(_candidates(entries, offered), probes)
     own = {name: entry.name for entry, name in zip(entries, loader_names, strict=True)}
     renamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, loader_names, strict=True)]
     recording = record(model, renamed)
     check_coverage(model, recording)
-    wants = routes(model, recording, renamed)
+    spec = routes(model, recording, renamed)
     if route == "loader":
-        taken = recording.slots.keys() | recording.computed.keys()
-        wants = RecvSpec((), tuple(name for name in loader_names if name in taken))
+        taken = recording.slices.keys() | recording.computed.keys()
+        spec = RecvSpec((), tuple(name for name in loader_names if name in taken))
     return Taken(
-        RecvSpec(tuple(dataclasses.replace(slot, name=own[slot.name]) for slot in wants.direct),
-                 tuple(own[name] for name in wants.loader)),
-        dict(zip(own.values(), own, strict=True)), _layers(model, recording, wants.loader))
+        RecvSpec(tuple(dataclasses.replace(part, name=own[part.name]) for part in spec.direct),
+                 tuple(own[name] for name in spec.loader)),
+        dict(zip(own.values(), own, strict=True)), _layers(model, recording, spec.loader))
 
 
 def _candidates(entries: Sequence[TensorMeta],
@@ -312,7 +312,7 @@ def _loader_names(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
 def _layers(model: torch.nn.Module, recording: Recording, loader: Iterable[str]) -> tuple[str, ...]:
     """Return paths of the modules into which loader names are loaded."""
     wanted = set(loader)
-    paths = {slot.address.tensor for name, slots in recording.slots.items() if name in wanted for slot in slots}
+    paths = {part.address.tensor for name, slices in recording.slices.items() if name in wanted for part in slices}
     paths |= {write.path for name, writes in recording.computed.items() if name in wanted for write in writes}
     owners = {path.rpartition(".")[0] for path in paths}
     return tuple(path for path, _ in model.named_modules() if path in owners)

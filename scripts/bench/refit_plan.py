@@ -34,7 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dataclasses import asdict, dataclass
 
 from mimo.boxes import Box, contiguous_strides
-from mimo.refit.plan import bytes_moved, bytes_needed, check_holders, check_plan, check_wants, receive_plan, send_plan
+from mimo.refit.plan import (
+    bytes_moved,
+    bytes_needed,
+    check_holders,
+    check_plan,
+    check_recv_spec,
+    receive_plan,
+    send_plan,
+)
 from mimo.refit.tensor_slices import (
     Address,
     Holder,
@@ -43,8 +51,8 @@ from mimo.refit.tensor_slices import (
     TensorMeta,
     TensorSlice,
     holders_table,
-    wants_from_table,
-    wants_table,
+    recv_spec_from_table,
+    recv_spec_table,
 )
 from scripts.bench.harness import argument_parser, check_least, table
 
@@ -215,7 +223,7 @@ class Stacked:
     """Slots of a rank. Parts of one tensor are stored one after the other."""
 
     def __init__(self) -> None:
-        self.slots: list[TensorSlice] = []
+        self.slices: list[TensorSlice] = []
         self._filled: dict[str, int] = {}
 
     def add(self, tensor: Tensor, target: str, ways: int = 1, place: int = 0) -> None:
@@ -230,7 +238,7 @@ class Stacked:
 
     def add_box(self, name: str, target: str, box: Box) -> None:
         first = self._filled.get(target, 0)
-        self.slots.append(TensorSlice(name, box, Address(target, first, contiguous_strides(box.sizes))))
+        self.slices.append(TensorSlice(name, box, Address(target, first, contiguous_strides(box.sizes))))
         self._filled[target] = first + box.numel
 
 
@@ -252,7 +260,7 @@ def fused_rows(model: Model, ways: int, place: int) -> list[tuple[int, int, int]
     return found
 
 
-def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[TensorSlice]:
+def dense_slices(model: Model, trainer: Trainer, stage: int, tp: int) -> list[TensorSlice]:
     """Slots of a Megatron rank without experts."""
     held = Stacked()
     rows: dict[str, list[tuple[int, int]]] = {"q": [], "k": [], "v": []}
@@ -264,23 +272,23 @@ def dense_slots(model: Model, trainer: Trainer, stage: int, tp: int) -> list[Ten
                 held.add_box(tensor.name, tensor.fused, Box((start, 0), (stop, tensor.shape[1])))
         else:
             held.add(tensor, tensor.fused, trainer.tp, tp)
-    return held.slots
+    return held.slices
 
 
-def expert_slots(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) -> list[TensorSlice]:
+def expert_slices(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) -> list[TensorSlice]:
     """Slots of a Megatron rank for experts."""
     held, count = Stacked(), model.experts // trainer.ep
     for expert in range(ep * count, (ep + 1) * count):
         for tensor in by_stage(model, trainer.pp).get((stage, expert), ()):
             held.add(tensor, f"{tensor.fused}.{expert}", trainer.etp, etp)
-    return held.slots
+    return held.slices
 
 
-def trainer_slots(model: Model, trainer: Trainer, rank: int) -> list[TensorSlice]:
-    """All slots of a Megatron rank. Ranks are laid out as `tp-ep-dp-pp`."""
+def trainer_slices(model: Model, trainer: Trainer, rank: int) -> list[TensorSlice]:
+    """All slices of a Megatron rank. Ranks are laid out as `tp-ep-dp-pp`."""
     stage, place = divmod(rank, trainer.tp * trainer.dp)
-    return [*dense_slots(model, trainer, stage, place % trainer.tp),
-            *expert_slots(model, trainer, stage, place // trainer.etp % trainer.ep, place % trainer.etp)]
+    return [*dense_slices(model, trainer, stage, place % trainer.tp),
+            *expert_slices(model, trainer, stage, place // trainer.etp % trainer.ep, place % trainer.etp)]
 
 
 def trainer_holders(model: Model, trainer: Trainer) -> Holders:
@@ -290,17 +298,17 @@ def trainer_holders(model: Model, trainer: Trainer) -> Holders:
     parts: list[tuple[list[TensorSlice], list[int]]] = []
     for stage in range(trainer.pp):
         ranks = range(stage * width, (stage + 1) * width)
-        parts += [(dense_slots(model, trainer, stage, tp), list(ranks[tp::trainer.tp])) for tp in range(trainer.tp)]
-        parts += [(expert_slots(model, trainer, stage, ep, etp),
+        parts += [(dense_slices(model, trainer, stage, tp), list(ranks[tp::trainer.tp])) for tp in range(trainer.tp)]
+        parts += [(expert_slices(model, trainer, stage, ep, etp),
                    list(ranks[ep * trainer.etp + etp::trainer.ep * trainer.etp]))
                   for ep in range(trainer.ep) for etp in range(trainer.etp)]
-    for slots, ranks in parts:
-        for slot in slots:
-            boxes.setdefault(slot.name, {}).setdefault(slot.box, []).extend(ranks)
+    for slices, ranks in parts:
+        for part in slices:
+            boxes.setdefault(part.name, {}).setdefault(part.box, []).extend(ranks)
     return {name: [Holder(box, tuple(sorted(ranks))) for box, ranks in held.items()] for name, held in boxes.items()}
 
 
-def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) -> RecvSpec:
+def engine_specs(model: Model, engine: Engine, stage: int, tp: int, place: int) -> RecvSpec:
     """Return what a worker needs. `place` is its index among the workers that share the experts."""
     taken, ways = Stacked(), engine.tp * engine.dp
     each, more = divmod(model.experts, ways)
@@ -314,10 +322,10 @@ def engine_wants(model: Model, engine: Engine, stage: int, tp: int, place: int) 
     for expert in own if engine.ep else range(model.experts):
         for tensor in by_stage(model, engine.pp).get((stage, expert), ()):
             taken.add(tensor, tensor.fused, 1 if engine.ep else ways, 0 if engine.ep else place)
-    return RecvSpec(tuple(sorted(taken.slots, key=lambda slot: model.numbers[slot.name])), ())
+    return RecvSpec(tuple(sorted(taken.slices, key=lambda part: model.numbers[part.name])), ())
 
 
-def all_wants(model: Model, engine: Engine) -> dict[int, RecvSpec]:
+def all_specs(model: Model, engine: Engine) -> dict[int, RecvSpec]:
     """Return what each worker needs. Workers with equal needs share an object."""
     kinds: dict[tuple[int, int, int], RecvSpec] = {}
     found = {}
@@ -326,7 +334,7 @@ def all_wants(model: Model, engine: Engine) -> dict[int, RecvSpec]:
         rest, stage = divmod(rest, engine.pp)
         kind = stage, tp, rest % engine.dp * engine.tp + tp
         if kind not in kinds:
-            kinds[kind] = engine_wants(model, engine, *kind)
+            kinds[kind] = engine_specs(model, engine, *kind)
         found[worker] = kinds[kind]
     return found
 
@@ -347,42 +355,43 @@ def spread(count: int, planned: int) -> list[int]:
 def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int) -> dict[str, Any]:
     """Plan one model from one layout to another and return the costs."""
     entries = model.entries
-    holders, wants = trainer_holders(model, trainer), all_wants(model, engine)
+    holders, specs = trainer_holders(model, trainer), all_specs(model, engine)
     _, check_holders_s = timed(lambda: check_holders(entries, holders))
-    kinds = {id(each): each for each in wants.values()}
-    tables = {kind: json.dumps(wants_table(each)) for kind, each in kinds.items()}
+    kinds = {id(each): each for each in specs.values()}
+    tables = {kind: json.dumps(recv_spec_table(each)) for kind, each in kinds.items()}
     table_bytes = sum(map(len, tables.values())) + len(json.dumps(holders_table(holders)))
-    received = [receive_figures(entries, holders, wants[worker], worker)
+    received = [receive_figures(entries, holders, specs[worker], worker)
                 for worker in spread(engine.ranks, planned)]
-    takers = {worker: id(each) for worker, each in wants.items()}
-    sent = [send_figures(entries, holders, trainer_slots(model, trainer, rank), tables, takers, rank)
+    takers = {worker: id(each) for worker, each in specs.items()}
+    sent = [send_figures(entries, holders, trainer_slices(model, trainer, rank), tables, takers, rank)
             for rank in spread(trainer.ranks, planned)]
     return {"model": name, "trainer": asdict(trainer), "engine": asdict(engine), "tensors": len(entries),
             "kinds_of_workers": len(kinds), "table_bytes": table_bytes, "check_holders_s": check_holders_s,
             "workers": side(received, engine.ranks), "trainer_ranks": side(sent, trainer.ranks)}
 
 
-def receive_figures(entries: Sequence[TensorMeta], holders: Holders, wants: RecvSpec, worker: int) -> dict[str, float]:
+def receive_figures(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, worker: int) -> dict[str, float]:
     """Plan one worker's share and check that it is complete."""
-    operations, seconds = timed(lambda: receive_plan(entries, holders, wants, worker))
+    operations, seconds = timed(lambda: receive_plan(entries, holders, spec, worker))
 
     def check() -> None:
-        check_wants(entries, wants)
-        check_plan(entries, holders, wants, operations)
+        check_recv_spec(entries, spec)
+        check_plan(entries, holders, spec, operations)
 
     _, check_s = timed(check)
     num_bytes = bytes_moved(operations, entries)
-    assert num_bytes == bytes_needed(wants, entries), f"worker {worker} receives {num_bytes} bytes"
+    assert num_bytes == bytes_needed(spec, entries), f"worker {worker} receives {num_bytes} bytes"
     return {"seconds": seconds, "ops": len(operations), "bytes": num_bytes, "check_s": check_s}
 
 
-def send_figures(entries: Sequence[TensorMeta], holders: Holders, slots: Sequence[TensorSlice], tables: dict[int, str],
+def send_figures(entries: Sequence[TensorMeta], holders: Holders, slices: Sequence[TensorSlice], tables: dict[int, str],
                  takers: dict[int, int], rank: int) -> dict[str, float]:
     """Read what the workers need of one rank's tensors, and plan its share."""
-    names = {slot.name for slot in slots}
-    kinds, read_s = timed(lambda: {kind: wants_from_table(json.loads(text), names) for kind, text in tables.items()})
-    wants = {worker: kinds[kind] for worker, kind in takers.items()}
-    operations, seconds = timed(lambda: send_plan(entries, holders, slots, wants, rank))
+    names = {part.name for part in slices}
+    kinds, read_s = timed(lambda: {kind: recv_spec_from_table(json.loads(text), names)
+                                   for kind, text in tables.items()})
+    specs = {worker: kinds[kind] for worker, kind in takers.items()}
+    operations, seconds = timed(lambda: send_plan(entries, holders, slices, specs, rank))
     return {"seconds": read_s + seconds, "ops": len(operations), "bytes": bytes_moved(operations, entries),
             "read_s": read_s}
 

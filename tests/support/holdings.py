@@ -56,8 +56,8 @@ def held_and_exported(rank: int, flags: tuple[str, ...], world_size: int, folder
         for number, when in enumerate(("before", "after")):
             if number:
                 reallocate(built, 3)
-            values[when] = [(slot.name, slot.box, live.view(slot.address, slot.box.sizes).clone())
-                            for slot in found.slots]
+            values[when] = [(part.name, part.box, live.view(part.address, part.box.sizes).clone())
+                            for part in found.slices]
             export_model(built, grids, provider, config, f"{out}/{when}")
         return Held(found.entries, found.holders, values)
 
@@ -99,11 +99,11 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
         train_step(parts, loader.next_step())
         found = build_trainer_shards(parts.built, parts.grids, provider, config.model_family, "float32")
         live = LiveTensors(parts.built)
-        before = [live.view(slot.address, slot.box.sizes).clone() for slot in found.slots]
+        before = [live.view(part.address, part.box.sizes).clone() for part in found.slices]
         tensors = {entry.name: tensor.clone()
                    for entry, tensor in WholeTensors(parts.built, found, parts.platform.device)}
-        was_open = any(not torch.equal(value, live.view(slot.address, slot.box.sizes))
-                       for slot, value in zip(found.slots, before, strict=True))
+        was_open = any(not torch.equal(value, live.view(part.address, part.box.sizes))
+                       for part, value in zip(found.slices, before, strict=True))
         export_model(parts.built, parts.grids, provider, config.model_family, out)
     finally:
         loader.close()

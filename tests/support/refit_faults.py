@@ -128,8 +128,8 @@ class PlainWeights:
         self.schemes = [scheme(tuple(shapes))]
         self.holders = holders_of(self.entries, world_size)
         self.transposed = transposed
-        self.slots = [TensorSlice(name, held.box, Address(name, 0, self._strides(held.box.sizes)))
-                      for name, boxes in self.holders.items() for held in boxes if rank in held.ranks]
+        self.slices = [TensorSlice(name, held.box, Address(name, 0, self._strides(held.box.sizes)))
+                       for name, boxes in self.holders.items() for held in boxes if rank in held.ranks]
         self.before_view: Callable[[str], None] = lambda name: None
         self.set(seed)
 
@@ -140,11 +140,11 @@ class PlainWeights:
         """Other weights, in other memory."""
         whole = whole_weights(seed)
         self.tensors = {}
-        for slot in self.slots:
-            shape = self.entries[[entry.name for entry in self.entries].index(slot.name)].shape
-            values = whole[slot.name] if slot.name in whole and whole[slot.name].shape == shape else torch.ones(shape)
-            own = values[slot.box.starts[0]:slot.box.stops[0]]
-            self.tensors[slot.name] = torch.empty_strided(slot.box.sizes, self._strides(slot.box.sizes)).copy_(own)
+        for part in self.slices:
+            shape = self.entries[[entry.name for entry in self.entries].index(part.name)].shape
+            values = whole[part.name] if part.name in whole and whole[part.name].shape == shape else torch.ones(shape)
+            own = values[part.box.starts[0]:part.box.stops[0]]
+            self.tensors[part.name] = torch.empty_strided(part.box.sizes, self._strides(part.box.sizes)).copy_(own)
 
     def prepare(self) -> Mapping[str, torch.Tensor]:
         """See the protocol."""

@@ -232,7 +232,7 @@ def share(count: int, ways: int, place: int) -> range:
     return range(first, first + each + (place < more))
 
 
-def slots_of(model: SmallModel, tensors: Tensors) -> list[TensorSlice]:
+def slices_of(model: SmallModel, tensors: Tensors) -> list[TensorSlice]:
     """Find which boxes of which Hugging Face tensors lie where, from the numbers of their elements."""
     return [TensorSlice(source, box, Address(name, offset, strides)) for name, tensor in tensors.items()
             for source, box, offset, strides in _found_in(model, tensor.shape, tensor.tobytes())]
@@ -264,21 +264,21 @@ def _found_in(model: SmallModel, shape: tuple[int, ...], numbers: bytes) -> list
     return found
 
 
-def holders_of(slots: Sequence[Iterable[TensorSlice]]) -> Holders:
-    """Return the boxes with the ranks that hold them, from each rank's slots."""
+def holders_of(slices: Sequence[Iterable[TensorSlice]]) -> Holders:
+    """Return the boxes with the ranks that hold them, from each rank's slices."""
     found: dict[str, dict[Box, list[int]]] = {}
-    for rank, own in enumerate(slots):
-        for name, box in dict.fromkeys((slot.name, slot.box) for slot in own):
+    for rank, own in enumerate(slices):
+        for name, box in dict.fromkeys((part.name, part.box) for part in own):
             found.setdefault(name, {}).setdefault(box, []).append(rank)
     return {name: [Holder(box, tuple(ranks)) for box, ranks in boxes.items()] for name, boxes in found.items()}
 
 
-def wants_of(model: SmallModel, slots: Sequence[TensorSlice], through_loader: Callable[[str], bool]) -> RecvSpec:
+def recv_spec_of(model: SmallModel, slices: Sequence[TensorSlice], through_loader: Callable[[str], bool]) -> RecvSpec:
     """Return what a worker receives; the names chosen go whole through its loader."""
     order = {name: number for number, name in enumerate(model.shapes)}
-    direct = [slot for slot in slots if not through_loader(slot.name)]
-    loader = {slot.name for slot in slots if through_loader(slot.name)}
-    return RecvSpec(tuple(sorted(direct, key=lambda slot: order[slot.name])),
+    direct = [part for part in slices if not through_loader(part.name)]
+    loader = {part.name for part in slices if through_loader(part.name)}
+    return RecvSpec(tuple(sorted(direct, key=lambda part: order[part.name])),
                     tuple(sorted(loader, key=order.__getitem__)))
 
 

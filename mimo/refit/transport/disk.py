@@ -20,7 +20,7 @@ from mimo.protocols import ModelProvider
 from mimo.refit.gather_full import WholeTensors, entry_dtype
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import module_schemes
-from mimo.refit.tensor_slices import TensorMeta, entry_as_json, entry_from_json
+from mimo.refit.tensor_slices import TensorMeta, meta_as_json, meta_from_json
 from mimo.refit.trainer_shards import build_trainer_shards
 from mimo.weights.safetensors_io import MAX_SHARD_BYTES, ShardWriter, TensorInfo, plan_shards, write_index
 
@@ -55,12 +55,12 @@ class Manifest:
 
     def sequence(self) -> str:
         """Return a checksum of names, dtypes and shapes in their order, and of their other naming schemes."""
-        return _digest([[entry_as_json(entry) for entry in self.entries], list(self.schemes)])
+        return _digest([[meta_as_json(entry) for entry in self.entries], list(self.schemes)])
 
     def as_json(self) -> dict[str, Any]:
         """Return plain lists with a checksum of everything."""
         content = {"format": FORMAT, "version": self.version, "files": dict(self.file_bytes),
-                   "entries": [entry_as_json(entry) for entry in self.entries], "spellings": list(self.schemes)}
+                   "entries": [meta_as_json(entry) for entry in self.entries], "spellings": list(self.schemes)}
         return content | {"checksum": _digest(content)}
 
     @classmethod
@@ -71,7 +71,7 @@ class Manifest:
         content = {key: part for key, part in value.items() if key != "checksum"}
         if _digest(content) != value.get("checksum"):
             raise ValueError("its checksum is not that of its contents")
-        return cls(value["version"], tuple(map(entry_from_json, value["entries"])), value["spellings"], value["files"])
+        return cls(value["version"], tuple(map(meta_from_json, value["entries"])), value["spellings"], value["files"])
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

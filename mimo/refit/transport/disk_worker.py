@@ -20,7 +20,7 @@ from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransfer
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.transport.disk import Manifest, read_manifest
-from mimo.refit.worker_plan import Taken, probe_schemes_of, wants_as
+from mimo.refit.worker_plan import Taken, probe_schemes_of, recv_spec_as
 from mimo.weights.safetensors_io import HfSource
 
 # Of tensors that are handed to the model's loading at a time.
@@ -65,9 +65,9 @@ def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> 
     engine, manifest = _engine_of(worker), read_manifest(Path(folder))
     taken = _known(engine, manifest)
     if taken is None:
-        taken = wants_as(engine.model, manifest.entries, manifest.schemes, "loader", probes)
+        taken = recv_spec_as(engine.model, manifest.entries, manifest.schemes, "loader", probes)
         _plans[engine] = _Plan(manifest.sequence(), taken)
-    return list(taken.wants.loader)
+    return list(taken.spec.loader)
 
 
 def load_weights(worker: Any, folder: str) -> None:
@@ -83,7 +83,7 @@ def load_weights(worker: Any, folder: str) -> None:
     taken = _known(engine, manifest)
     if taken is None:
         raise RefitError(f"{folder} has other tensors than when it was looked at")
-    wanted = set(taken.wants.loader)
+    wanted = set(taken.spec.loader)
     with gpu_worker.set_current_vllm_config(engine.vllm_config):
         _load(engine, taken, [entry for entry in manifest.entries if entry.name in wanted], source)
     if engine.device.type == "cuda":

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimo.boxes import Box
 from mimo.refit.tensor_slices import Address, Holder, TensorMeta
-from mimo.refit.trainer_shards import by_layer, choose_schemes, piece_slots, plan_entries, uncovered
+from mimo.refit.trainer_shards import by_layer, choose_schemes, piece_slices, plan_entries, uncovered
 from mimo.weights.match import ModelPiece
 from mimo.weights.rules import Conversion, Direct, Fused, NamingScheme, PaddedRows, Rows, Rule, WeightMap, split_rules
 from providers.common.radio_weights import HeadMajor
@@ -153,13 +153,13 @@ def test_boxes_of_any_pieces_are_the_parts(case: tuple[Conversion, tuple[int, ..
     whole = numbered(*shape)
     expected = convert.to_hf(whole)
     names = tuple(map(str, range(len(expected))))
-    found = [torch.full_like(part, -1) for part in expected]
+    found = [torch.full_like(whole_part, -1) for whole_part in expected]
     boxes: dict[str, list[Box]] = {}
     for piece in pieces_of(whole, parts):
-        for slot in piece_slots(Rule("a", names, convert), OWN, piece, Address("x", 0, piece.tensor.stride())):
-            found[int(slot.name)][slot.box.slices] = read(piece, slot.box,
-                                                                                            slot.address)
-            boxes.setdefault(slot.name, []).append(slot.box)
+        for part in piece_slices(Rule("a", names, convert), OWN, piece, Address("x", 0, piece.tensor.stride())):
+            found[int(part.name)][part.box.slices] = read(piece, part.box,
+                                                                                            part.address)
+            boxes.setdefault(part.name, []).append(part.box)
     assert all(map(torch.equal, found, expected))
     entries = [TensorMeta(name, "float32", tuple(part.shape)) for name, part in zip(names, expected, strict=True)]
     assert uncovered(entries, {name: [Holder(box, (0,)) for box in held] for name, held in boxes.items()}) == []
@@ -171,16 +171,16 @@ def test_rules_that_share_a_tensor_cut_their_rows_of_it() -> None:
         assert rule.rows is not None
         whole = numbered(rule.rows.count, 2) + 100 * rule.rows.first
         for piece in pieces_of(whole, (2, 1)):
-            for slot in piece_slots(rule, OWN, piece, Address("x", 0, piece.tensor.stride())):
-                found[slot.box.slices] = read(piece, slot.box, slot.address)
+            for part in piece_slices(rule, OWN, piece, Address("x", 0, piece.tensor.stride())):
+                found[part.box.slices] = read(piece, part.box, part.address)
     assert found[:, 0].tolist() == [0, 2, 200, 202, 204, 206, 600]
 
 
 def test_a_scalar_is_a_box() -> None:
     (piece,) = pieces_of(torch.tensor(3), ())
-    (slot,) = piece_slots(Rule("a", ("a",)), OWN, piece, Address("x", 2, ()))
-    assert slot.box == Box((), ()) and slot.address == Address("x", 2, ())
-    assert uncovered([TensorMeta("a", "float32", ())], {"a": [Holder(slot.box, (0,))]}) == []
+    (part,) = piece_slices(Rule("a", ("a",)), OWN, piece, Address("x", 2, ()))
+    assert part.box == Box((), ()) and part.address == Address("x", 2, ())
+    assert uncovered([TensorMeta("a", "float32", ())], {"a": [Holder(part.box, (0,))]}) == []
 
 
 @pytest.mark.parametrize(("convert", "shape", "parts"), [
@@ -188,7 +188,7 @@ def test_a_scalar_is_a_box() -> None:
 def test_a_piece_that_is_no_box_is_refused(convert: Conversion, shape: tuple[int, ...], parts: tuple[int, ...]) -> None:
     piece = next(pieces_of(numbered(*shape), parts))
     with pytest.raises(ValueError, match=r"must hold whole; this one holds \[0:"):
-        list(piece_slots(Rule("a", ("a",), convert), OWN, piece, Address("x", 0, piece.tensor.stride())))
+        list(piece_slices(Rule("a", ("a",), convert), OWN, piece, Address("x", 0, piece.tensor.stride())))
 
 
 # The chunk plan
@@ -328,5 +328,5 @@ def test_vllm_takes_the_source_and_a_wrong_tensor_is_named() -> None:
 
 def test_rows_is_a_part_of_a_rule() -> None:
     rule = Rule("a", ("whole",), rows=Rows(2, 3, 5))
-    (slot,) = piece_slots(rule, OWN, next(pieces_of(numbered(3, 2), (1, 1))), Address("x", 0, (2, 1)))
-    assert slot.box == Box((2, 0), (5, 2))
+    (part,) = piece_slices(rule, OWN, next(pieces_of(numbered(3, 2), (1, 1))), Address("x", 0, (2, 1)))
+    assert part.box == Box((2, 0), (5, 2))

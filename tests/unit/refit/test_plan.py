@@ -24,7 +24,7 @@ from mimo.refit.plan import (
     bytes_needed,
     check_holders,
     check_plan,
-    check_wants,
+    check_recv_spec,
     chunks,
     described,
     digest,
@@ -42,9 +42,9 @@ from tests.support.refit_layouts import (
     TrainerLayout,
     holders_of,
     packed,
-    slots_of,
+    recv_spec_of,
+    slices_of,
     unpacked,
-    wants_of,
 )
 
 MODEL = SmallModel()
@@ -57,39 +57,39 @@ class Ends:
 
     entries: Sequence[TensorMeta]
     holders: Holders
-    slots: list[list[TensorSlice]]
-    wants: dict[int, RecvSpec]
+    slices: list[list[TensorSlice]]
+    specs: dict[int, RecvSpec]
     ranks: list[Tensors]
     workers: list[Tensors]
 
     def sent(self, rank: int) -> dict[int, list[SendOp]]:
-        return by_receiver(send_plan(self.entries, self.holders, self.slots[rank], self.wants, rank))
+        return by_receiver(send_plan(self.entries, self.holders, self.slices[rank], self.specs, rank))
 
     def received(self, worker: int) -> list[Op]:
-        return receive_plan(self.entries, self.holders, self.wants[worker], worker)
+        return receive_plan(self.entries, self.holders, self.specs[worker], worker)
 
 
 def ends_of(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
             through_loader: Callable[[str], bool] = lambda name: False) -> Ends:
     ranks = [trainer.shards(model, rank) for rank in range(trainer.ranks)]
     workers = [engine.shards(model, worker) for worker in range(engine.workers)]
-    slots = [slots_of(model, tensors) for tensors in ranks]
+    slices = [slices_of(model, tensors) for tensors in ranks]
     alike: dict[RecvSpec, RecvSpec] = {}
-    wants = [wants_of(model, slots_of(model, tensors), through_loader) for tensors in workers]
-    return Ends(model.entries, holders_of(slots), slots,
-                {worker: alike.setdefault(each, each) for worker, each in enumerate(wants)}, ranks, workers)
+    specs = [recv_spec_of(model, slices_of(model, tensors), through_loader) for tensors in workers]
+    return Ends(model.entries, holders_of(slices), slices,
+                {worker: alike.setdefault(each, each) for worker, each in enumerate(specs)}, ranks, workers)
 
 
 def fields(operations: Sequence[Op]) -> list[tuple]:
     return [(each.entry, each.name, each.box, each.sender, each.receiver, each.target) for each in operations]
 
 
-def expected_of(model: SmallModel, shards: Tensors, wants: RecvSpec) -> Tensors:
+def expected_of(model: SmallModel, shards: Tensors, spec: RecvSpec) -> Tensors:
     """A worker's tensors after a transfer: its own slicing, but for what only its loader would write."""
-    loader = [model.whole[name] for name in wants.loader]
+    loader = [model.whole[name] for name in spec.loader]
     numbers = np.concatenate([each.reshape(-1) for each in loader]) if loader else np.array([], int)
     return {name: np.where(np.isin(tensor, numbers), PADDING, tensor) for name, tensor in shards.items()} | dict(
-        zip(wants.loader, loader, strict=True))
+        zip(spec.loader, loader, strict=True))
 
 
 def transfer(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
@@ -98,11 +98,11 @@ def transfer(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
     ends = ends_of(model, trainer, engine, through_loader)
     check_holders(ends.entries, ends.holders)
     sent = [ends.sent(rank) for rank in range(trainer.ranks)]
-    for worker, wants in ends.wants.items():
-        check_wants(ends.entries, wants)
+    for worker, spec in ends.specs.items():
+        check_recv_spec(ends.entries, spec)
         operations = ends.received(worker)
-        check_plan(ends.entries, ends.holders, wants, operations)
-        expected = expected_of(model, ends.workers[worker], wants)
+        check_plan(ends.entries, ends.holders, spec, operations)
+        expected = expected_of(model, ends.workers[worker], spec)
         live = {name: np.full(tensor.shape, PADDING) for name, tensor in expected.items()}
         received = by_sender(operations)
         assert received.keys() == {rank for rank, plan in enumerate(sent) if worker in plan}
@@ -112,7 +112,7 @@ def transfer(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
             assert unpacked(part, message, live) == len(message)
         for name, tensor in expected.items():
             assert np.array_equal(live[name], tensor), f"worker {worker}: {name}"
-        assert bytes_moved(operations, ends.entries) == bytes_needed(wants, ends.entries) == sum(
+        assert bytes_moved(operations, ends.entries) == bytes_needed(spec, ends.entries) == sum(
             model.element_bytes[tensor[tensor != PADDING]].sum() for tensor in expected.values())
     return ends
 
@@ -208,11 +208,11 @@ def refusal(trainer: Ends, engine: Ends) -> str:
     difference = first_difference(in_words(trainer.entries), in_words(engine.entries), "the trainer", "worker 0")
     try:
         check_holders(trainer.entries, trainer.holders)
-        sent = [trainer.sent(rank) for rank in range(len(trainer.slots))]
-        for worker, wants in engine.wants.items():
-            check_wants(engine.entries, wants)
+        sent = [trainer.sent(rank) for rank in range(len(trainer.slices))]
+        for worker, spec in engine.specs.items():
+            check_recv_spec(engine.entries, spec)
             operations = engine.received(worker)
-            check_plan(engine.entries, engine.holders, wants, operations)
+            check_plan(engine.entries, engine.holders, spec, operations)
             received = by_sender(operations)
             for rank, plan in enumerate(sent):
                 mine, theirs = plan.get(worker, []), received.get(rank, [])
@@ -229,7 +229,7 @@ def renamed(ends: Ends, old: str, new: str) -> Ends:
     names = {name: name for name in ends.holders} | {old: new}
     return replace(ends, entries=[replace(entry, name=names[entry.name]) for entry in ends.entries],
                    holders={names[name]: boxes for name, boxes in ends.holders.items()},
-                   slots=[[replace(slot, name=names[slot.name]) for slot in own] for own in ends.slots])
+                   slices=[[replace(part, name=names[part.name]) for part in own] for own in ends.slices])
 
 
 def of_ranks(ends: Ends, ranks: dict[int, int]) -> Holders:
@@ -241,17 +241,17 @@ def of_ranks(ends: Ends, ranks: dict[int, int]) -> Holders:
 def without(ends: Ends, name: str) -> Ends:
     return replace(ends, entries=[entry for entry in ends.entries if entry.name != name],
                    holders={each: boxes for each, boxes in ends.holders.items() if each != name},
-                   slots=[[slot for slot in own if slot.name != name] for own in ends.slots])
+                   slices=[[part for part in own if part.name != name] for own in ends.slices])
 
 
 def wanting(ends: Ends, change: Callable[[TensorSlice], TensorSlice | None]) -> Ends:
-    """A worker that wants changed slots."""
-    return replace(ends, wants={worker: RecvSpec(tuple(filter(None, map(change, wants.direct))), wants.loader)
-                                for worker, wants in ends.wants.items()})
+    """A worker that wants changed slices."""
+    return replace(ends, specs={worker: RecvSpec(tuple(filter(None, map(change, spec.direct))), spec.loader)
+                                for worker, spec in ends.specs.items()})
 
 
-def moved(slot: TensorSlice, name: str, offset: int) -> TensorSlice:
-    return slot if slot.name != name else replace(slot, address=replace(slot.address, offset=offset))
+def moved(part: TensorSlice, name: str, offset: int) -> TensorSlice:
+    return part if part.name != name else replace(part, address=replace(part.address, offset=offset))
 
 
 UP, GATE, QUERY = (f"{AT}.mlp.experts.1.up_proj.weight", f"{AT}.mlp.experts.1.gate_proj.weight",
@@ -267,12 +267,12 @@ def same(ends: Ends) -> Ends:
 # What is wrong: what the trainer has instead, what the engine has instead, and what the message must say.
 MUTATIONS: dict[str, tuple[Change, Change, str]] = {
     "names-of-another-expert-rank": (
-        lambda ends: replace(ends, slots=[ends.slots[1], ends.slots[0], *ends.slots[2:]]), same,
+        lambda ends: replace(ends, slices=[ends.slices[1], ends.slices[0], *ends.slices[2:]]), same,
         r"trainer rank 0 does not hold.*experts\.0\.\w+\.weight .* should be there and is not"),
     "trainer-ranks-mixed-up": (same, lambda ends: replace(ends, holders=of_ranks(ends, {0: 1, 1: 0})),
                                r"trainer rank 0 has model\.embed_tokens\.weight bfloat16 .*, worker 0 has"),
     "workers-mixed-up": (
-        same, lambda ends: replace(ends, wants={0: ends.wants[1], 1: ends.wants[0]}),
+        same, lambda ends: replace(ends, specs={0: ends.specs[1], 1: ends.specs[0]}),
         r"trainer rank 0 has model\.embed_tokens\.weight bfloat16 .*, worker 0 has model\.layers\.0\.mlp\.gate"),
     "reordered": (same, lambda ends: replace(ends, entries=[*ends.entries[:-2], *ends.entries[:-3:-1]]),
                   r"the trainer has model\.norm\.weight.*, worker 0 has lm_head\.weight"),
@@ -286,8 +286,8 @@ MUTATIONS: dict[str, tuple[Change, Change, str]] = {
     "dropped-from-the-chunk-plan": (
         lambda ends: replace(ends, entries=without(ends, UP).entries), same, f"left over: {re.escape(UP)}"),
     "dropped-by-a-stage": (
-        lambda ends: replace(ends, slots=without(ends, UP).slots), same, rf"does not hold.*{re.escape(UP)}"),
-    "not-taken": (same, lambda ends: wanting(ends, lambda slot: None if slot.name == UP else slot),
+        lambda ends: replace(ends, slices=without(ends, UP).slices), same, rf"does not hold.*{re.escape(UP)}"),
+    "not-taken": (same, lambda ends: wanting(ends, lambda part: None if part.name == UP else part),
                   rf"has {re.escape(UP)} bfloat16 .*, worker 0 has"),
     "renamed": (lambda ends: renamed(ends, UP, f"{AT}.mlp.experts.1.other.weight"), same,
                 rf"the trainer has .*experts\.1\.other\.weight.*, worker 0 has {re.escape(UP)}"),
@@ -309,8 +309,8 @@ MUTATIONS: dict[str, tuple[Change, Change, str]] = {
         same, lambda ends: replace(ends, holders=ends_of(MODEL, TrainerLayout(tp=4), EngineLayout()).holders),
         r"trainer rank 0 has model\.embed_tokens\.weight \w+ \[0:12, .*, worker 0 has model\.embed_\S+ \w+ \[0:8"),
     "gate-and-up-in-one-place": (
-        same, lambda ends: wanting(ends, lambda slot: moved(slot, UP, next(
-            each.address.offset for each in ends.wants[0].direct if each.name == GATE))),
+        same, lambda ends: wanting(ends, lambda part: moved(part, UP, next(
+            each.address.offset for each in ends.specs[0].direct if each.name == GATE))),
         rf"target: .*{re.escape(UP)}.* are both written to {AT}\.w13_weight"),
 }
 
@@ -355,12 +355,12 @@ def test_a_chunk_may_be_full() -> None:
 def test_equal_boxes_of_tensors_of_other_widths_lie_elsewhere() -> None:
     entries = [TensorMeta(f"layers.{width}", "float32", (4, width)) for width in (6, 2)]
     holders = {entry.name: [Holder(Box.whole(entry.shape), (0,))] for entry in entries}
-    slots = [TensorSlice(entry.name, Box.whole(entry.shape), Address(entry.name, 0, (entry.shape[1], 1)))
-             for entry in entries]
-    wants = RecvSpec(tuple(TensorSlice(entry.name, Box((2, 0), entry.shape), Address(entry.name, 0, (9, 1)))
-                           for entry in entries), ())
-    check_plan(entries, holders, wants, receive_plan(entries, holders, wants, 0))
-    assert [each.source.offset for each in send_plan(entries, holders, slots, {0: wants}, 0)] == [12, 4]
+    slices = [TensorSlice(entry.name, Box.whole(entry.shape), Address(entry.name, 0, (entry.shape[1], 1)))
+              for entry in entries]
+    spec = RecvSpec(tuple(TensorSlice(entry.name, Box((2, 0), entry.shape), Address(entry.name, 0, (9, 1)))
+                          for entry in entries), ())
+    check_plan(entries, holders, spec, receive_plan(entries, holders, spec, 0))
+    assert [each.source.offset for each in send_plan(entries, holders, slices, {0: spec}, 0)] == [12, 4]
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(8, 2), (8, 16), (4, 64), (1, 3), (8, 8)])
@@ -368,11 +368,11 @@ def test_replicas_send_the_same_number_of_workers_an_entry(tp: int, replicas: in
     """Workers that want the same are tp apart, which divides by the number of replicas or is a divisor of it."""
     entries = [TensorMeta(f"layers.{number}", "bfloat16", (4,)) for number in range(4)]
     holders = {entry.name: [Holder(Box.whole((4,)), tuple(range(replicas)))] for entry in entries}
-    wants = RecvSpec(tuple(TensorSlice(entry.name, Box.whole((4,)), Address(entry.name, 0, (1,)))
-                           for entry in entries), ())
+    spec = RecvSpec(tuple(TensorSlice(entry.name, Box.whole((4,)), Address(entry.name, 0, (1,)))
+                          for entry in entries), ())
     group = range(tp * 64)[3 % tp::tp]
     counts = Counter((each.entry, each.sender) for worker in group
-                     for each in receive_plan(entries, holders, wants, worker))
+                     for each in receive_plan(entries, holders, spec, worker))
     assert max(counts.values()) - min(counts.values()) <= 64 // replicas / 4 + 1
     assert len(counts) == len(entries) * replicas
 

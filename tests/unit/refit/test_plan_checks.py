@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mimo.boxes import Box
-from mimo.refit.plan import Op, check_holders, check_plan, check_wants, receive_plan, send_plan
+from mimo.refit.plan import Op, check_holders, check_plan, check_recv_spec, receive_plan, send_plan
 from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
 PAIR = [TensorMeta("a", "float32", (4, 6)), TensorMeta("b", "float32", (4,))]
@@ -41,44 +41,45 @@ def test_holders_that_are_not_the_model_are_refused(case: str) -> None:
         check_holders(entries, holders)
 
 
-def slot(name: str, box: Box, tensor: str = "live", offset: int = 0, strides: tuple[int, ...] = (6, 1)) -> TensorSlice:
+def part(name: str, box: Box, tensor: str = "live", offset: int = 0, strides: tuple[int, ...] = (6, 1)) -> TensorSlice:
     return TensorSlice(name, box, Address(tensor, offset, strides))
 
 
 ROWS, VECTOR = Box((1, 0), (3, 6)), Box((0,), (4,))
-GOOD = RecvSpec((slot("a", ROWS), slot("b", VECTOR, offset=12, strides=(1,))), ())
-BAD_WANTS: dict[str, tuple[RecvSpec, str]] = {
-    "unknown": (RecvSpec((slot("c", ROWS),), ()), r"unknown: c \(direct\)"),
+GOOD = RecvSpec((part("a", ROWS), part("b", VECTOR, offset=12, strides=(1,))), ())
+BAD_SPECS: dict[str, tuple[RecvSpec, str]] = {
+    "unknown": (RecvSpec((part("c", ROWS),), ()), r"unknown: c \(direct\)"),
     "unknown to the loader": (RecvSpec((), ("c",)), r"unknown: c \(loader\)"),
     "order": (RecvSpec(GOOD.direct[::-1], ()), r"order: a \(direct\) comes after b"),
     "order of the loader": (RecvSpec((), ("b", "a")), r"order: a \(loader\) comes after b"),
     "twice": (RecvSpec((), ("a", "a")), "routes: a goes through the loader 2 times"),
-    "both": (RecvSpec((slot("a", ROWS),), ("a",)), "routes: a is both direct and for the loader"),
-    "box": (RecvSpec((slot("a", Box((1, 0), (5, 6))),), ()), r"shape: a \[1:5, 0:6\] is not a part of \[4, 6\]"),
-    "axes": (RecvSpec((slot("b", ROWS),), ()), r"shape: b \[1:3, 0:6\] is not a part of \[4\]"),
-    "empty": (RecvSpec((slot("a", Box((1, 0), (1, 6))),), ()), "shape: a"),
-    "strides": (RecvSpec((slot("a", ROWS, strides=(1,)),), ()), r"target: a .* with strides \[1\]"),
-    "dtype": (RecvSpec((slot("a", ROWS, "half"),), ()), "dtype: a .* comes as float32, half is bfloat16"),
-    "beyond": (RecvSpec((slot("a", ROWS, offset=9),), ()), "target: a .* ends at element 21 of live, which has 20"),
-    "no tensor": (RecvSpec((slot("a", ROWS, "other"),), ()), "target: a .* goes to other, which is not there"),
-    "overlap": (RecvSpec((GOOD.direct[0], slot("b", VECTOR, offset=11, strides=(1,))), ()),
+    "both": (RecvSpec((part("a", ROWS),), ("a",)), "routes: a is both direct and for the loader"),
+    "box": (RecvSpec((part("a", Box((1, 0), (5, 6))),), ()), r"shape: a \[1:5, 0:6\] is not a part of \[4, 6\]"),
+    "axes": (RecvSpec((part("b", ROWS),), ()), r"shape: b \[1:3, 0:6\] is not a part of \[4\]"),
+    "empty": (RecvSpec((part("a", Box((1, 0), (1, 6))),), ()), "shape: a"),
+    "strides": (RecvSpec((part("a", ROWS, strides=(1,)),), ()), r"target: a .* with strides \[1\]"),
+    "dtype": (RecvSpec((part("a", ROWS, "half"),), ()), "dtype: a .* comes as float32, half is bfloat16"),
+    "beyond": (RecvSpec((part("a", ROWS, offset=9),), ()), "target: a .* ends at element 21 of live, which has 20"),
+    "no tensor": (RecvSpec((part("a", ROWS, "other"),), ()), "target: a .* goes to other, which is not there"),
+    "overlap": (RecvSpec((GOOD.direct[0], part("b", VECTOR, offset=11, strides=(1,))), ()),
                 r"target: a \[1:3, 0:6\] and b \[0:4\] are both written to live"),
-    "overlap of columns": (RecvSpec((slot("a", Box((0, 0), (4, 3)), strides=(5, 1)), slot("b", VECTOR, offset=2,
+    "overlap of columns": (RecvSpec((part("a", Box((0, 0), (4, 3)), strides=(5, 1)), part("b", VECTOR, offset=2,
                                                                                           strides=(5,))), ()),
                            "a .* and b .* are both written to live"),
-    "onto itself": (RecvSpec((slot("b", VECTOR, strides=(0,)),), ()), "b .* and b .* are both written to live"),
+    "onto itself": (RecvSpec((part("b", VECTOR, strides=(0,)),), ()), "b .* and b .* are both written to live"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_WANTS)
+@pytest.mark.parametrize("case", BAD_SPECS)
 def test_wants_that_do_not_fit_are_refused(case: str) -> None:
     tensors = {"live": ("float32", 20), "half": ("bfloat16", 20)}
-    check_wants(PAIR, GOOD, tensors)
-    check_wants(PAIR, RecvSpec((slot("a", Box((0, 0), (4, 3)), strides=(5, 1)),
-                                slot("b", VECTOR, offset=3, strides=(5,))), ()), tensors)  # columns beside each other
-    wants, message = BAD_WANTS[case]
+    check_recv_spec(PAIR, GOOD, tensors)
+    # Columns beside each other.
+    check_recv_spec(PAIR, RecvSpec((part("a", Box((0, 0), (4, 3)), strides=(5, 1)),
+                                    part("b", VECTOR, offset=3, strides=(5,))), ()), tensors)
+    spec, message = BAD_SPECS[case]
     with pytest.raises(ValueError, match=message):
-        check_wants(PAIR, wants, tensors)
+        check_recv_spec(PAIR, spec, tensors)
 
 
 BAD_PLANS: dict[str, tuple[Callable[[list[Op]], list[Op]], str]] = {
@@ -109,7 +110,7 @@ def test_what_nobody_has_is_named_by_the_plans_themselves() -> None:
     holders = {"a": halves(3, 3)}
     with pytest.raises(ValueError, match="worker 7 wants tensors that the trainer does not have: b; c"):
         receive_plan(PAIR, holders, RecvSpec(GOOD.direct, ("c",)), 7)
-    mine = [slot("a", Box((0, 0), (4, 3)))]
+    mine = [part("a", Box((0, 0), (4, 3)))]
     with pytest.raises(ValueError, match="trainer rank 0 holds tensors that are not in the chunk plan: a"):
         send_plan(PAIR[1:], holders, mine, {}, 0)
     with pytest.raises(ValueError, match=r"rank 1 does not hold .*: a \[0:4, 3:6\] should be there and is not; "

@@ -249,7 +249,7 @@ def test_a_rank_whose_layout_is_another() -> None:
     ranks, engine = Ranks.of(2), engine_of()
     stale = Ranks.of(3).weights[1]
     stale.set(0)
-    ranks.weights[1].holders, ranks.weights[1].slots = stale.holders, stale.slots
+    ranks.weights[1].holders, ranks.weights[1].slices = stale.holders, stale.slices
     ranks.weights[1].tensors = stale.tensors
     assert ranks.connect(engine, 1, IMPATIENT) == [None, None]
     _, second = messages_of(ranks.send("policy"))

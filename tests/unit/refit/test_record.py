@@ -48,12 +48,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
     yield Saved()
 
 
-def write(slots: Iterable[TensorSlice], tensors: Tensors, places: Tensors) -> None:
+def write(slices: Iterable[TensorSlice], tensors: Tensors, places: Tensors) -> None:
     """The direct route, without a wire."""
-    for slot in slots:
-        part = tensors[slot.name][slot.box.slices]
-        place, address = places[slot.address.tensor], slot.address
-        place.as_strided(slot.box.sizes, address.strides, place.storage_offset() + address.offset).copy_(part)
+    for part in slices:
+        values = tensors[part.name][part.box.slices]
+        place, address = places[part.address.tensor], part.address
+        place.as_strided(part.box.sizes, address.strides, place.storage_offset() + address.offset).copy_(values)
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -70,10 +70,10 @@ def test_recorded_boxes_fill_buffers_as_loading_fills_the_model(
         recording = loader_trace.record(model, tiny.entries_of(tensors))
         assert all(tensor.isnan().all() for tensor in model.parameters()), "recording has written to the model"
         loader_trace.check_coverage(model, recording)
-        buffers, wants = worker_plan.plain_buffers(recording)
+        buffers, spec = worker_plan.plain_buffers(recording)
         model.load_weights(iter(tensors.items()))
     assert set(recording.computed) == {key for key in tensors if key.endswith("A_log")} - set(recording.untaken)
-    write(wants.direct, tensors, buffers)
+    write(spec.direct, tensors, buffers)
     loaded = dict(model.named_parameters())
     computed = {write.path for writes in recording.computed.values() for write in writes}
     assert loaded.keys() == buffers.keys() | computed
@@ -124,8 +124,8 @@ def test_a_repeated_or_refused_tensor_is_an_error_and_hides_no_other(
         with pytest.raises(ValueError) as error:
             loader_trace.check_coverage(model, recording)
     assert recording.refused.keys() == {odd.name, "model.norm.weight"}
-    assert {name: slots for name, slots in recording.slots.items() if name != copy.name} == {
-        name: slots for name, slots in whole.slots.items() if name != "model.norm.weight"}
+    assert {name: slices for name, slices in recording.slices.items() if name != copy.name} == {
+        name: slices for name, slices in whole.slices.items() if name != "model.norm.weight"}
     for message in (f"{odd.name} is refused", "model.norm.weight is refused: AssertionError",
                     "gate_up_proj.weight: 3072 elements are written twice",
                     "model.norm.weight: 32 of 32 elements are never written"):
@@ -146,8 +146,8 @@ def test_keeping_float32_is_checked_and_routing_biases_are_recorded(saved: dict[
         assert worker_plan.routes(model, recording, kept)
         with pytest.raises(ValueError, match=f"{router} must keep float32, but the engine holds it as bfloat16"):
             worker_plan.routes(model, recording, rounded)
-    (slot,) = recording.slots[bias]
-    assert recording.layouts[slot.address.tensor].dtype == "float32"
+    (part,) = recording.slices[bias]
+    assert recording.layouts[part.address.tensor].dtype == "float32"
 
 
 def state(model: torch.nn.Module) -> dict[str, tuple[int, object]]:
@@ -230,7 +230,7 @@ def test_a_loader_that_reads_values_or_raises_loses_no_other_name() -> None:
         scaled__b__bias=BIAS, later__c__weight=WEIGHT, other__weight=WEIGHT, c__bias=(5,),
         erased__e_score_correction_bias=BIAS)
     assert recording.computed.keys() == {"scaled.a.weight", "scaled.b.bias", "erased.e_score_correction_bias"}
-    assert recording.slots.keys() == {"a.bias", "later.b.weight", "later.c.weight"}
+    assert recording.slices.keys() == {"a.bias", "later.b.weight", "later.c.weight"}
     assert recording.untaken == ("other.weight",)
     assert recording.refused.keys() == {"b.odd", "later.c.odd", "c.bias"}
     with pytest.raises(ValueError, match="c.bias: 4 of 4 elements are never written"):
@@ -265,9 +265,9 @@ def test_padding_is_filled_with_a_constant_or_declared() -> None:
 def test_a_module_with_one_tensor_of_the_loaders_is_the_loaders() -> None:
     shapes = {"scaled__a__weight": WEIGHT, "a__bias": BIAS, "b__weight": WEIGHT, "b__bias": BIAS, "c__weight": WEIGHT}
     model, recording = recorded(**shapes)
-    wants = worker_plan.routes(model, recording, entries(**shapes))
-    assert wants.loader == ("scaled.a.weight", "a.bias")
-    assert [slot.name for slot in wants.direct] == ["b.weight", "b.bias", "c.weight"]
+    spec = worker_plan.routes(model, recording, entries(**shapes))
+    assert spec.loader == ("scaled.a.weight", "a.bias")
+    assert [part.name for part in spec.direct] == ["b.weight", "b.bias", "c.weight"]
     half = [dataclasses.replace(entry, dtype="bfloat16") if entry.name == "b.bias" else entry
             for entry in entries(**shapes)]
     assert worker_plan.routes(model, recording, half).loader == ("scaled.a.weight", "a.bias", "b.weight", "b.bias")
@@ -293,8 +293,8 @@ def test_on_accelerators_all_but_what_is_processed_or_computed_is_direct(
             monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
             for method in experts:
                 method.unquantized_backend = backend
-            wants = worker_plan.routes(model, recording, tiny.entries_of(tensors))
-            loader[name, kind] = {key.split(".", 3)[-1] for key in wants.loader}
+            spec = worker_plan.routes(model, recording, tiny.entries_of(tensors))
+            loader[name, kind] = {key.split(".", 3)[-1] for key in spec.loader}
             monkeypatch.undo()
     assert loader["deepseek-v3", "kept"] == {"self_attn.kv_b_proj.weight"}
     assert loader["deepseek-v3", "swapped"] - loader["deepseek-v3", "kept"] == {
@@ -351,5 +351,5 @@ def test_a_live_engine_generates_the_same_after_it_was_recorded(saved: dict[str,
     assert before == after and len(set(before[0])) > 1
     with tiny.as_rank(folder, Rank()) as config:
         expected = loader_trace.record(tiny.build(config), tiny.entries_of(tensors))
-    assert recording.slots == expected.slots and recording.constants == expected.constants
+    assert recording.slices == expected.slices and recording.constants == expected.constants
     assert not recording.untaken and not recording.refused and not recording.computed

@@ -10,21 +10,21 @@ from mimo.refit.tensor_slices import (
     RecvSpec,
     TensorMeta,
     TensorSlice,
-    entry_as_json,
-    entry_from_json,
-    slot_as_json,
-    slot_from_json,
+    meta_as_json,
+    meta_from_json,
+    slice_as_json,
+    slice_from_json,
 )
 
 
 def test_slots_and_entries_survive_json() -> None:
-    slot = TensorSlice("a", Box((0, 2), (4, 6)), Address("fused", 12, (8, 1)))
-    wants = RecvSpec((slot,), ("b", "c"))
-    assert slot_from_json(json.loads(json.dumps(slot_as_json(slot)))) == slot
-    moved = RecvSpec((TensorSlice("a", slot.box, Address("fused", 13, (8, 1))),), ("b", "c"))
-    assert moved.digest() != wants.digest() != RecvSpec((slot,), ("c", "b")).digest()
+    part = TensorSlice("a", Box((0, 2), (4, 6)), Address("fused", 12, (8, 1)))
+    spec = RecvSpec((part,), ("b", "c"))
+    assert slice_from_json(json.loads(json.dumps(slice_as_json(part)))) == part
+    moved = RecvSpec((TensorSlice("a", part.box, Address("fused", 13, (8, 1))),), ("b", "c"))
+    assert moved.digest() != spec.digest() != RecvSpec((part,), ("c", "b")).digest()
     entry = TensorMeta("a", "float32", (2, 3), keep_fp32=True)
-    assert entry_from_json(json.loads(json.dumps(entry_as_json(entry)))) == entry
+    assert meta_from_json(json.loads(json.dumps(meta_as_json(entry)))) == entry
 
 
 def test_bytes_are_those_of_the_wire() -> None:

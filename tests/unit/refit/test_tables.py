@@ -11,32 +11,32 @@ from mimo.refit.tensor_slices import (
     folded,
     holders_from_table,
     holders_table,
+    recv_spec_from_table,
+    recv_spec_table,
     unfolded,
     wanted_names,
-    wants_from_table,
-    wants_table,
 )
-from tests.support.refit_layouts import EngineLayout, SmallModel, TrainerLayout, holders_of, slots_of, wants_of
+from tests.support.refit_layouts import EngineLayout, SmallModel, TrainerLayout, holders_of, recv_spec_of, slices_of
 
 MODEL = SmallModel(layers=12)
 
 
 def test_tables_survive_and_do_not_grow_with_equal_layers() -> None:
     layout = TrainerLayout(tp=2, pp=2)
-    slots = [slots_of(MODEL, layout.shards(MODEL, rank)) for rank in range(layout.ranks)]
-    holders = holders_of(slots)
+    slices = [slices_of(MODEL, layout.shards(MODEL, rank)) for rank in range(layout.ranks)]
+    holders = holders_of(slices)
     table = json.loads(json.dumps(holders_table(holders)))
     assert holders_from_table(table) == holders
     assert len(table["patterns"]) == 3 and len(table["blocks"]) == 13  # layers of two stages, and what has no layer
 
-    engine = slots_of(MODEL, EngineLayout(tp=2).shards(MODEL, 1))
-    wants = wants_of(MODEL, engine, lambda name: "layers.3." in name or "down" in name)
-    table = json.loads(json.dumps(wants_table(wants)))
-    assert wants_from_table(table) == wants and wanted_names(table) == set(MODEL.shapes)
+    engine = slices_of(MODEL, EngineLayout(tp=2).shards(MODEL, 1))
+    spec = recv_spec_of(MODEL, engine, lambda name: "layers.3." in name or "down" in name)
+    table = json.loads(json.dumps(recv_spec_table(spec)))
+    assert recv_spec_from_table(table) == spec and wanted_names(table) == set(MODEL.shapes)
     assert len(table["direct"]["blocks"]) == 13 and len(table["direct"]["patterns"]) == 3  # one layer has none
     names = {"model.layers.3.mlp.gate.weight", "model.layers.11.self_attn.q_proj.weight", "lm_head.weight"}
-    assert wants_from_table(table, names) == RecvSpec(tuple(slot for slot in wants.direct if slot.name in names),
-                                                      tuple(name for name in wants.loader if name in names))
+    assert recv_spec_from_table(table, names) == RecvSpec(tuple(part for part in spec.direct if part.name in names),
+                                                          tuple(name for name in spec.loader if name in names))
 
 
 def test_only_the_number_of_the_layer_is_left_out() -> None:

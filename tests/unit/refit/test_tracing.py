@@ -42,12 +42,12 @@ ROWS = TensorSlice("w", Box((1, 0), (3, 6)), Address("p", 24, (6, 1)))
 ])
 def test_a_copy_of_a_box_is_noted_as_it(load: Loader) -> None:
     (write,) = traced(load)
-    assert write.names == {"w"} and write.slot == ROWS
+    assert write.names == {"w"} and write.copied == ROWS
 
 
 def test_a_transposed_copy_is_the_same_box_with_other_strides() -> None:
     (write,) = traced(lambda p, w: p.data.view(-1)[:24].view(6, 4).copy_(w.t()))
-    assert write.slot == TensorSlice("w", Box((0, 0), (4, 6)), Address("p", 0, (1, 4)))
+    assert write.copied == TensorSlice("w", Box((0, 0), (4, 6)), Address("p", 0, (1, 4)))
 
 
 @pytest.mark.parametrize("load", [
@@ -65,19 +65,19 @@ def test_a_transposed_copy_is_the_same_box_with_other_strides() -> None:
 ])
 def test_anything_else_is_computed(load: Loader) -> None:
     writes = traced(load)
-    assert [write.slot for write in writes] == [None] * len(writes) and writes[-1].names == {"w"}
+    assert [write.copied for write in writes] == [None] * len(writes) and writes[-1].names == {"w"}
 
 
 def test_what_is_computed_from_a_loaded_parameter_has_its_names() -> None:
     plain, computed = traced(lambda p, w: (p.data[:4].copy_(w), p.data.copy_(-torch.exp(p.float()))))
-    assert plain.slot is not None and computed.slot is None and computed.names == {"w"}
+    assert plain.copied is not None and computed.copied is None and computed.names == {"w"}
 
 
 @pytest.mark.parametrize(("middle", "exact"), [(torch.float32, True), (torch.float64, True), (torch.float16, False),
                                                (torch.bfloat16, True)])
 def test_casts_in_between_that_lose_nothing_are_copies(middle: torch.dtype, exact: bool) -> None:
     (write,) = traced(lambda p, w: p[:4].copy_(w.to(middle)), torch.float32, torch.bfloat16)
-    assert (write.slot is not None) == exact
+    assert (write.copied is not None) == exact
 
 
 def test_constants_are_told_with_their_value() -> None:
@@ -93,7 +93,7 @@ def test_a_loader_may_use_its_own_work_space() -> None:
         table[2] = 1
         parameter[:1].copy_(source[int(table[2])].unsqueeze(0))
     (write,) = traced(load)
-    assert write.slot == TensorSlice("w", Box((1, 0), (2, 6)), Address("p", 0, (0, 1)))
+    assert write.copied == TensorSlice("w", Box((1, 0), (2, 6)), Address("p", 0, (0, 1)))
 
 
 def test_values_can_be_read_from_a_real_source_only() -> None:
@@ -102,7 +102,7 @@ def test_values_can_be_read_from_a_real_source_only() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         traced(load)
     (write,) = traced(load, device="cpu")
-    assert write.names == {"w"} and write.slot is None
+    assert write.names == {"w"} and write.copied is None
 
 
 def test_the_names_of_a_failed_operation_are_known() -> None:
@@ -125,4 +125,4 @@ def test_views_of_one_storage_are_told_apart() -> None:
     tracer.watch("w", source)
     with tracer:
         storage[5:7].copy_(source)
-    assert tracer.writes[0].slot == TensorSlice("w", Box((0,), (2,)), Address("second", 1, (1,)))
+    assert tracer.writes[0].part == TensorSlice("w", Box((0,), (2,)), Address("second", 1, (1,)))
