@@ -125,4 +125,4 @@ def test_views_of_one_storage_are_told_apart() -> None:
     tracer.watch("w", source)
     with tracer:
         storage[5:7].copy_(source)
-    assert tracer.writes[0].part == TensorSlice("w", Box((0,), (2,)), Address("second", 1, (1,)))
+    assert tracer.writes[0].copied == TensorSlice("w", Box((0,), (2,)), Address("second", 1, (1,)))
