@@ -28,7 +28,8 @@ def run(*flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_it_finds_what_was_put_in(stages):
-    # Nothing is asserted that a slow machine could change: a sleep is never shorter than it was told to be.
+    # A sleep is never shorter than it was told to be, but parts of a step are differences of times: on a busy machine
+    # they are told apart only by far.
     found = run("--synthetic", f"{ENCODER_MS},{LANGUAGE_MS}", "--global-batch-size", str(MICROBATCHES), "--encoder-dp",
                 "1", "--llm-pp", str(stages))
     language, vision, parts = found["grids"]["language"], found["grids"]["vision"], found["parts_ms"]
@@ -37,8 +38,8 @@ def test_it_finds_what_was_put_in(stages):
     assert language["ideal_ms"] >= MICROBATCHES * LANGUAGE_MS and vision["ideal_ms"] >= MICROBATCHES * ENCODER_MS
     assert found["step_ms"] > (MICROBATCHES + stages - 1) * LANGUAGE_MS + ENCODER_MS
     # The first forward and the last backward pass of the encoder, and a microbatch for each further stage.
-    assert parts["fill and drain"] >= 0.99 * ENCODER_MS
-    assert (parts["bubble"] >= 0.99 * LANGUAGE_MS) == (stages > 1) and language["bubble_share"] == (stages - 1) / 5
+    assert parts["fill and drain"] >= 0.5 * ENCODER_MS
+    assert (parts["bubble"] >= 0.5 * LANGUAGE_MS) == (stages > 1) and language["bubble_share"] == (stages - 1) / 5
     assert abs(sum(parts.values()) / found["step_ms"] - 1) <= 0.03
     assert 0 < found["eta"] < 1 < found["prefetch"]["bound"] < 2
 
