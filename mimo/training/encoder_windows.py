@@ -66,6 +66,11 @@ class ModuleWindows:
         needs_grad: whether anything of the encoder trains.
         chunk: images that run through the encoder together, at most; 0: all of a window.
         balanced: whether images are dealt by cost; else in order, as many to each replica.
+
+    Attributes:
+        largest: cost of the busiest replica of each window, summed over the windows of the iteration.
+        largest_in_order: the same if images were dealt in order.
+        mean: cost of the iteration, per replica.
     """
 
     def __init__(self, encoder: GridSpec, module: Encoder, grids: Grids, exchange: Exchange, *, hidden_size: int,
@@ -85,7 +90,7 @@ class ModuleWindows:
         self._pixels: dict[int, list[torch.Tensor]] = {}
         self._encoded: dict[int, _Encoded] = {}
         self._forward_only = False
-        self.loads: list[float] = []
+        self.largest = self.largest_in_order = self.mean = 0.0
 
     def begin_step(self, images: Sequence[Image], pixels: Sequence[torch.Tensor], schedule: WindowSchedule,
                    forward_only: bool) -> None:
@@ -99,13 +104,20 @@ class ModuleWindows:
         """
         self._forward_only = forward_only
         self._encoded.clear()
-        self.loads = [0.0] * self._encoder.dp
-        self._windows = []
+        loads, in_order = [0.0] * self._encoder.dp, [0.0] * self._encoder.dp
+        self._windows, self.largest, self.largest_in_order = [], 0.0, 0.0
         for window in range(schedule.num_windows):
             members = schedule.microbatches(window)
             chosen = [image for image in images if image.microbatch in members]
             costs = [encoding_cost(image, self._encoder_hidden_size) for image in chosen]
-            self._windows.append(list(zip(chosen, self._deal(costs, self.loads), strict=True)))
+            before = list(loads)
+            self._windows.append(list(zip(chosen, self._deal(costs, loads), strict=True)))
+            # The replicas wait for each other in every window.
+            self.largest += max(after - earlier for after, earlier in zip(loads, before, strict=True))
+            before = list(in_order)
+            deal_in_order(costs, in_order)
+            self.largest_in_order += max(after - earlier for after, earlier in zip(in_order, before, strict=True))
+        self.mean = sum(loads) / len(loads)
         self._spread_pixels(pixels)
 
     def _spread_pixels(self, pixels: Sequence[torch.Tensor]) -> None:
@@ -360,6 +372,18 @@ class EncoderWindows:
         """Run the backward passes that are left after those of the language model."""
         assert self._next == self._schedule.num_microbatches, (self._next, self._schedule)
         self._take_turn(self._schedule.at_end(), [])
+
+    @property
+    def imbalance(self) -> tuple[float, float] | None:
+        """Cost of the busiest replicas over the mean in the last iteration, as dealt and if images were dealt in order.
+
+        None without images.
+        """
+        mean = sum(module.mean for module in self._modules)
+        if not mean:
+            return None
+        return (sum(module.largest for module in self._modules) / mean,
+                sum(module.largest_in_order for module in self._modules) / mean)
 
     def _take_turn(self, finished: list[int], encoded: list[int]) -> None:
         for window, module in product(finished, self._modules):

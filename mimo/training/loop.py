@@ -337,6 +337,10 @@ class TrainingLoop:
         peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
         most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
         self.session.continue_saving(bool(writing))
+        uneven = (imbalance(most_images, result.image_tokens, lanes),
+                  imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes))
+        if self.parts.windows is not None:
+            uneven = self.parts.windows.imbalance or (None, None)
         progress = self.session.progress
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        self.provider.encoders(self.config.model_family))
@@ -358,8 +362,8 @@ class TrainingLoop:
             packing_utilisation=(result.text_tokens + result.image_tokens)
             / (self.config.train.global_batch_size * self.config.train.seq_length),
             bad_samples=progress.bad_samples,
-            encoder_imbalance=imbalance(most_images, result.image_tokens, lanes),
-            encoder_imbalance_unbalanced=imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes),
+            encoder_imbalance=uneven[0],
+            encoder_imbalance_unbalanced=uneven[1],
             data_wait_s=data_wait_s,
             bridge_wait_s=bridge_wait_s,
             encoder_prefetch_s=prefetch_s if self.config.train.encoder_prefetch_depth else None,

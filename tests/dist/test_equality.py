@@ -84,6 +84,22 @@ def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], mod
     assert_equal(oracle, outcomes)
 
 
+def imbalances(rank: int, flags: tuple[str, ...], run_dir: str) -> list[tuple[float, float]]:
+    """Train with encoder windows; return the imbalance of each step, and what it would be with images in order."""
+    records = run_loop(rank, ("--layout", "colocated", "--encoder-dp", "2", "--llm-pp", "2", *flags), 2, run_dir)
+    return [(record.encoder_imbalance, record.encoder_imbalance_unbalanced) for record in records]
+
+
+def test_balancing_lowers_the_imbalance_that_a_run_reports(pool: WorkerPool, tmp_path: Path) -> None:
+    (balanced, same), (in_order, _) = (
+        pool.run(imbalances, flags, str(tmp_path / name), world_size=2)
+        for name, flags in (("balanced", ("--encoder-window", "0")),
+                            ("in-order", ("--encoder-window", "0", "--no-encoder-balance"))))
+    assert balanced == same and len(balanced) == 3
+    assert [would_be for _, would_be in balanced] == [actual for actual, _ in in_order]
+    assert all(1 <= actual <= would_be for actual, would_be in balanced)
+
+
 # Losses of load balancing: the gradient of one process is that of a layout with the same --micro-batch-size.
 BALANCING = {
     "seq_aux_loss": {"two-lanes": True, "two-samples": True, "two-lanes-of-two-samples": True},
