@@ -32,14 +32,14 @@ class Config:
     """Share of samples without an image."""
     mock_images_mean: float | None = None
     """Mean number of images of a sample that has some, log-normal with --mock-images-cv, rounded, from 1 to
-    --mock-images-max. Default: each number up to --mock-images-max is as likely."""
+    --mock-images-max. Default: uniform from 1 to --mock-images-max."""
     mock_images_cv: float = 0.0
     """Coefficient of variation of the number of images; 0: every sample has the mean. Needs --mock-images-mean."""
     mock_image_size: int = 32
     """Pixels a side of an image for encoders that take any size."""
     mock_image_size_cv: float = 0.0
     """Coefficient of variation of the area of such images, log-normal around --mock-image-size, of any shape up to 2:1
-    and at most 4 times as large; 0: all are squares of one size."""
+    and at most 4 times as large; 0: all are squares of one size. --seq-length has to hold the largest sample."""
 
 
 def check(config: Config, tokens: TokenSpec) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mimo.grid.spec import Layout
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, MegatronSource, ParameterShape
 from providers import radio
@@ -126,6 +127,13 @@ class NemotronVlmProvider(VisionLanguageProvider):
         if not config.hf_config:
             return config
         return dataclasses.replace(config, **vlm_sizes(hf.load(config.hf_config)), hf_config="")
+
+    def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
+        """Check sizes, grids and sequence as every family does, and that random crops do not depend on the layout."""
+        super().validate(config, layout, seq_length)
+        if config.vision_cpe_augmentation and layout.encoder_window is not None:
+            raise ValueError("--vision-cpe-augmentation with encoder windows (--encoder-window): which rank encodes an "
+                             "image would decide its random crop; leave one of them out")
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""

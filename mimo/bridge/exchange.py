@@ -79,6 +79,8 @@ class Exchange:
         # The messages to other stages go first: nobody has to wait for what the first stage waits for.
         works = self._post(self._between[what], *outer) if any(outer) else []
         self._wait(what, self._post(self._together, *inner), *inner)
+        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
+            self._sent.pop(0)
         if outer[1]:
             self._wait(what, works, *outer)
         elif works:

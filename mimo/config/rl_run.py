@@ -99,9 +99,11 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     train = replace(config.train, eval_interval=0, encoder_prefetch_depth=0)
     layout = validate(replace(config, train=train), world_size, rank)
     _refuse(layout.kind == "homogeneous", "--layout homogeneous is not supported in RL yet: use colocated or disjoint")
+    given = config.layout.encoder_window
+    _refuse(given is not None, f"--encoder-window {given} is not supported in RL yet: leave it out")
     _refuse(layout.encoder_window is not None,
-            f"--encoder-window {layout.encoder_window} (the default with --layout colocated --llm-pp above 1) is not "
-            "supported in RL yet: use --llm-pp 1, or --layout disjoint")
+            f"--layout colocated with --llm-pp {config.layout.llm_pp} needs encoder windows, which RL does not support "
+            "yet: use --llm-pp 1, or --layout disjoint")
     rl.validate(config.rl, llm_tp=config.layout.llm_tp, sequence_parallel=config.layout.sequence_parallel)
     check_rollout(config.rollout, config.train.seq_length)
     _check_batch(config)

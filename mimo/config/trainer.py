@@ -166,7 +166,8 @@ class LayoutConfig:
     takes the whole iteration. Default: 2 where the language model has pipeline stages, which need it; otherwise
     each replica encodes the images of its own lane, microbatch by microbatch."""
     encoder_balance: bool = True
-    """With encoder windows, deal images to replicas by cost; --no-encoder-balance deals each replica as many images."""
+    """With encoder windows, deal images to replicas by cost; --no-encoder-balance deals every replica the same
+    number."""
     encoder_chunk: int = 0
     """With encoder windows, most images in one forward pass of the encoder; 0: all that a replica has in a window."""
     llm_offset: int | None = None
@@ -179,7 +180,7 @@ class LayoutConfig:
     """Pipeline stages of the language model."""
     llm_pp_layout: str | None = None
     """Layers of each pipeline stage, separated by commas, such as 16,24. Stages between the first and the last have the
-    same number. Default: as many on each."""
+    same number. Default: the same number on every stage."""
     llm_dp: int = 1
     """Data parallel size of the language model, the number of data lanes."""
     llm_ep: int = 1

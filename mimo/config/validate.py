@@ -255,6 +255,16 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     _refuse_below(model, {"recompute_num_layers": 1})
     _refuse(model.recompute_num_layers is not None and model.recompute != "full",
             f"--recompute-num-layers {model.recompute_num_layers} needs --recompute full, it is {model.recompute}")
+    if model.recompute_num_layers is not None:
+        provider, family = registry.model_provider(model.model_provider), config.model_family
+        layers = max((shape.count for shape in provider.parameter_shapes(family, LANGUAGE) if shape.stage == "layer"),
+                     default=0)
+        largest = max(layout.language.stage_layers or (-(-layers // layout.language.pp),))
+        _refuse(model.recompute_num_layers > largest,
+                f"--recompute-num-layers {model.recompute_num_layers}: a pipeline stage has {largest} layers at most")
+    _refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
+            f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
+            "activations; leave it out")
     if not encoders:
         _refuse(model.encoder_recompute != "none", f"a run without encoder has no use for --encoder-recompute "
                 f"{model.encoder_recompute}: leave it out")

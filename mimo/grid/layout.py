@@ -71,8 +71,11 @@ def _encoder_window(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> int | 
     if window is None:
         for given, flag in ((not config.encoder_balance, "--no-encoder-balance"),
                             (config.encoder_chunk, f"--encoder-chunk {config.encoder_chunk}")):
-            if given:
+            if given and config.layout == "colocated" and grids:
                 raise ValueError(f"{flag} needs --encoder-window")
+            if given:
+                where = f"--layout {config.layout}" if grids else "a run without encoder"
+                raise ValueError(f"{flag} with {where}: only the colocated layout has encoder windows; leave it out")
     if window is not None:
         if config.layout != "colocated" or not grids:
             where = f"--layout {config.layout}" if grids else "a run without encoder"
@@ -141,7 +144,7 @@ def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size:
     elif layout.kind == "disjoint":
         _check_disjoint(layout, micro_batch_size)
     else:
-        raise ValueError(f"--layout {layout.kind} is none of disjoint, colocated and homogeneous")
+        raise ValueError(f"--layout {layout.kind} must be disjoint, colocated or homogeneous")
     for name, value in (("--micro-batch-size", micro_batch_size), ("--global-batch-size", global_batch_size)):
         if value < 1:
             raise ValueError(f"{name} {value} is below 1")
@@ -221,8 +224,7 @@ def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
             raise ValueError(f"{_axis_flag(grid, 'pp')} {grid.pp}: in the colocated layout only the language model has "
                              "pipeline stages; use 1, or --layout disjoint")
         if grid.pp > 1 and layout.encoders and layout.encoder_window is None:
-            raise ValueError(f"--llm-pp {grid.pp} in the colocated layout needs --encoder-window "
-                             "(Layout.encoder_window)")
+            raise ValueError(f"--llm-pp {grid.pp} in the colocated layout needs --encoder-window")
         if grid.offset:
             raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}: in the colocated layout every grid "
                              "starts at rank 0 (--llm-offset 0)")

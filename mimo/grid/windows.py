@@ -47,31 +47,36 @@ def encoding_cost(image: Image, hidden_size: int) -> float:
     return patches + patches**2 / (6 * hidden_size)
 
 
-def deal(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """Give each image to a replica, the dearest first, always to the one with the least to do (LPT).
+def deal(costs: Sequence[float], totals: list[float]) -> list[int]:
+    """Give each image of a window to a replica, the most expensive first, always to the one with the least to do (LPT).
 
-    The busiest replica gets at most 4/3 - 1/(3 m) times the best possible load of m replicas (Graham 1969).
+    The busiest replica gets at most 4/3 - 1/(3 m) times the best possible load of m replicas (Graham 1969). Replicas
+    wait for each other in every window, so earlier windows only decide between replicas that have as much in this one.
 
     Args:
-        costs: of each image.
-        loads: what each replica has to do already; added to.
+        costs: cost of each image.
+        totals: cost that each replica has got in all windows so far; updated in place.
 
     Returns:
-        The replica of each image. Equal costs and loads are resolved by index, so all ranks find the same.
+        The replica of each image. Ties are resolved by index, so all ranks find the same.
     """
-    owners = [0] * len(costs)
+    owners, loads = [0] * len(costs), [0.0] * len(totals)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owner = min(range(len(loads)), key=lambda replica: (loads[replica], replica))
+        owner = min(range(len(loads)), key=lambda replica: (loads[replica], totals[replica], replica))
         owners[index] = owner
         loads[owner] += costs[index]
+        totals[owner] += costs[index]
     return owners
 
 
-def deal_in_order(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """Give each replica a run of consecutive images, equal in number, whatever they cost. Arguments as `deal`."""
-    owners = [index * len(loads) // len(costs) for index in range(len(costs))]
+def deal_in_order(costs: Sequence[float], totals: list[float]) -> list[int]:
+    """Give each replica a run of consecutive images, the same number of them, whatever they cost.
+
+    Takes and returns the same as `deal`.
+    """
+    owners = [index * len(totals) // len(costs) for index in range(len(costs))]
     for owner, cost in zip(owners, costs, strict=True):
-        loads[owner] += cost
+        totals[owner] += cost
     return owners
 
 

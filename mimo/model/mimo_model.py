@@ -37,7 +37,7 @@ class FeatureWindows(Protocol):
         ...
 
     def after_forward(self) -> None:
-        """Take note of a forward pass."""
+        """Run the encoder work that is due after a forward pass."""
         ...
 
     def destroy(self) -> None:

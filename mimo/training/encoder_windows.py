@@ -79,8 +79,8 @@ class ModuleWindows:
         self.name, self._module, self._grids, self._exchange = encoder.name, module, grids, exchange
         self._encoder, self._language = encoder, grids.layout.language
         self._hidden_size, self._encoder_hidden_size = hidden_size, encoder_hidden_size
-        self._dtype, self.device, self._needs_grad, self._chunk = dtype, device, needs_grad, chunk
-        self._deal = deal if balanced else deal_in_order
+        self.dtype, self.device, self._needs_grad, self._chunk = dtype, device, needs_grad, chunk
+        self._balanced = balanced
         self._place = encoder.coordinates(grids.rank)
         language = self._language.coordinates(grids.rank)
         self._lane, self._language_tp = language["dp"], language["tp"]
@@ -104,20 +104,18 @@ class ModuleWindows:
         """
         self._forward_only = forward_only
         self._encoded.clear()
-        loads, in_order = [0.0] * self._encoder.dp, [0.0] * self._encoder.dp
+        totals = [0.0] * self._encoder.dp
         self._windows, self.largest, self.largest_in_order = [], 0.0, 0.0
         for window in range(schedule.num_windows):
             members = schedule.microbatches(window)
             chosen = [image for image in images if image.microbatch in members]
             costs = [encoding_cost(image, self._encoder_hidden_size) for image in chosen]
-            before = list(loads)
-            self._windows.append(list(zip(chosen, self._deal(costs, loads), strict=True)))
+            owners = deal(costs, totals) if self._balanced else deal_in_order(costs, totals)
+            self._windows.append(list(zip(chosen, owners, strict=True)))
             # The replicas wait for each other in every window.
-            self.largest += max(after - earlier for after, earlier in zip(loads, before, strict=True))
-            before = list(in_order)
-            deal_in_order(costs, in_order)
-            self.largest_in_order += max(after - earlier for after, earlier in zip(in_order, before, strict=True))
-        self.mean = sum(loads) / len(loads)
+            self.largest += _largest_load(costs, owners, len(totals))
+            self.largest_in_order += _largest_load(costs, deal_in_order(costs, [0.0] * len(totals)), len(totals))
+        self.mean = sum(totals) / len(totals)
         self._spread_pixels(pixels)
 
     def _spread_pixels(self, pixels: Sequence[torch.Tensor]) -> None:
@@ -128,11 +126,11 @@ class ModuleWindows:
         if len(pixels):
             for image, replica in everything:
                 if image.lane == self._lane:
-                    # Both ends have to agree on the dtype: the loader's is float32 whatever the encoder computes in.
-                    by_replica.setdefault(replica, []).append(next(own).reshape(-1).to(self._dtype))
+                    by_replica.setdefault(replica, []).append(next(own).reshape(-1))
         sends = {self._encoder.rank_at(dp=replica, tp=tp): message
                  for replica, parts in by_replica.items() for message in (torch.cat(parts),)
                  for tp in range(self._encoder.tp)}
+        by_replica.clear()
         mine = [image for image, replica in everything if replica == self._place["dp"]]
         lanes = sorted({image.lane for image in mine})
         sizes = {lane: [_elements(image) for image in mine if image.lane == lane] for lane in lanes}
@@ -140,7 +138,8 @@ class ModuleWindows:
         self._exchange.together(f"pixels of {self.name}", sends, receives)
         split = {lane: iter(receives[self._language.rank_at(dp=lane)].split(sizes[lane])) for lane in lanes}
         self._pixels = {
-            window: [next(split[image.lane]).view(image.shape) for image, replica in pairs
+            # Copies, so that the pixels of a window go when it has been encoded.
+            window: [next(split[image.lane]).view(image.shape).clone() for image, replica in pairs
                      if replica == self._place["dp"]]
             for window, pairs in enumerate(self._windows)}
 
@@ -256,36 +255,55 @@ class ModuleWindows:
         return found
 
     def _rows(self, count: int) -> torch.Tensor:
-        return torch.empty((count, self._hidden_size), dtype=self._dtype, device=self.device)
+        return torch.empty((count, self._hidden_size), dtype=self.dtype, device=self.device)
 
     def _empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=self._dtype, device=self.device)
+        return torch.empty(count, dtype=self.dtype, device=self.device)
+
+
+def _largest_load(costs: Sequence[float], owners: Sequence[int], num_replicas: int) -> float:
+    loads = [0.0] * num_replicas
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return max(loads)
 
 
 def _elements(image: Image) -> int:
     return math.prod(image.shape)
 
 
-def _images_of(microbatches: Sequence[Microbatch], module: str, lane: int) -> list[Image]:
+def images_of(microbatches: Sequence[Microbatch], module: str, lane: int) -> list[Image]:
     """List the images of this rank's lane. Raises ValueError where its text has other image tokens than its images."""
     found = []
     for index, batch in enumerate(microbatches):
         text, side = batch.text, batch.encoders[module]
         assert text is not None, "the reader of a lane holds its text"
-        for key, of_text, of_images in zip(text.keys, text.token_counts[module], side.token_counts, strict=True):
+        pairs = zip(text.keys, side.keys, text.token_counts[module], side.token_counts, strict=True)
+        for key, of_side, of_text, of_images in pairs:
+            if key != of_side:
+                raise ValueError(f"lane {lane}, microbatch {index}: the language side reads sample {key!r}, but the "
+                                 f"images of {module} are those of sample {of_side!r}")
             if of_text != of_images:
                 raise ValueError(f"sample {key!r} (lane {lane}, microbatch {index}): its text has {of_text} image "
                                  f"tokens, but {module} makes {of_images} of its images")
         pixels = split_images(side.inputs)
+        if len(pixels) != len(text.image_lengths[module]):
+            raise ValueError(f"samples {', '.join(text.keys)} (lane {lane}, microbatch {index}): their text has "
+                             f"{len(text.image_lengths[module])} images of {module}, their pixels are those of "
+                             f"{len(pixels)}")
         for tokens, (size, each) in zip(text.image_lengths[module], pixels, strict=True):
             found.append(Image(lane, index, tokens, size, tuple(each.shape)))
     return found
 
 
-def _pixels_of(microbatches: Sequence[Microbatch], module: str, device: torch.device) -> list[torch.Tensor]:
-    """Return the pixels of every image of this rank's lane on the device, in order."""
-    sides = [batch.encoders[module].to(device) for batch in microbatches]
-    return [pixels for side in sides for _, pixels in split_images(side.inputs)]
+def _pixels_of(microbatches: Sequence[Microbatch], module: str, device: torch.device,
+               dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the pixels of every image of this rank's lane on the device, in order.
+
+    Both ends of a message have to agree on the dtype: the loader's is float32 whatever the encoder computes in.
+    """
+    return [pixels.to(device, non_blocking=True).to(dtype)
+            for batch in microbatches for _, pixels in split_images(batch.encoders[module].inputs)]
 
 
 class EncoderWindows:
@@ -294,9 +312,9 @@ class EncoderWindows:
     Args:
         grids: process groups.
         modules: the encoders of the run.
-        exchange: what they share.
+        exchange: carries messages for all encoders.
         size: microbatches of a window; 0: all of the iteration.
-        trace: told about waits, and what this rank does.
+        trace: records waits and this rank's work.
     """
 
     def __init__(self, grids: Grids, modules: Sequence[ModuleWindows], exchange: Exchange, size: int,
@@ -330,7 +348,7 @@ class EncoderWindows:
         if reads:
             try:
                 lane = language.coordinates(self._grids.rank)["dp"]
-                found = {module.name: _images_of(microbatches, module.name, lane) for module in self._modules}
+                found = {module.name: images_of(microbatches, module.name, lane) for module in self._modules}
             except ValueError as problem:
                 error = str(problem)
         with self._trace.wait("images of all lanes", group=range(self._grids.layout.world_size)):
@@ -340,7 +358,7 @@ class EncoderWindows:
             images = [image for images, _ in everyone if images is not None for image in images[module.name]]
             # A stable sort: the rows of a lane stay in order.
             images.sort(key=lambda image: (image.microbatch, image.lane))
-            pixels = _pixels_of(microbatches, module.name, module.device) if reads else []
+            pixels = _pixels_of(microbatches, module.name, module.device, module.dtype) if reads else []
             module.begin_step(images, pixels, self._schedule, forward_only)
         # Here and not in the first forward pass: a later stage first waits for what the first stage makes of these.
         self._take_turn([], self._schedule.at_start())
@@ -372,6 +390,7 @@ class EncoderWindows:
         """Run the backward passes that are left after those of the language model."""
         assert self._next == self._schedule.num_microbatches, (self._next, self._schedule)
         self._take_turn(self._schedule.at_end(), [])
+        self.exchange.flush()
 
     @property
     def imbalance(self) -> tuple[float, float] | None:
@@ -387,10 +406,10 @@ class EncoderWindows:
 
     def _take_turn(self, finished: list[int], encoded: list[int]) -> None:
         for window, module in product(finished, self._modules):
-            with self._trace.spans.span(Kind.BACKWARD, "encoder window", module=module.name, microbatch=window):
+            with self._trace.spans.span(Kind.BACKWARD, "encoder window", module=module.name):
                 module.finish(window)
         for window, module in product(encoded, self._modules):
-            with self._trace.spans.span(Kind.FORWARD, "encoder window", module=module.name, microbatch=window):
+            with self._trace.spans.span(Kind.FORWARD, "encoder window", module=module.name):
                 module.encode(window)
 
     def destroy(self) -> None:

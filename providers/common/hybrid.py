@@ -207,8 +207,8 @@ def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, pro
     """Note sizes that the language grid cannot hold."""
     layers = config.num_layers
     if grid.stage_layers:
-        problems.add(f"--llm-pp-layout {','.join(map(str, grid.stage_layers))}: stages of a hybrid model have as many "
-                     "layers each; leave it out")
+        problems.add(f"--llm-pp-layout {','.join(map(str, grid.stage_layers))}: all stages of a hybrid model need "
+                     "the same number of layers; leave it out")
     elif layers % grid.pp:
         fits = [stages for stages in range(1, layers + 1) if layers % stages == 0]
         problems.add(f"--hybrid-layer-pattern {config.hybrid_layer_pattern} has {layers} layers, not divisible by "

@@ -62,7 +62,7 @@ def homogeneous_run(config: RunConfig) -> RunConfig:
     """Return the same run with the encoder on the ranks of the language model, in the same grid."""
     grid = config.layout
     layout = replace(grid, layout="colocated", encoder_tp=grid.llm_tp, encoder_dp=grid.llm_dp, encoder_pp=1, llm_pp=1,
-                     llm_offset=None)
+                     llm_pp_layout=None, llm_offset=None)
     return replace(config, layout=layout)
 
 

@@ -102,7 +102,8 @@ def test_the_world_size_that_the_flags_need():
     (2, {"llm_only": True, "llm_dp": 2, "encoder_window": 0}, ["--encoder-window 0 with a run without encoder"]),
     (2, {"layout": "colocated", "encoder_dp": 2, "llm_dp": 2, "encoder_chunk": 4},
      ["--encoder-chunk 4 needs --encoder-window"]),
-    (2, {"encoder_balance": False}, ["--no-encoder-balance needs --encoder-window"]),
+    (2, {"encoder_balance": False}, ["--no-encoder-balance with --layout disjoint: only the colocated layout"]),
+    (2, {"llm_only": True, "llm_dp": 2, "encoder_chunk": 2}, ["--encoder-chunk 2 with a run without encoder"]),
     (2, {"layout": "colocated", "encoder_window": -1}, ["--encoder-window -1 is below 0"]),
     # homogeneous
     (4, {"layout": "homogeneous", "llm_tp": 2, "llm_pp": 2, "encoder_dp": 4},

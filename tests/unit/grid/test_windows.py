@@ -30,10 +30,13 @@ def test_no_replica_has_more_than_four_thirds_of_the_best_load(costs: list[float
     assert max(loads) <= sum(costs) / replicas + max(costs, default=0.0) + 1e-9
 
 
-def test_a_replica_that_is_behind_gets_less() -> None:
-    loads = [10.0, 0.0]
-    assert deal([4.0, 3.0, 3.0], loads) == [1, 1, 1]
-    assert loads == [10.0, 10.0]
+def test_earlier_windows_decide_between_equals_alone() -> None:
+    totals = [10.0, 0.0]
+    assert deal([5.0, 5.0, 4.0], totals) == [1, 0, 1]
+    assert totals == [15.0, 9.0]
+    # The surplus of an odd number goes to each replica in turn.
+    totals = [0.0, 0.0]
+    assert [deal([1.0], totals) for _ in range(4)] == [[0], [1], [0], [1]]
 
 
 def test_images_in_order_are_equal_in_number() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
-from mimo.data.batch import EncoderBatch, Microbatch, PackedSequences, map_tensors
+from mimo.data.batch import EncoderBatch, Microbatch, PackedSequences, TextBatch, map_tensors
 from mimo.data.collate import join_images, merge_inputs, packed_patches, patchify, split_images, whole_images
+from mimo.training.encoder_windows import images_of
 
 
 def lane(*sizes: tuple[int, int], fill: float = 0.0) -> dict:
@@ -39,6 +42,24 @@ def test_images_that_were_taken_apart_are_joined_again_in_any_order() -> None:
     (first, one), (_, two) = split_images(squares)
     assert first == (8, 8) and join_images([two, one], [first] * 2)["pixel_values"][:, 0, 0, 0].tolist() == [2.0, 1.0]
     assert split_images({}) == []
+
+
+def test_windows_take_images_of_the_samples_of_the_text_alone() -> None:
+    def microbatch(keys: tuple[str, ...], counts: tuple[int, ...], num_images: int = 2) -> Microbatch:
+        text = TextBatch(("a", "b"), {"vision": (4, 4)}, *[torch.zeros(2, 8, dtype=torch.int64)] * 4, {}, 16,
+                         image_lengths={"vision": (4, 4)})
+        images = [np.zeros((3, 8, 8), np.float32)] * num_images
+        return Microbatch(text, {"vision": EncoderBatch(keys, counts, (2,), whole_images(images, torch.float32))})
+
+    found = images_of([microbatch(("a", "b"), (4, 4))], "vision", lane=3)
+    assert [(image.lane, image.microbatch, image.tokens, image.size) for image in found] == [(3, 0, 4, (8, 8))] * 2
+    for batch, message in ((microbatch(("a", "c"), (4, 4)), "reads sample 'b', but the images of vision are those of "
+                                                            "sample 'c'"),
+                           (microbatch(("a", "b"), (4, 5)), "sample 'b' (lane 3, microbatch 0): its text has 4 image"),
+                           (microbatch(("a", "b"), (4, 4), 3), "their text has 2 images of vision, their pixels are "
+                                                               "those of 3")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            images_of([batch], "vision", lane=3)
 
 
 def test_lanes_of_equal_shape_are_joined_not_stacked() -> None:
