@@ -312,13 +312,13 @@ class BuildContext:
         transformer_impl: `transformer_engine` or `local`.
         sequence_parallel: whether the module runs with sequence parallelism.
         recompute: activation recomputation, `none`, `selective` or `full`.
-        recompute_num_layers: layers of the stage that `full` recomputes; None: all.
         pre_process: this rank holds the module's first pipeline stage.
         post_process: this rank holds the module's last pipeline stage.
         seq_length: padded tokens per sample.
         deterministic: only kernels that give the same bits every time.
         moe_permute_fusion: sort tokens by expert with Transformer Engine's kernels; False with local layers.
         moe_router_fusion: choose experts with Transformer Engine's kernels; False with local layers.
+        recompute_num_layers: layers of the stage that `full` recomputes; None: all.
     """
 
     grid: GridSpec
@@ -327,13 +327,13 @@ class BuildContext:
     transformer_impl: str
     sequence_parallel: bool
     recompute: str
-    recompute_num_layers: int | None
     pre_process: bool
     post_process: bool
     seq_length: int
     deterministic: bool = False
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
+    recompute_num_layers: int | None = None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def norm_builder(impl: str) -> Any:
     return TENorm
 
 
-def decoder_layer_spec(config: TransformerConfig, impl: str, stage: int) -> TransformerBlockSubmodules:
+def decoder_layer_spec(config: TransformerConfig, impl: str, stage: int = 0) -> TransformerBlockSubmodules:
     """Layers of one pipeline stage of a decoder, dense or MoE, and its final norm.
 
     Args:

@@ -109,5 +109,5 @@ def test_models_that_the_engine_cannot_be_told_of_are_refused(flags, expected):
 
 def test_the_nemotron_models_have_no_image_processor():
     provider = model_provider("nemotron-moe-vlm-20l")
-    with pytest.raises(ValueError, match="for --model-provider llava alone, not for NemotronH_Nano_VL_V2"):
+    with pytest.raises(ValueError, match="only for --model-provider llava, not for NemotronH_Nano_VL_V2"):
         provider.check_processor(provider.Config())
