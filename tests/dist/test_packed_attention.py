@@ -148,14 +148,15 @@ def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
     """A packed row, its gradient beside it, rotated in one go and by Megatron Core."""
     import torch
 
-    from mimo.model import layer_ops as rotary
+    from mimo.model import compat
+    from mimo.model.layer_ops import apply_packed_rotary
 
     found = []
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     generator = torch.Generator().manual_seed(1)
     row, freqs = torch.randn(starts[-1], 2, 8, generator=generator), torch.randn(positions, 1, 1, 6,
                                                                                 generator=generator)
-    for apply in (rotary.apply_packed_rotary, rotary._one_by_one):
+    for apply in (apply_packed_rotary, compat.rotary_of_packed_rows):
         own = row.clone().requires_grad_()
         done = apply(own, torch.tensor(starts, dtype=torch.int32), freqs, rotary_interleaved=False, mscale=1.5,
                      cp_group=group)
