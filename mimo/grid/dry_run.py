@@ -216,7 +216,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     height, width = spec.image_shape if spec.image_size else (side, side)
     hidden = provider.hidden_size(config.model_family)
     dtype, dtype_bytes = ("bf16", 2) if config.model.bf16 else ("fp32", 4)
-    for encoder in layout.encoders:
+    # The encoder of a homogeneous layout is on the ranks that take its output.
+    for encoder in layout.encoders if layout.kind != "homogeneous" else ():
         tokens = provider.num_image_tokens(config.model_family, encoder.name, height, width)
         lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
         whose = "bridge" if len(layout.encoders) == 1 else f"bridge of {encoder.name}"

@@ -46,6 +46,12 @@ def test_fan_out_serves_whole_lanes_and_fp32_moves_twice_the_bytes():
     assert "bridge: 512 B per lane and microbatch, 2,048 B (2.0 KiB) over all lanes," in text
 
 
+def test_a_homogeneous_layout_has_no_bridge():
+    text = report("--layout homogeneous --llm-pp 2")
+    assert "layout homogeneous, 2 ranks, 1 lane\n" in text and "bridge" not in text
+    assert "  rank  1  language tp 0 dp 0 pp 1" in text
+
+
 def test_encoder_windows_and_uneven_stages_are_shown():
     text = report("--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 3")
     assert "images of every 3 microbatches, of all lanes, are dealt by cost to the 2 replicas of vision\n" in text
