@@ -25,9 +25,9 @@ class Exchange:
 
     Args:
         grids: process groups.
-        device: of the payloads.
-        backend: of the groups, `nccl` or `gloo`.
-        trace: told about every wait.
+        device: where the payloads are.
+        backend: `nccl` or `gloo`.
+        trace: records every wait.
 
     Attributes:
         timer: the device's time of transfers since the last `begin_step`.
@@ -50,8 +50,8 @@ class Exchange:
         return group
 
     def begin_step(self) -> None:
-        """Start a step: what the last one sent has arrived, and its times were read."""
-        self.flush()
+        """Start measuring anew. `flush` has ended the step before."""
+        assert not self._sent, "the step before was not flushed"
         self.timer = DeviceTimer()
 
     def together(self, what: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
@@ -66,17 +66,17 @@ class Exchange:
         self._wait(what, self._post(self._together, sends, receives), sends, receives)
 
     def staged(self, what: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-        """Exchange messages of a window, each rank at its own place of the schedule. Arguments as `together`.
+        """Exchange messages of a window. Each rank calls it at its own place of the schedule.
 
         Args:
             what: `FEATURES`, which go to the first language stage, or `GRADIENTS`, which come from there.
-            sends: as `together`.
-            receives: as `together`.
+            sends: as for `together`.
+            receives: as for `together`.
         """
         self._copy_own(sends, receives)
         inner, outer = (self._between_stages(sends, False), self._between_stages(receives, False)), (
             self._between_stages(sends, True), self._between_stages(receives, True))
-        # The messages to other stages go first: nobody has to wait for what the first stage waits for.
+        # Messages to other stages are posted first, so that no other stage waits for what this one waits for.
         works = self._post(self._between[what], *outer) if any(outer) else []
         self._wait(what, self._post(self._together, *inner), *inner)
         while self._sent and all(work.is_completed() for work in self._sent[0][0]):

@@ -88,7 +88,7 @@ class Handshake:
                 assert batch.text is not None, "language ranks hold text"
                 counts = batch.text.token_counts[encoder.name]
                 ours = list(zip(batch.text.keys, counts, strict=True))[share.start : share.stop]
-                _require_equal(ours, theirs[index], encoder.name, sender, lane, index)
+                require_same_samples(ours, theirs[index], encoder.name, sender, lane, index)
 
 
 def _lane_manifest(batch: Microbatch, module: str, index: int) -> list[tuple[str, int]]:
@@ -98,8 +98,21 @@ def _lane_manifest(batch: Microbatch, module: str, index: int) -> list[tuple[str
     return list(zip(side.keys[samples], side.token_counts[samples], strict=True))
 
 
-def _require_equal(ours: list[tuple[str, int]], theirs: list[tuple[str, int]], module: str, sender: int, lane: int,
-                   microbatch: int) -> None:
+def require_same_samples(ours: Sequence[tuple[str, int]], theirs: Sequence[tuple[str, int]], module: str, sender: int,
+                         lane: int, microbatch: int) -> None:
+    """Compare the key and the image tokens of each sample of a lane's microbatch.
+
+    Args:
+        ours: those that the language side reads.
+        theirs: those that the encoder side reads.
+        module: the encoder.
+        sender: its rank.
+        lane: of the samples.
+        microbatch: index in the iteration.
+
+    Raises:
+        ValueError: they differ; names the first sample that does, and both counts.
+    """
     place = f"lane {lane}, microbatch {microbatch}"
     for (key, count), (their_key, their_count) in zip(ours, theirs, strict=True):
         if key != their_key:

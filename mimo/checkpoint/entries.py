@@ -47,7 +47,7 @@ class Saved:
 
     @property
     def part(self) -> str:
-        """What --freeze calls the part it belongs to: the module, or `projector`."""
+        """Name of its part in --freeze: the module, or `projector`."""
         return PROJECTOR if "input_projections." in self.name else self.module
 
 

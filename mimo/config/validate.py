@@ -177,6 +177,14 @@ def num_microbatches(config: RunConfig) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * config.layout.llm_dp)
 
 
+def layers_of_stages(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+    """Number of language layers on each pipeline stage."""
+    stages = layout.language.pp
+    shapes = registry.model_provider(config.model.model_provider).parameter_shapes(config.model_family, LANGUAGE)
+    layers = max((shape.count for shape in shapes if shape.stage == "layer"), default=0)
+    return layout.language.stage_layers or (-(-layers // stages),) * stages
+
+
 def train_iterations(config: RunConfig) -> int:
     """Return the length of the run in iterations. The last one may exceed --train-samples."""
     if config.train.train_samples is not None:
@@ -256,10 +264,7 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     _refuse(model.recompute_num_layers is not None and model.recompute != "full",
             f"--recompute-num-layers {model.recompute_num_layers} needs --recompute full, it is {model.recompute}")
     if model.recompute_num_layers is not None:
-        provider, family = registry.model_provider(model.model_provider), config.model_family
-        layers = max((shape.count for shape in provider.parameter_shapes(family, LANGUAGE) if shape.stage == "layer"),
-                     default=0)
-        largest = max(layout.language.stage_layers or (-(-layers // layout.language.pp),))
+        largest = max(layers_of_stages(config, layout))
         _refuse(model.recompute_num_layers > largest,
                 f"--recompute-num-layers {model.recompute_num_layers}: a pipeline stage has {largest} layers at most")
     _refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from mimo.bridge.exchange import FEATURES, GRADIENTS, Exchange
+from mimo.bridge.handshake import require_same_samples
 from mimo.comm.host import gather, raise_known_errors
 from mimo.data.batch import Microbatch
 from mimo.data.collate import join_images, split_images
@@ -52,7 +53,7 @@ class _Encoded:
 
 
 class ModuleWindows:
-    """One encoder's images of an iteration: who encodes which, and what of it is on this rank.
+    """One encoder in windows: which replica encodes which image, and this rank's part of that.
 
     Args:
         encoder: the module's grid.
@@ -62,10 +63,10 @@ class ModuleWindows:
         hidden_size: columns of the features.
         encoder_hidden_size: width of the encoder, for the cost of an image.
         dtype: dtype of pixels, features and gradients.
-        device: of this rank.
-        needs_grad: whether anything of the encoder trains.
-        chunk: images that run through the encoder together, at most; 0: all of a window.
-        balanced: whether images are dealt by cost; else in order, as many to each replica.
+        device: this rank's device.
+        needs_grad: whether any part of the encoder or its projector trains.
+        chunk: most images in one forward pass of the encoder; 0: all that the replica has in a window.
+        balanced: whether images are dealt by cost. If not, they are dealt in order, the same number to each replica.
 
     Attributes:
         largest: cost of the busiest replica of each window, summed over the windows of the iteration.
@@ -97,10 +98,10 @@ class ModuleWindows:
         """Deal the images of an iteration and send each replica its pixels. Collective over the world.
 
         Args:
-            images: of all lanes, in the order of microbatch, lane and row.
-            pixels: those of this rank's lane, on the device, in the same order; empty where this rank reads none.
+            images: the images of all lanes, in the order of microbatch, lane and row.
+            pixels: the pixels of this rank's lane, on the device, in the same order; empty if this rank reads no lane.
             schedule: windows of the iteration.
-            forward_only: no backward pass follows.
+            forward_only: whether no backward pass follows.
         """
         self._forward_only = forward_only
         self._encoded.clear()
@@ -272,20 +273,18 @@ def _elements(image: Image) -> int:
     return math.prod(image.shape)
 
 
-def images_of(microbatches: Sequence[Microbatch], module: str, lane: int) -> list[Image]:
-    """List the images of this rank's lane. Raises ValueError where its text has other image tokens than its images."""
+def images_of(microbatches: Sequence[Microbatch], module: str, lane: int, rank: int) -> list[Image]:
+    """List the images of a lane that this rank reads.
+
+    Raises:
+        ValueError: the text and the images of a microbatch do not belong together; names the samples.
+    """
     found = []
     for index, batch in enumerate(microbatches):
         text, side = batch.text, batch.encoders[module]
         assert text is not None, "the reader of a lane holds its text"
-        pairs = zip(text.keys, side.keys, text.token_counts[module], side.token_counts, strict=True)
-        for key, of_side, of_text, of_images in pairs:
-            if key != of_side:
-                raise ValueError(f"lane {lane}, microbatch {index}: the language side reads sample {key!r}, but the "
-                                 f"images of {module} are those of sample {of_side!r}")
-            if of_text != of_images:
-                raise ValueError(f"sample {key!r} (lane {lane}, microbatch {index}): its text has {of_text} image "
-                                 f"tokens, but {module} makes {of_images} of its images")
+        require_same_samples(list(zip(text.keys, text.token_counts[module], strict=True)),
+                             list(zip(side.keys, side.token_counts, strict=True)), module, rank, lane, index)
         pixels = split_images(side.inputs)
         if len(pixels) != len(text.image_lengths[module]):
             raise ValueError(f"samples {', '.join(text.keys)} (lane {lane}, microbatch {index}): their text has "
@@ -348,7 +347,8 @@ class EncoderWindows:
         if reads:
             try:
                 lane = language.coordinates(self._grids.rank)["dp"]
-                found = {module.name: images_of(microbatches, module.name, lane) for module in self._modules}
+                found = {module.name: images_of(microbatches, module.name, lane, self._grids.rank)
+                         for module in self._modules}
             except ValueError as problem:
                 error = str(problem)
         with self._trace.wait("images of all lanes", group=range(self._grids.layout.world_size)):

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.config.trainer import RunConfig
+from mimo.config.validate import layers_of_stages
 from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import Layout
@@ -81,15 +82,10 @@ def _is_outdated(provider: FlopsProvider) -> bool:
     return depth("flop_components") > min(depth("language_spec"), depth("encoder_spec"))
 
 
-def _recomputed_share(config: RunConfig, provider: ModelProvider, layout: Layout) -> float:
+def _recomputed_share(config: RunConfig, layout: Layout) -> float:
     """Return the share of the language model's layers that --recompute full computes again."""
-    again, stages = config.model.recompute_num_layers, layout.language.pp
-    if again is None:
-        return 1.0
-    layers = max(shape.count for shape in provider.parameter_shapes(config.model_family, LANGUAGE)
-                 if shape.stage == "layer")
-    of_stages = layout.language.stage_layers or (layers // stages,) * stages
-    return sum(min(again, count) for count in of_stages) / layers
+    again, layers = config.model.recompute_num_layers, layers_of_stages(config, layout)
+    return 1.0 if again is None else sum(min(again, count) for count in layers) / sum(layers)
 
 
 class FlopsMeter:
@@ -123,7 +119,7 @@ class FlopsMeter:
         if {component.module for component in components} != set(layout.grids):
             return None
         counter = FlopsCounter(components, frozen=config.model.frozen, recompute=config.model.recompute,
-                               recomputed_share=_recomputed_share(config, provider, layout),
+                               recomputed_share=_recomputed_share(config, layout),
                                encoder_recompute=config.model.encoder_recompute,
                                fused=impl == "transformer_engine")
         return cls(counter, layout.world_size, config.observe.peak_tflops or peak_tflops(device_name))

@@ -378,7 +378,7 @@ def _left_over(state: RunState, contents: Contents, used: set[str]) -> set[tuple
 
 
 def _entry(piece: ShardedTensor, tensor: GlobalTensor) -> list[ShardedTensor]:
-    """What is read for a piece: none where all of it is padding that the checkpoint lacks, which is zero then."""
+    """Return the entries to read for a piece. Padding that the checkpoint lacks is set to zero and not read."""
     assert piece.data is not None
     data, offset = piece.data, tuple(piece.global_offset[piece.prepend_axis_num:])
     if shape_of(piece) != tensor.shape:

@@ -153,7 +153,7 @@ class Conversion(Protocol):
         ...
 
     def segments(self, rows: int) -> list[Segment] | None:
-        """What `to_hf` does with the rows of a Megatron tensor that has so many of them, in their order.
+        """Describe what `to_hf` does with the rows of a Megatron tensor of `rows` rows, in their order.
 
         Rows in no segment belong to no part. None where a row of the Megatron tensor is not a row of a part: then there
         is one part, the whole tensor in another shape.

@@ -13,7 +13,7 @@ from mimo.grid.dry_run import dry_run_report, total_parameters
 from mimo.grid.lanes import data_request
 from mimo.observability.run_folder import RUNS
 from mimo.protocols import StagedProvider
-from providers.common.hybrid import MAMBA
+from providers.common.hybrid import MAMBA, HybridConfig
 
 # Fields of any section that name a path from which a run reads.
 READ_PATHS = ("data_path", "valid_data_path", "tokenizer", "load_nemotron_checkpoint", "load_hf", "load_vision_from",
@@ -56,8 +56,9 @@ def plan(config: RunConfig, world_size: int) -> str:
 
 
 def has_mamba_layers(config: RunConfig) -> bool:
-    """Whether the decoder has Mamba-2 layers."""
-    return MAMBA in getattr(config.model_family, "hybrid_layer_pattern", "")
+    """Return whether the decoder has Mamba-2 layers."""
+    family = config.model_family
+    return isinstance(family, HybridConfig) and MAMBA in family.hybrid_layer_pattern
 
 
 def read_paths(config: RunConfig) -> dict[str, Path]:

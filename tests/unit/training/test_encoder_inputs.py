@@ -51,15 +51,14 @@ def test_windows_take_images_of_the_samples_of_the_text_alone() -> None:
         images = [np.zeros((3, 8, 8), np.float32)] * num_images
         return Microbatch(text, {"vision": EncoderBatch(keys, counts, (2,), whole_images(images, torch.float32))})
 
-    found = images_of([microbatch(("a", "b"), (4, 4))], "vision", lane=3)
+    found = images_of([microbatch(("a", "b"), (4, 4))], "vision", lane=3, rank=6)
     assert [(image.lane, image.microbatch, image.tokens, image.size) for image in found] == [(3, 0, 4, (8, 8))] * 2
-    for batch, message in ((microbatch(("a", "c"), (4, 4)), "reads sample 'b', but the images of vision are those of "
-                                                            "sample 'c'"),
+    for batch, message in ((microbatch(("a", "c"), (4, 4)), "reads sample 'b', but vision rank 6 encodes sample 'c'"),
                            (microbatch(("a", "b"), (4, 5)), "sample 'b' (lane 3, microbatch 0): its text has 4 image"),
                            (microbatch(("a", "b"), (4, 4), 3), "their text has 2 images of vision, their pixels are "
                                                                "those of 3")):
         with pytest.raises(ValueError, match=re.escape(message)):
-            images_of([batch], "vision", lane=3)
+            images_of([batch], "vision", lane=3, rank=6)
 
 
 def test_lanes_of_equal_shape_are_joined_not_stacked() -> None:
