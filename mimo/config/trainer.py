@@ -170,6 +170,9 @@ class LayoutConfig:
     number."""
     encoder_chunk: int = 0
     """With encoder windows, most images in one forward pass of the encoder; 0: all that a replica has in a window."""
+    encoder_activation_gib: float | None = None
+    """With encoder windows, GiB of encoder activations that a rank may keep for the backward passes. Layers that would
+    go over it are recomputed. 0 is the same as --encoder-recompute full. Default: keep all."""
     llm_offset: int | None = None
     """First rank of the language grid. Default: the rank after the encoder (disjoint) or 0 (colocated)."""
     llm_tp: int = 1

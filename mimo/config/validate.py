@@ -267,6 +267,11 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
         largest = max(layers_of_stages(config, layout))
         _refuse(model.recompute_num_layers > largest,
                 f"--recompute-num-layers {model.recompute_num_layers}: a pipeline stage has {largest} layers at most")
+    gib = config.layout.encoder_activation_gib
+    _refuse(gib is not None and model.frozen >= set(encoders), f"--encoder-activation-gib {gib} with --freeze "
+            f"{model.freeze}: a frozen encoder keeps no activations; leave it out")
+    _refuse(gib is not None and model.encoder_recompute != "none", f"--encoder-activation-gib {gib} with "
+            f"--encoder-recompute {model.encoder_recompute}, which keeps nothing; leave one of them out")
     _refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
             f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
             "activations; leave it out")

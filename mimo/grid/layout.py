@@ -13,7 +13,7 @@ MAX_SUGGESTIONS = 3
 # Microbatches that are encoded together where the language model has pipeline stages.
 DEFAULT_WINDOW = 2
 ENCODER_FLAGS = ("encoder_tp", "encoder_dp", "encoder_pp")
-MAY_BE_ZERO = ("llm_offset", "encoder_window", "encoder_chunk")
+MAY_BE_ZERO = ("llm_offset", "encoder_window", "encoder_chunk", "encoder_activation_gib")
 
 
 def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...]) -> Layout:
@@ -65,12 +65,15 @@ def _stage_layers(config: LayoutConfig) -> tuple[int, ...]:
 
 def _encoder_window(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> int | None:
     """Return the window of --encoder-window, or its default: with pipeline stages there is no other way to encode."""
-    window = config.encoder_window
+    window, gib = config.encoder_window, config.encoder_activation_gib
+    if gib is not None and not 0 <= gib < float("inf"):
+        raise ValueError(f"--encoder-activation-gib {gib} is not a number of GiB from 0 on")
     if window is None and grids and config.layout == "colocated" and config.llm_pp > 1:
         return DEFAULT_WINDOW
     if window is None:
         for given, flag in ((not config.encoder_balance, "--no-encoder-balance"),
-                            (config.encoder_chunk, f"--encoder-chunk {config.encoder_chunk}")):
+                            (config.encoder_chunk, f"--encoder-chunk {config.encoder_chunk}"),
+                            (gib is not None, f"--encoder-activation-gib {gib}")):
             if given and config.layout == "colocated" and grids:
                 raise ValueError(f"{flag} needs --encoder-window")
             if given:

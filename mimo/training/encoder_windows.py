@@ -10,6 +10,7 @@ adds up all replicas in float32, and the division by the number of target tokens
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from mimo.grid.lanes import lanes_read_by
 from mimo.grid.spec import GridSpec
 from mimo.grid.windows import Image, WindowSchedule, deal, deal_in_order, encoding_cost
 from mimo.observability.spans import Kind, Trace
+from mimo.training.encoder_activations import LayerRecomputation
 
 
 class Encoder(Protocol):
@@ -44,11 +46,13 @@ class _Encoded:
 
     Attributes:
         outputs: output of each chunk of images, with its graph.
+        kept: bytes of layer activations that the graphs hold, as far as a budget counts them.
         leaves: features `[rows, hidden]` of each microbatch of this rank's lane, which collect gradients; on the first
             language stage only.
     """
 
     outputs: list[torch.Tensor]
+    kept: int = 0
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -67,6 +71,7 @@ class ModuleWindows:
         needs_grad: whether any part of the encoder or its projector trains.
         chunk: most images in one forward pass of the encoder; 0: all that the replica has in a window.
         balanced: whether images are dealt by cost. If not, they are dealt in order, the same number to each replica.
+        recomputation: chooses the layers that are recomputed; None: the encoder does as it was built.
 
     Attributes:
         largest: cost of the busiest replica of each window, summed over the windows of the iteration.
@@ -76,8 +81,9 @@ class ModuleWindows:
 
     def __init__(self, encoder: GridSpec, module: Encoder, grids: Grids, exchange: Exchange, *, hidden_size: int,
                  encoder_hidden_size: int, dtype: torch.dtype, device: torch.device, needs_grad: bool, chunk: int,
-                 balanced: bool) -> None:
+                 balanced: bool, recomputation: LayerRecomputation | None = None) -> None:
         self.name, self._module, self._grids, self._exchange = encoder.name, module, grids, exchange
+        self._recomputation = recomputation
         self._encoder, self._language = encoder, grids.layout.language
         self._hidden_size, self._encoder_hidden_size = hidden_size, encoder_hidden_size
         self.dtype, self.device, self._needs_grad, self._chunk = dtype, device, needs_grad, chunk
@@ -149,16 +155,21 @@ class ModuleWindows:
         mine = self._of_replica(window, self._place["dp"])
         pixels, outputs = self._pixels.pop(window), []
         chunk = self._chunk or len(mine)
-        for start in range(0, len(mine), chunk or 1):
-            part = slice(start, start + chunk)
+        parts = [slice(start, start + chunk) for start in range(0, len(mine), chunk or 1)]
+        elements = [sum(map(_elements, mine[part])) for part in parts]
+        recomputation = None if self._forward_only or not self._needs_grad else self._recomputation
+        kept = [] if recomputation is None else recomputation.choose(elements)
+        for index, part in enumerate(parts):
             sizes = [image.size for image in mine[part]]
-            output = self._module(encoder_inputs=join_images(pixels[part], sizes), hidden_states=None)
+            with (contextlib.nullcontext() if recomputation is None
+                  else recomputation.keeping(kept[index][0], elements[index])):
+                output = self._module(encoder_inputs=join_images(pixels[part], sizes), hidden_states=None)
             tokens = sum(image.tokens for image in mine[part])
             if output.shape[0] != tokens:
                 raise ValueError(f"{self.name} made {output.shape[0]} tokens of images of {sizes} pixels, whose "
                                  f"samples ask for {tokens}")
             outputs.append(output)
-        self._encoded[window] = _Encoded(outputs)
+        self._encoded[window] = _Encoded(outputs, sum(count for _, count in kept))
         self._spread_features(window, mine)
 
     def _spread_features(self, window: int, mine: list[Image]) -> None:
@@ -225,7 +236,12 @@ class ModuleWindows:
         whole = torch.cat(gradients).split([output.shape[0] for output in encoded.outputs])
         pairs = [(output, gradient) for output, gradient in zip(encoded.outputs, whole, strict=True)
                  if output.requires_grad]
-        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        # One after the other: in a common backward pass autograd would add up the gradients of all chunks first, but
+        # not those of recomputed layers, and sums of float32 depend on the order.
+        for output, gradient in reversed(pairs):
+            output.backward(gradient)
+        if self._recomputation is not None:
+            self._recomputation.release(encoded.kept)
 
     def _gradients_by_replica(self, window: int, encoded: _Encoded) -> dict[int, list[torch.Tensor]]:
         """Gradients of this rank's lane, image by image, for the replica that encoded each."""

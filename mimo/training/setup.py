@@ -30,6 +30,7 @@ from mimo.observability.spans import ScheduleSpans, Spans, Trace
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
+from mimo.training.encoder_activations import ActivationBudget, LayerRecomputation
 from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.training.encoder_windows import EncoderWindows, ModuleWindows
 from mimo.training.grad_sync import GradSync
@@ -107,15 +108,18 @@ def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform:
     if grids.layout.encoder_window is None:
         return None
     exchange = Exchange(grids, device=platform.device, backend=platform.backend, trace=trace)
-    modules = [
-        ModuleWindows(
+    gib, modules = config.layout.encoder_activation_gib, []
+    budget = None if gib is None else ActivationBudget(int(gib * 2**30))
+    for encoder in grids.layout.encoders:
+        submodule = unwrap_model(built.model.modality_submodules[encoder.name])
+        # A frozen encoder keeps nothing, whether its projector trains or not.
+        modules.append(ModuleWindows(
             encoder, built.model.modality_submodules[encoder.name], grids, exchange,
-            hidden_size=provider.hidden_size(config.model_family),
-            encoder_hidden_size=unwrap_model(built.model.modality_submodules[encoder.name]).config.hidden_size,
+            hidden_size=provider.hidden_size(config.model_family), encoder_hidden_size=submodule.config.hidden_size,
             dtype=built.params_dtype, device=platform.device, needs_grad=built.trainable[encoder.name],
-            chunk=config.layout.encoder_chunk, balanced=config.layout.encoder_balance)
-        for encoder in grids.layout.encoders
-    ]
+            chunk=config.layout.encoder_chunk, balanced=config.layout.encoder_balance,
+            recomputation=(None if budget is None or encoder.name in config.model.frozen
+                           else LayerRecomputation(encoder.name, submodule, budget))))
     built.model.windows = EncoderWindows(grids, modules, exchange, grids.layout.encoder_window, trace)
     return built.model.windows
 

@@ -58,7 +58,7 @@ def layout_of(kind: str, encoder: tuple[int, int, int], language: tuple[int, int
 def all_layouts(kind: str, size: int) -> Iterator[LayoutConfig]:
     """Yield every layout of a kind on `size` ranks, whether the trainer can run it or not.
 
-    Uneven cuts of a pipeline are not among them: name them by --llm-pp-layout.
+    Cuts of pipelines, other windows, recomputation and larger microbatches come later (`layout_variants`).
     """
     if kind == HOMOGENEOUS:
         for tp, dp, pp in grids(size):
@@ -78,8 +78,8 @@ def all_layouts(kind: str, size: int) -> Iterator[LayoutConfig]:
                         for language in grids(size - ranks))
 
 
-def flags_of(config: RunConfig, micro_batch_size: int) -> str:
-    """Return the flags in which a run differs from the default layout and the given micro-batch size."""
+def flags_of(config: RunConfig, base: RunConfig) -> str:
+    """Return the flags in which a run differs from the default layout, and in model and microbatches from `base`."""
     words = []
     for field in fields(LayoutConfig):
         value = vars(config.layout)[field.name]
@@ -87,7 +87,11 @@ def flags_of(config: RunConfig, micro_batch_size: int) -> str:
             words += ["--" + field.name.replace("_", "-")] + ([] if value is True else [str(value)])
     if not words:
         words = ["--encoder-dp", "1", "--llm-dp", "1"]
-    if config.train.micro_batch_size != micro_batch_size:
+    for name in ("recompute", "recompute_num_layers", "encoder_recompute"):
+        value = vars(config.model)[name]
+        if value != vars(base.model)[name]:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    if config.train.micro_batch_size != base.train.micro_batch_size:
         words += ["--micro-batch-size", str(config.train.micro_batch_size)]
     return shlex.join(words)
 
@@ -95,8 +99,7 @@ def flags_of(config: RunConfig, micro_batch_size: int) -> str:
 def search(base: RunConfig, kind: str, size: int) -> tuple[list[Candidate], list[tuple[str, str]]]:
     """Return the layouts of a kind that the trainer accepts, and the flags and reason of each that it refuses.
 
-    Some are tried with larger microbatches, too: a tensor-parallel language model has room for more samples of its
-    lane, and encoder ranks that share a lane need a sample each.
+    Encoder ranks that share a lane need a sample each, so such a layout has larger microbatches.
 
     Args:
         base: the run. Its own layout is ignored.
@@ -106,15 +109,16 @@ def search(base: RunConfig, kind: str, size: int) -> tuple[list[Candidate], list
     found, refused, samples = [], [], base.train.micro_batch_size
     for layout in all_layouts(kind, size):
         sharing = max(layout.encoder_dp // layout.llm_dp, 1)
-        for micro_batch_size in dict.fromkeys((samples, samples * layout.llm_tp, samples * sharing)):
+        for micro_batch_size in dict.fromkeys((samples, samples * sharing)):
             config = replace(base, layout=layout, train=replace(base.train, micro_batch_size=micro_batch_size))
-            flags = flags_of(config, samples)
+            flags = flags_of(config, base)
             try:
                 validate(config, size)
             except ValueError as error:
                 refused.append((flags, str(error)))
                 continue
             found.append(Candidate(kind, flags, config))
+            break
     return found, refused
 
 

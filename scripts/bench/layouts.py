@@ -6,24 +6,28 @@
 
 In a `homogeneous` layout the encoder is on the ranks of the first language stage with the same tensor- and
 data-parallel sizes; in a `colocated` one, both are on all ranks with sizes of their own; in a `disjoint` one, on
-different ranks. First the
-benchmark searches each kind: of all layouts on --gpus ranks that the trainer accepts, it tries --candidates for
---search-steps iterations each. It prefers the least split ones (homogeneous, colocated), or those whose shares of GPUs
-are nearest to the shares of work (disjoint; earlier runs say how many FLOPs each module has). Layouts with a
-tensor-parallel language model are tried with larger microbatches, too. --homogeneous, --colocated and --disjoint name
-layouts in place of a search. Then the best layouts of each kind take --rounds turns of --warmup-steps and --steps
-iterations. The benchmark passes flags that it does not know to train_hetero.py; they follow the flags of --preset and
-so override them.
+different ranks. First the benchmark searches each kind: of all layouts on --gpus ranks that the trainer accepts, it
+tries --candidates for --search-steps iterations each. It prefers the least split ones (homogeneous, colocated), or
+those whose shares of GPUs are nearest to the shares of work (disjoint; earlier runs say how many FLOPs each module
+has). Then it improves each of them (scripts/bench/layout_variants.py): cuts of pipelines around the one that FLOPs
+suggest, encoder windows of 1, 2 and all microbatches, the least recomputation that fits, larger microbatches.
+--no-variants leaves this out. --homogeneous, --colocated and --disjoint name layouts in place of a search. --list
+prints the layouts with which the search would begin. After each part of the search a line says how long its runs took
+and how many are next.
+
+Then the best layouts of each kind take --rounds turns of --warmup-steps and --steps iterations. The benchmark passes
+flags that it does not know to train_hetero.py; they follow the flags of --preset and so override them.
 
 All runs have the same global batches and start from the same weights. Timed iterations repeat the batches of the
 warmup, so that none of their shapes is new (except with --encoder-prefetch-depth, which looks ahead). It is an error
 if the losses of the first --loss-steps iterations differ from those of the best homogeneous layout by more than
 --loss-tolerance, as a share. The row of a layout that runs out of memory says so.
 
-tokens/s and TFLOP/s are per GPU, in the timed iterations of all rounds: tokens of text and images without padding,
-model FLOPs as docs/training.md counts them. `over homogeneous` is the median over rounds of the ratio to tokens/s of
-the best homogeneous layout, with the 95 % interval of its mean (Student's t, from three rounds on). `eta split` of a
-disjoint layout is the best that its whole GPUs allow, the minimum over grids of the share of GPUs over the share of
+tokens/s and TFLOP/s are per GPU, in the timed iterations of all rounds; for layouts that were not the best of their
+kind in those of the search (`in the search`), which are fewer. They count tokens of text and images without padding,
+and model FLOPs as docs/training.md counts them. `over homogeneous` is the median over rounds of the ratio to tokens/s
+of the best homogeneous layout, with the 95 % interval of its mean (Student's t, from three rounds on). `eta split` of
+a disjoint layout is the best that its whole GPUs allow, the minimum over grids of the share of GPUs over the share of
 work. Work is counted in FLOPs, and in JSON also in GPU-seconds of the passes. The last line of output is JSON; above
 it, a Markdown table shows the same.
 """
@@ -39,6 +43,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +55,8 @@ from dataclasses import dataclass, field, replace
 from mimo import registry
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import RunConfig
+from mimo.observability.flops import FlopsProvider, SequenceSums, forward_flops
+from mimo.protocols import LANGUAGE
 from scripts.bench import presets
 from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, table_of
 from scripts.bench.layout_search import (
@@ -62,9 +69,11 @@ from scripts.bench.layout_search import (
     given,
     search,
 )
+from scripts.bench.layout_variants import Trial, Variants, Work
 from scripts.training_runs import ROOT, SHOWN, iterations, quiet, torchrun
 
-OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY, KILLED = "out of memory", "killed: out of memory?"
+FULL = (OUT_OF_MEMORY, KILLED)
 DONE, OUT_OF_MEMORY_FILES = "done", "out-of-memory-rank*"
 
 
@@ -82,6 +91,7 @@ class Outcome:
         flops: FLOPs of a step by module.
         busy_s: GPU-seconds of the passes of a step by module.
         grad_norms: gradient norms of all iterations; None for one that was skipped.
+        hardware_flops: FLOPs of a step by module, with padding and recomputation.
     """
 
     error: str = ""
@@ -93,6 +103,7 @@ class Outcome:
     flops: dict[str, float] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float | None] = field(default_factory=list)
+    hardware_flops: dict[str, float] = field(default_factory=dict)
 
 
 def median(outcomes: Sequence[Outcome], name: str) -> float | None:
@@ -108,6 +119,8 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
     tokens = sum(record["image-tokens"] + record["text-tokens"] for record in timed)
     flops = {name.partition("/")[2]: statistics.fmean(record[name] for record in timed)
              for name in timed[0] if name.startswith("flops/")}
+    computed = {name: statistics.fmean(record.get(f"hardware-flops/{name}", value) for record in timed)
+                for name, value in flops.items()}
     layout = config.layout
     sizes = {"language": layout.llm_tp * layout.llm_dp * layout.llm_pp}
     busy = {}
@@ -117,7 +130,7 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
         if all(part in timed[0] for part in parts):
             busy[name] = size * statistics.fmean(sum(record[part] for part in parts) for record in timed)
     return Outcome(
-        tokens_per_s=tokens / seconds / ranks, flops=flops, busy_s=busy,
+        tokens_per_s=tokens / seconds / ranks, flops=flops, hardware_flops=computed, busy_s=busy,
         tflops=sum(flops.values()) * len(timed) / seconds / ranks / 1e12 if flops else None,
         step_ms=1000 * statistics.median(record["iteration-time"] for record in timed),
         peak_gib=max(record[name] for record in records for name in record if name.startswith("peak-memory-bytes/"))
@@ -184,7 +197,7 @@ def failure(folder: Path, name: str, output: Path) -> str:
         return OUT_OF_MEMORY
     print(f"{name}:\n{said[-SHOWN:]}", file=sys.stderr, flush=True)
     killed = f"Signal {signal.SIGKILL.value} (SIGKILL)" in said
-    return "killed: out of memory?" if killed else "the run failed"
+    return KILLED if killed else "the run failed"
 
 
 # Data and weights are random. The losses of two unrelated models differ by about 2e-3.
@@ -203,9 +216,17 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     for kind in KINDS:
         parser.add_argument(f"--{kind}", action="append", default=[], metavar="FLAGS",
                             help=f"a {kind} layout in place of the search; may be given several times")
-    parser.add_argument("--candidates", type=int, default=3, help="layouts of each kind to try (3)")
+    parser.add_argument("--candidates", type=int, default=6, help="layouts of each kind to begin with (6)")
+    parser.add_argument("--only", action="append", default=[], metavar="WORDS",
+                        help="search only layouts whose flags contain these, such as '--llm-pp 2'; may be given "
+                        "several times")
+    parser.add_argument("--no-variants", dest="variants", action="store_false",
+                        help="do not try cuts, windows, recomputation and larger microbatches of these layouts")
+    parser.add_argument("--cuts", type=int, default=5, help="cuts of each pipeline to try (5)")
+    parser.add_argument("--search-minutes", type=float, help="start no further run of the search after this time")
+    parser.add_argument("--list", action="store_true", help="print the layouts with which the search begins, and exit")
     parser.add_argument("--search-steps", type=int, default=2, help="timed iterations of each (2)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of the best layouts of each kind (2)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of the best layouts of each kind (3)")
     parser.add_argument("--steps", type=int, default=5, help="timed iterations of a turn (5)")
     parser.add_argument("--warmup-steps", type=int, default=3, help="iterations of every run before the timed ones (3)")
     parser.add_argument("--loss-steps", type=int, default=3, help="first iterations whose losses are compared (3)")
@@ -216,7 +237,8 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
                         help="start new processes for every run, not only for every phase")
     parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one, deleted at the end)")
     chosen, further = parser.parse_known_args(arguments)
-    check_least(parser, chosen, gpus=2, candidates=1, search_steps=1, rounds=1, steps=1, warmup_steps=1, loss_steps=1)
+    check_least(parser, chosen, gpus=2, candidates=1, search_steps=1, rounds=1, steps=1, warmup_steps=1, loss_steps=1,
+                cuts=1, search_minutes=0)
     if chosen.loss_steps > chosen.warmup_steps + chosen.search_steps:
         parser.error(f"--loss-steps {chosen.loss_steps}: the shortest runs have --warmup-steps {chosen.warmup_steps} + "
                      f"--search-steps {chosen.search_steps} iterations")
@@ -249,25 +271,56 @@ class Bench:
             named = vars(chosen)[kind]
             self.found[kind], self.refused[kind] = (
                 (given(flags, kind, named, chosen.gpus), []) if named else search(self.base, kind, chosen.gpus))
+            if chosen.only and not named:
+                self.found[kind] = [candidate for candidate in self.found[kind]
+                                    if any(words in candidate.flags for words in chosen.only)]
         if not any(self.found.values()):
+            if chosen.only:
+                raise ValueError(f"--only {', '.join(chosen.only)}: no layout of {chosen.gpus} ranks has these flags")
             words, reason = self.refused[chosen.kind[0]][0]
             raise ValueError(f"no layout of {chosen.gpus} ranks works; {words}: {reason}")
         self.searched: dict[str, Outcome] = {}
         self.rounds: list[dict[str, Outcome]] = []
         self.pruned = dict.fromkeys(chosen.kind, 0)
+        self._variants = Variants(self.base, chosen.gpus, chosen.memory_limit_gib or memory_gib(chosen.device),
+                                  chosen.cuts)
+        self._searching_s, self._num_runs = 0.0, 0
 
     @property
     def work(self) -> dict[str, float]:
         """FLOPs of a step by module, from a run that did not fail. Empty if there is none."""
         return next((outcome.flops for outcome in self.searched.values() if outcome.flops), {})
 
+    @property
+    def parts(self) -> Work | None:
+        """Relative time of the model's parts, from a run that recomputed nothing or else all layers. None without."""
+        provider = registry.model_provider(self.base.model.model_provider)
+        candidates = {candidate.name: candidate for found in self.found.values() for candidate in found}
+        ended = [(candidates[name].config.model, outcome.hardware_flops) for name, outcome in self.searched.items()
+                 if outcome.hardware_flops and candidates[name].config.model.recompute_num_layers is None]
+        if not ended or not isinstance(provider, FlopsProvider):
+            return None
+        model, flops = min(ended, key=lambda each: each[0].recompute != "none")
+        row = SequenceSums.of([self.base.train.seq_length])
+        language_parts = [each for each in provider.flop_components(self.base.model_family) if each.module == LANGUAGE]
+        sizes = {again: sum(forward_flops(each, row).total for each in language_parts if each.recomputed == again)
+                 for again in (True, False)}
+        # Recomputed layers run their forward pass twice, and a backward pass is two forward passes.
+        layers, head = sizes[True] * (4 / 3 if model.recompute == "full" else 1), sizes[False]
+        language = flops[LANGUAGE] / (layers + head)
+        encoder = flops[self.encoder] * (3 / 4 if model.encoder_recompute == "full" else 1)
+        return Work(encoder, language * sizes[True], language * head)
+
     def run(self) -> None:
         """Search, then let the best layouts of each kind take turns."""
-        self._search([candidate for kind in self.chosen.kind if kind != DISJOINT for candidate in self._kept(kind)])
+        shared = [kind for kind in self.chosen.kind if kind != DISJOINT]
+        self._search([candidate for kind in shared for candidate in self._kept(kind)])
+        self._improve(shared)
         if DISJOINT in self.chosen.kind:
             if not self.chosen.disjoint:
                 self.found[DISJOINT] = by_split(self.found[DISJOINT], self.encoder, self.work)
             self._search(self._kept(DISJOINT))
+            self._improve([DISJOINT])
         best = [candidate for kind in self.chosen.kind if (candidate := self.best(kind)) is not None]
         turns = [(candidate, f"round {number + 1}") for number in range(self.chosen.rounds) for candidate in best]
         outcomes = self._run(turns, self.chosen.steps)
@@ -279,10 +332,44 @@ class Bench:
         """Return the candidates of a kind that are tried."""
         tried = len(vars(self.chosen)[kind]) or self.chosen.candidates
         self.pruned[kind] = max(len(self.found[kind]) - tried, 0)
-        return self.found[kind][:tried]
+        self.found[kind] = self.found[kind][:tried]
+        return self.found[kind]
+
+    def _improve(self, kinds: Sequence[str]) -> None:
+        """Run variants of the layouts that were searched until there are no more."""
+        searched = [kind for kind in kinds if self.chosen.variants and not vars(self.chosen)[kind]]
+        while True:
+            trials = []
+            for candidate in (candidate for kind in searched for candidate in self.found[kind]):
+                outcome = self.searched.get(candidate.name)
+                if outcome is not None and (not outcome.error or outcome.error in FULL):
+                    trials.append(Trial(candidate, None if outcome.error else outcome.tokens_per_s,
+                                        outcome.error in FULL, outcome.peak_gib))
+            found = self._variants.next(trials, self.parts)
+            left = self._time_for(len(found))
+            for candidate in found[left:]:
+                self.pruned[candidate.kind] += 1
+            for candidate in found[:left]:
+                self.found[candidate.kind].append(candidate)
+            if not found[:left]:
+                return
+            self._search(found[:left])
+
+    def _time_for(self, runs: int) -> int:
+        """Say how long further runs will take, and return how many of them --search-minutes allows."""
+        each = self._searching_s / max(self._num_runs, 1)
+        if runs:
+            print(f"search: {self._num_runs} runs took {self._searching_s:.0f} s; the next {runs} will take about "
+                  f"{runs * each:.0f} s", file=sys.stderr, flush=True)
+        if self.chosen.search_minutes is None or not each:
+            return runs
+        return min(runs, max(int((60 * self.chosen.search_minutes - self._searching_s) / each), 0))
 
     def _search(self, candidates: Sequence[Candidate]) -> None:
+        started = time.monotonic()
         outcomes = self._run([(candidate, "search") for candidate in candidates], self.chosen.search_steps)
+        self._searching_s, self._num_runs = self._searching_s + time.monotonic() - started, (
+            self._num_runs + len(candidates))
         self.searched |= dict(zip([candidate.name for candidate in candidates], outcomes, strict=True))
 
     def _run(self, turns: Sequence[tuple[Candidate, str]], steps: int) -> list[Outcome]:
@@ -316,7 +403,7 @@ class Bench:
         busy = next((outcome.busy_s for outcome in ended if outcome.busy_s), {})
         return {
             "kind": candidate.kind, "layout": candidate.flags, "error": errors[0] if errors else "",
-            "rounds": len(turns), **figures,
+            "rounds": len(turns), **figures, "search_tokens_per_s": self.searched[candidate.name].tokens_per_s or None,
             "over_homogeneous": statistics.median(ratios) if ratios else None, "over_homogeneous_all": ratios,
             "interval": interval(ratios),
             "eta_split": eta_split(candidate.config, self.encoder, self.work),
@@ -365,6 +452,7 @@ def difference(one: float | None, two: float | None) -> float:
 
 
 COLUMNS = {"layout": "layout", "kind": "kind", "tokens/s per GPU": "tokens_per_s",
+           "in the search": "search_tokens_per_s",
            "over homogeneous": "over_homogeneous", "95 %": "interval", "eta split": "eta_split",
            "TFLOP/s per GPU": "tflops", "ms a step": "step_ms", "peak memory, GiB": "peak_gib"}
 
@@ -395,6 +483,15 @@ def report(bench: Bench) -> int:
     return int(bool(apart) or any(row["error"] and row["error"] != OUT_OF_MEMORY for row in rows))
 
 
+def memory_gib(device: str) -> float | None:
+    """Return the memory of a GPU; None on the CPU."""
+    if device == "cpu":
+        return None
+    import torch  # imported late, so that --help is quick
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
 def shares(work: dict[str, float]) -> dict[str, float]:
     """Return each module's share of all work."""
     return {name: value / sum(work.values()) for name, value in work.items()}
@@ -413,6 +510,9 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        if chosen.list:
+            print("\n".join(candidate.name for kind in chosen.kind for candidate in bench.found[kind]))
+            return 0
         bench.run()
     return report(bench)
 

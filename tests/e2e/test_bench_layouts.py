@@ -16,7 +16,7 @@ from tests.support.launch import ROOT
 # Several starts of torchrun one after the other, each with its imports.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = """--device cpu --gpus 2 --preset smallest --candidates 1 --search-steps 1 --warmup-steps 2 --rounds 1 --steps 2
---global-batch-size 4""".split()
+--global-batch-size 4 --no-variants""".split()
 
 
 def run(*flags: str) -> tuple[dict[str, Any], str]:

@@ -19,7 +19,7 @@ from scripts.bench.layouts import OUT_OF_MEMORY, Outcome, outcome_of
 
 BASE = """--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16
 --train-iters 1""".split()
-FLAGS = ["--device", "cpu", "--gpus", "4", "--global-batch-size", "24"]
+FLAGS = ["--device", "cpu", "--gpus", "4", "--global-batch-size", "24", "--no-variants"]
 
 
 def test_grids_are_all_of_a_size_the_least_split_first():
