@@ -84,17 +84,22 @@ def deal_in_order(costs: Sequence[float], totals: list[float]) -> list[int]:
 class WindowSchedule:
     """When one rank encodes each window and runs its backward pass, between its passes of the language model.
 
-    Windows of the first `num_stages` microbatches are encoded before the pipeline starts. Every later one has its turn
-    just before the first stage's forward pass of its first microbatch, and its backward pass `num_stages` forward
-    passes after its last one, by when the first stage has finished that microbatch (1F1B); those of the last windows
-    come after all passes. So a rank keeps the activations of at most `num_stages + 2 (size - 1)` microbatches' images,
-    shared out over all replicas.
+    Without pipeline stages, the first window is encoded before the passes start, and each later one just before the
+    forward pass of its first microbatch, when the windows before it have been finished.
+
+    With p stages, windows of the first p + 1 microbatches are encoded before the pipeline starts. Every later one has
+    its turn after the first stage's forward pass of the microbatch before its first one, and its backward pass p
+    forward passes after its last one; those of the last windows come after all passes. So a rank keeps the activations
+    of at most p + 2 size - 1 microbatches' images, shared out over all replicas.
 
     All stages take their turns at the same time, as an encoder may be split over stages, and features and gradients
-    pass between them. 1F1B alternates passes forward and backward. So when the first of p stages is about to run its
-    forward pass of microbatch m, an odd stage s has just run that of m - (s + 1) / 2, and an even one the backward pass
-    of m - p + s / 2; neither has sent the result, as the other side may be at its turn, too. Without backward passes
-    stage s is about to run the forward pass of m - s.
+    pass between them. In 1F1B a stage's forward pass ends when the backward pass of the stage after it ends, because
+    their results are exchanged then. So when the first of two stages has just run its forward pass of microbatch m, the
+    second one has just run the backward pass of m - 1, and neither waits for the other. A turn between other passes
+    would leave a stage idle for the difference between a forward and a backward pass. Of p stages an even stage s has
+    then run the forward pass of m - s / 2 and an odd one the backward pass of m - p + (s + 1) / 2; neither has sent the
+    result, as the other side may be at its turn, too. Without backward passes stage s is about to run the forward pass
+    of m - s.
 
     Attributes:
         size: microbatches of a window; the last one may have fewer.
@@ -120,35 +125,45 @@ class WindowSchedule:
 
     def at_start(self) -> list[int]:
         """Windows that are encoded before the pipeline starts."""
-        return [window for window in range(self.num_windows) if self.microbatches(window).start < self.num_stages]
+        count = self.num_stages + (0 if self._before_forward else 1)
+        return [window for window in range(self.num_windows) if self.microbatches(window).start < count]
 
     def before(self, forward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, once the input of a forward pass has been received."""
-        if self.forward_only or self.stage == 0:
-            return self._turn(forward + self.stage)
-        return [], []
+        return self._turn(forward + self.stage, forward + self.stage) if self._before_forward else ([], [])
 
     def after(self, forward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, after a forward pass and before its output is sent."""
-        if self.forward_only or self.stage % 2 == 0:
+        if self._before_forward or self.stage % 2:
             return [], []
-        return self._turn(forward + (self.stage + 1) // 2)
+        first_stage = forward + self.stage // 2
+        return self._turn(first_stage, first_stage + 1)
 
     def after_backward(self, backward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, after a backward pass and before its gradient is sent."""
-        if self.stage == 0 or self.stage % 2:
+        if self._before_forward or self.stage % 2 == 0:
             return [], []
-        return self._turn(backward + self.num_stages - self.stage // 2)
+        first_stage = backward + self.num_stages - (self.stage + 1) // 2
+        return self._turn(first_stage, first_stage + 1)
 
     def at_end(self) -> list[int]:
         """Windows whose backward pass is left after all passes of the language model."""
         return [window for window in range(self.num_windows)
                 if self.microbatches(window).stop - 1 + self.num_stages >= self.num_microbatches]
 
-    def _turn(self, forward: int) -> tuple[list[int], list[int]]:
-        """Windows to finish and to encode when the first stage is about to run a forward pass."""
+    @property
+    def _before_forward(self) -> bool:
+        return self.forward_only or self.num_stages == 1
+
+    def _turn(self, forward: int, coming: int) -> tuple[list[int], list[int]]:
+        """Windows to finish and to encode.
+
+        Args:
+            forward: the forward pass that the first stage is at.
+            coming: microbatch whose features are needed next.
+        """
         if not self.num_stages <= forward < self.num_microbatches:
             return [], []
         windows = range(self.num_windows)
         return ([window for window in windows if self.microbatches(window).stop - 1 + self.num_stages == forward],
-                [window for window in windows if self.microbatches(window).start == forward])
+                [window for window in windows if self.microbatches(window).start == coming])
