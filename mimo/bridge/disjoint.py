@@ -1,33 +1,50 @@
 """The bridge between an encoder grid and the language grid on different ranks.
 
 Same six operations as Megatron Core's `BridgeCommunicator`, so Megatron Core's 1F1B schedule drives it. Lifted here:
-shapes come from the step's plan instead of the device, all peers' payloads travel in one batch of P2P operations,
-uneven row counts work in both directions (fan-out and fan-in), a side without rows moves nothing, and nothing is summed
-for a log.
+shapes come from the step's plan instead of the device, all peers' payloads travel in one batch of P2P operations over
+the links of all tensor-parallel ranks, uneven row counts work in both directions (fan-out and fan-in), a side without
+rows moves nothing, and nothing is summed for a log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
 from mimo.bridge.handshake import Rows, lanes_of, sources_of
+from mimo.bridge.slices import piece_messages, sends_whole_pieces, slice_rows
 from mimo.grid.groups import Grids
-from mimo.observability.clock import DeviceTimer
+from mimo.grid.spec import GridSpec
+from mimo.observability.clock import DeviceTimer, host_of_clock
 from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A replica of the other grid with which this rank's replica exchanges a piece.
+
+    Attributes:
+        ranks: its ranks at the bridge, in the order of their positions.
+        number: number of the piece among all that the peer sends at once.
+    """
+
+    ranks: tuple[int, ...]
+    number: int
+
+
 class Bridge(BridgeCommunicator):
     """Moves activations of one encoder to the language grid, and gradients back.
 
-    The leader of each replica (tensor-parallel rank 0 of the encoder's last stage, of the language model's first stage)
-    sends and receives; it broadcasts inside its tensor-parallel group. Encoder output is replicated over that group.
+    The tensor-parallel ranks of a replica (of the encoder's last stage, of the language model's first stage) hold equal
+    copies of what it sends, since the same collectives made them. Each sends a part of it, and the receiving replica
+    completes its copies by an all-gather where needed (`mimo.bridge.slices` says which rank sends what, and why).
 
     Args:
         grids: process groups.
@@ -66,36 +83,49 @@ class Bridge(BridgeCommunicator):
         self.current_rank = grids.rank
         layout = grids.layout
         encoder, language = layout.grids[module], layout.language
-        leaders = [encoder.rank_at(dp=dp, pp=-1) for dp in range(encoder.dp)]
-        leaders += [language.rank_at(dp=dp) for dp in range(language.dp)]
-        self.group = dist.new_group(leaders, backend=backend)
-        if self.current_rank in leaders:
+        encoders = [_replica(encoder, dp, -1) for dp in range(encoder.dp)]
+        lanes = [_replica(language, lane, 0) for lane in range(language.dp)]
+        members = sorted(rank for replica in (*encoders, *lanes) for rank in replica)
+        self.group = dist.new_group(members, backend=backend)
+        if self.current_rank in members:
             # NCCL wants all ranks of a group in its first call; later calls are between pairs.
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        hosts = [""] * layout.world_size
+        dist.all_gather_object(hosts, host_of_clock(), group=grids.host)
+        one_host = len({hosts[rank] for rank in members}) == 1
+
+        def served(dp: int) -> list[int]:
+            return lanes_of(encoder, layout, encoder.rank_at(dp=dp), micro_batch_size)
+
+        def feeding(lane: int) -> list[int]:
+            return sources_of(encoder, layout, language.rank_at(dp=lane), micro_batch_size)
+
         self.replica_group: dist.ProcessGroup | None = None
-        self.peers: list[int] = []
-        self.leader = -1
+        self.replica: tuple[int, ...] = ()
+        self.peers: list[Peer] = []
+        here, there = encoder, language
         if self.current_rank in encoder.ranks:
-            self.replica_group = grids.collections[module].tp
-            self.leader = encoder.rank_at(dp=encoder.coordinates(self.current_rank)["dp"], pp=-1)
-            self.peers = [
-                language.rank_at(dp=lane) for lane in lanes_of(encoder, layout, self.current_rank, micro_batch_size)
-            ]
+            dp = encoder.coordinates(self.current_rank)["dp"]
+            self.replica, self.replica_group = encoders[dp], grids.collections[module].tp
+            self.peers = [Peer(lanes[lane], feeding(lane).index(dp)) for lane in served(dp)]
         elif self.current_rank in language.ranks:
-            self.replica_group = grids.collections[LANGUAGE].tp_cp
-            self.leader = language.rank_at(dp=language.coordinates(self.current_rank)["dp"])
-            self.peers = [
-                encoder.rank_at(dp=dp, pp=-1) for dp in sources_of(encoder, layout, self.current_rank, micro_batch_size)
-            ]
+            here, there = language, encoder
+            lane = language.coordinates(self.current_rank)["dp"]
+            self.replica, self.replica_group = lanes[lane], grids.collections[LANGUAGE].tp_cp
+            self.peers = [Peer(encoders[dp], served(dp).index(lane)) for dp in feeding(lane)]
+        sizes = [(grid.dp * grid.tp * grid.cp, grid.tp * grid.cp) for grid in (here, there)]
+        (own_ranks, own_size), (their_ranks, their_size) = sizes
+        self._sends_whole = sends_whole_pieces(own_ranks, their_ranks, their_size, one_host=one_host)
+        self._receives_whole = sends_whole_pieces(their_ranks, own_ranks, own_size, one_host=one_host)
         self.while_waiting: Callable[[], None] | None = None
         self.timer = DeviceTimer()
         self._rows: Rows = []
         self._forward_index = self._backward_index = 0
 
     @property
-    def is_leader(self) -> bool:
-        """Whether this rank talks to the other grid."""
-        return self.current_rank == self.leader
+    def position(self) -> int:
+        """Position of this rank in its replica."""
+        return self.replica.index(self.current_rank)
 
     def begin_step(self, rows: Rows) -> None:
         """Give the row counts of every microbatch of the coming schedule, per peer in `self.peers` order."""
@@ -123,47 +153,79 @@ class Bridge(BridgeCommunicator):
     def _transfer(
         self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
     ) -> torch.Tensor | None:
-        received = None
-        if receives is not None:
-            received = torch.empty((sum(receives), self.hidden_size), dtype=self.comm_dtype, device=self.device)
+        operations: list[dist.P2POp] = []
         if sends is not None:
             # Held here until it has been waited for: it may be a copy.
             sends = (sends[0].detach().contiguous(), sends[1])
-        works = self._post(what, sends, receives, received) if self.is_leader else []
+            operations += self._sending(*sends)
+        received = None if receives is None else self._buffer(receives)
+        if receives is not None and received is not None:
+            operations += self._receiving(received, receives)
+        peers = sorted({operation.peer for operation in operations})
+        works: list[dist.Work] = []
+        if operations:
+            with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=peers):
+                works = dist.batch_isend_irecv(operations)
         if self.while_waiting is not None:
             self.while_waiting()
         with self.timer.measure():
             if works:
-                with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=self.peers):
+                with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=peers):
                     for work in works:
                         work.wait()
-            if received is not None and received.shape[0] and self._replica_size > 1:
-                with self.watchdog.waiting(f"bridge {what} broadcast", module=self.module, source=self.leader):
-                    dist.broadcast(received, src=self.leader, group=self.replica_group)
-        return received
+            return None if receives is None or received is None else self._completed(what, received, receives)
 
-    def _post(self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None,
-              received: torch.Tensor | None) -> list[dist.Work]:
-        """Start a leader's messages."""
+    def _sending(self, tensor: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
+        """List the messages in which this rank sends its part of a tensor to all peers."""
         operations = []
-        if sends is not None:
-            operations += self._messages(dist.isend, *sends)
-        if receives is not None and received is not None:
-            operations += self._messages(dist.irecv, received, receives)
-        if not operations:
-            return []
-        with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=self.peers):
-            works: list[dist.Work] = dist.batch_isend_irecv(operations)
-        return works
-
-    def _messages(self, operation: Callable[..., Any], tensor: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
-        """One message a peer, none for a piece without rows."""
-        return [dist.P2POp(operation, piece, peer, self.group)
-                for piece, peer in zip(tensor.split(rows), self.peers, strict=True) if piece.shape[0]]
+        for number, (peer, piece) in enumerate(zip(self.peers, tensor.split(rows), strict=True)):
+            operations += [
+                dist.P2POp(dist.isend, piece[message.start : message.stop], peer.ranks[message.receiver], self.group)
+                for message in piece_messages(piece.shape[0], len(self.replica), len(peer.ranks), number,
+                                              whole=self._sends_whole)
+                if message.sender == self.position]
+        return operations
 
     @property
-    def _replica_size(self) -> int:
-        return 1 if self.replica_group is None else self.replica_group.size()
+    def _parts(self) -> int:
+        """Into how many parts, one for each rank of this replica, a received piece is cut."""
+        return 1 if self._receives_whole else len(self.replica)
+
+    def _buffer(self, rows: list[int]) -> torch.Tensor:
+        """Make the buffer of what a replica receives `[parts, rows of a part, hidden]`.
+
+        A part has the slices of all pieces that one rank receives, each padded to the size of the largest.
+        """
+        height = sum(slice_rows(count, self._parts) for count in rows)
+        return torch.empty((self._parts, height, self.hidden_size), dtype=self.comm_dtype, device=self.device)
+
+    def _receiving(self, buffer: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
+        """List the messages in which this rank receives its part of the pieces of all peers."""
+        operations = []
+        part = self.position if self._parts > 1 else 0
+        starts = accumulate((slice_rows(count, self._parts) for count in rows), initial=0)
+        for peer, count, start in zip(self.peers, rows, starts, strict=False):
+            first = start - part * slice_rows(count, self._parts)
+            operations += [
+                dist.P2POp(dist.irecv, buffer[part, first + message.start : first + message.stop],
+                           peer.ranks[message.sender], self.group)
+                for message in piece_messages(count, len(peer.ranks), len(self.replica), peer.number,
+                                              whole=self._receives_whole)
+                if message.receiver == self.position]
+        return operations
+
+    def _completed(self, what: str, buffer: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Return the concatenated pieces `[rows, hidden]`, once the replica has gathered what each rank received."""
+        if self._parts == 1:
+            return buffer[0]
+        if buffer.numel():
+            with self.watchdog.waiting(f"bridge {what} all-gather", module=self.module, group=self.replica):
+                dist.all_gather_into_tensor(buffer.flatten(0, 1), buffer[self.position], group=self.replica_group)
+        if len(rows) == 1:
+            return buffer.flatten(0, 1)[: rows[0]]  # without a copy: the padding is behind the rows
+        heights = [slice_rows(count, self._parts) for count in rows]
+        pieces = zip(buffer.split(heights, dim=1), rows, strict=True)
+        return torch.cat([piece.flatten(0, 1)[:count] for piece, count in pieces])
 
     def _check(self, tensor: torch.Tensor, rows: list[int], microbatch: int, what: str) -> None:
         if tuple(tensor.shape) != (sum(rows), self.hidden_size) or tensor.dtype != self.comm_dtype:
@@ -237,5 +299,10 @@ class Bridge(BridgeCommunicator):
         return gradient
 
     def destroy(self) -> None:
-        """Release the group of leaders."""
+        """Release the process group."""
         dist.destroy_process_group(self.group)
+
+
+def _replica(grid: GridSpec, dp: int, stage: int) -> tuple[int, ...]:
+    """Return the ranks of a stage of a replica, which hold equal copies of its output or input."""
+    return tuple(grid.rank_at(tp=tp, cp=cp, dp=dp, pp=stage) for cp in range(grid.cp) for tp in range(grid.tp))

@@ -10,18 +10,19 @@ of the 1F1B schedule: the next microbatch is sent while the gradient of the last
 gets --size-mb (10^6 bytes) of rows each way. With --uneven, samples have 50 % more and 50 % fewer rows in turn.
 
 The arms take turns, in one order and then in the other, --blocks times after --warmup-blocks times that do not count:
-`ours` is mimo.bridge.disjoint.Bridge as the trainer makes it, with its timeline; `raw` is torch's batched P2P with the
-fewest bytes, from a rank that has the rows to each rank that needs them; `upstream` is Megatron Core's
-BridgeCommunicator. Before and after the timed blocks, every rank compares what it receives with what was sent.
+`ours` is mimo.bridge.disjoint.Bridge as the trainer makes it, with its timeline; `sliced`, in cases with tensor
+parallelism, is the same bridge as between hosts, where it always sends slices and gathers them; `raw` is torch's
+batched P2P with the fewest bytes, from a rank that has the rows to each rank that needs them; `upstream` is Megatron
+Core's BridgeCommunicator. Before and after the timed blocks, every rank compares what it receives with what was sent.
 
 Seconds are those of one microbatch forward and back: the median over blocks of the slowest rank, by the host's clock,
 with the device drained at both ends of a block. GB/s count every row once, both ways, over these seconds. raw/ours is
 raw's time over ours (near 1 is good; it is above 1 where the direct sends of raw share a link). upstream/ours is the
-time of Megatron Core's bridge over ours (above 1 is good). Messages are P2P messages; broadcasts are those inside
-tensor-parallel groups. Both, and their bytes, are those of one microbatch forward and back, summed over ranks. Syncs
-are the times that the host waits for the device meanwhile, on the rank that waits most often. On CUDA,
-torch.cuda.set_sync_debug_mode finds them. On a CPU, which has no device to wait for, they are reads of a tensor's
-values by Python. The last line of output is JSON; above it, a Markdown table shows the same.
+time of Megatron Core's bridge over ours (above 1 is good). Messages are P2P messages; collectives are the broadcasts
+and all-gathers inside tensor-parallel groups. Both, and their bytes, are those of one microbatch forward and back,
+summed over ranks. Syncs are the times that the host waits for the device meanwhile, on the rank that waits most often.
+On CUDA, torch.cuda.set_sync_debug_mode finds them. On a CPU, which has no device to wait for, they are reads of a
+tensor's values by Python. The last line of output is JSON; above it, a Markdown table shows the same.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ SIZES_MB = {"cpu": (1.0, 4.0), "cuda": (1.0, 4.0, 16.0, 44.0, 128.0, 256.0)}
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 # Width of the language model of nemotron-moe-vlm-54l.
 HIDDEN_SIZE = 2688
-ARMS = ("ours", "raw", "upstream")
+ARMS = ("ours", "sliced", "raw", "upstream")
 DEFINITIONS = {
     "seconds": "one microbatch forward and back: median over blocks, slowest rank",
     "gb_per_s": "every row once, both ways, over seconds",
     "raw_over_ours": "seconds of raw over those of ours",
+    "raw_over_sliced": "seconds of raw over those of sliced",
     "upstream_over_ours": "seconds of upstream over those of ours",
 }
 
@@ -130,11 +132,13 @@ def cases_of(chosen: argparse.Namespace, gpus: int) -> list[Case]:
 def run_case(chosen: argparse.Namespace, case: Case, folder: Path) -> dict[str, Any]:
     """Return what a case's ranks measured. Raises RuntimeError with the end of their output if they fail."""
     reason = unsupported(case, uneven=chosen.uneven)
+    parallel = max(case.encoder_tp, case.language_tp) > 1
+    arms = [name for name in ARMS if (name != "sliced" or parallel) and (name != "upstream" or not reason)]
     out = folder / "result.json"
     settings = {"device": chosen.device, "case": asdict(case), "sizes_mb": list(chosen.sizes_mb),
                 "hidden_size": chosen.hidden_size, "dtype": DTYPES[chosen.device], "uneven": chosen.uneven,
                 "microbatches": chosen.microbatches, "blocks": chosen.blocks, "warmup_blocks": chosen.warmup_blocks,
-                "timeout_s": chosen.timeout_s, "arms": ARMS[:-1] if reason else ARMS, "out": str(out)}
+                "timeout_s": chosen.timeout_s, "arms": arms, "out": str(out)}
     output = folder / "output.txt"
     code = torchrun(RANK_SCRIPT, case.ranks, [json.dumps(settings)], output=output)
     if code:
@@ -149,24 +153,26 @@ def run_case(chosen: argparse.Namespace, case: Case, folder: Path) -> dict[str, 
 def with_ratios(size: dict[str, Any]) -> dict[str, Any]:
     """Add GB/s and the ratios between arms to the figures of one size."""
     arms = {name: arm | {"gb_per_s": size["bytes"] / arm["seconds"] / 1e9} for name, arm in size["arms"].items()}
-    ratios = {f"{name}_over_ours": arms[name]["seconds"] / arms["ours"]["seconds"] for name in ARMS[1:] if name in arms}
+    pairs = (("raw", "ours"), ("raw", "sliced"), ("upstream", "ours"))
+    ratios = {f"{one}_over_{other}": arms[one]["seconds"] / arms[other]["seconds"]
+              for one, other in pairs if {one, other} <= arms.keys()}
     return size | {"arms": arms} | ratios
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
     """Show all arms of all cases as a table."""
-    header = ["case", "ranks", "MB", "arm", "ms", "GB/s", "raw/ours", "upstream/ours", "messages", "MB sent",
-              "broadcasts", "MB broadcast", "syncs"]
+    header = ["case", "ranks", "MB", "arm", "ms", "GB/s", "raw/arm", "upstream/arm", "messages", "MB sent",
+              "collectives", "MB in collectives", "syncs"]
     rows = [header]
     for result in results:
         for size in result.get("sizes", ()):
             for name, arm in size["arms"].items():
-                ratios = [f"{size[key]:.2f}" if name == "ours" and key in size else ""
-                          for key in ("raw_over_ours", "upstream_over_ours")]
+                ratios = [f"{size[key]:.2f}" if key in size else ""
+                          for key in (f"raw_over_{name}", f"upstream_over_{name}")]
                 rows.append([result["case"], str(result["ranks"]), f"{size['size_mb']:g}", name,
                              f"{1000 * arm['seconds']:.3f}", f"{arm['gb_per_s']:.2f}", *ratios,
-                             f"{arm['messages']:g}", f"{arm['p2p_bytes'] / 1e6:.1f}", f"{arm['broadcasts']:g}",
-                             f"{arm['broadcast_bytes'] / 1e6:.1f}", f"{arm['host_syncs']:g}"])
+                             f"{arm['messages']:g}", f"{arm['p2p_bytes'] / 1e6:.1f}", f"{arm['collectives']:g}",
+                             f"{arm['collective_bytes'] / 1e6:.1f}", f"{arm['host_syncs']:g}"])
     return table(rows)
 
 

@@ -214,27 +214,33 @@ class Counts:
     Attributes:
         messages: P2P messages sent, including those that carry shapes.
         p2p_bytes: bytes of these messages.
-        broadcasts: broadcasts that started from this rank.
-        broadcast_bytes: bytes that the other ranks of their groups received, summed.
+        collectives: broadcasts and all-gathers inside replicas, each counted by one of its ranks.
+        collective_bytes: bytes that the ranks of their groups received from others, summed.
         host_syncs: how often the host waited for the device, or would have on a GPU.
     """
 
     messages: int = 0
     p2p_bytes: int = 0
-    broadcasts: int = 0
-    broadcast_bytes: int = 0
+    collectives: int = 0
+    collective_bytes: int = 0
     host_syncs: int = 0
 
     def sent(self, tensor: torch.Tensor) -> None:
         self.messages += 1
         self.p2p_bytes += tensor.nbytes
 
+    def collective(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, here: bool) -> None:
+        """Count a collective that leaves `tensor` on all ranks, if it is counted `here`."""
+        self.collectives += here
+        self.collective_bytes += here * tensor.nbytes * (group.size() - 1)
+
 
 @contextmanager
 def counted(device_type: str) -> Iterator[Counts]:
     """Count what the block does. On `cuda`, torch reports operations that wait; elsewhere, reads of values count."""
     counts = Counts()
-    batch_p2p, send, broadcast = dist.batch_isend_irecv, dist.send, dist.broadcast
+    batch_p2p, send, broadcast, gather = (dist.batch_isend_irecv, dist.send, dist.broadcast,
+                                          dist.all_gather_into_tensor)
 
     def count_batch(operations: list[dist.P2POp]) -> Any:
         for operation in operations:
@@ -247,10 +253,12 @@ def counted(device_type: str) -> Iterator[Counts]:
         return send(tensor, *args, **kwargs)
 
     def count_broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> Any:
-        if src == dist.get_rank():
-            counts.broadcasts += 1
-            counts.broadcast_bytes += tensor.nbytes * (group.size() - 1)
+        counts.collective(tensor, group, here=src == dist.get_rank())
         return broadcast(tensor, src=src, group=group)
+
+    def count_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        counts.collective(output, group, here=group.rank() == 0)
+        return gather(output, tensor, group=group)
 
     def count_wait(call: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +268,8 @@ def counted(device_type: str) -> Iterator[Counts]:
         return counting
 
     with ExitStack() as stack:
-        for name, count in (("batch_isend_irecv", count_batch), ("send", count_send), ("broadcast", count_broadcast)):
+        for name, count in (("batch_isend_irecv", count_batch), ("send", count_send), ("broadcast", count_broadcast),
+                            ("all_gather_into_tensor", count_gather)):
             stack.enter_context(patch.object(dist, name, count))
         reads = [] if device_type == "cuda" else [(torch.Tensor, name) for name in HOST_READS]
         for owner, name in (*DEVICE_WAITS, *reads):
@@ -311,7 +320,13 @@ class Bench:
         self.all_ranks = dist.new_group(backend=platform.backend)
         # Creates the communicator: the first operation in a group must be one of all its ranks.
         dist.all_reduce(torch.zeros(1, device=platform.device), group=self.all_ranks)
-        self.bridge, self.spans = self._own_bridge(self._payload(1.0))
+        from mimo.bridge import disjoint
+
+        self.spans = self._own_spans()
+        self.bridges = {"ours": self._own_bridge(self._payload(1.0))}
+        if "sliced" in settings["arms"]:
+            with patch.object(disjoint, "host_of_clock", lambda: str(grids.rank)):
+                self.bridges["sliced"] = self._own_bridge(self._payload(1.0))
         self.upstream = self._upstream_bridge() if "upstream" in settings["arms"] else None
 
     def _payload(self, size_mb: float) -> Payload:
@@ -325,19 +340,22 @@ class Bench:
         return BridgeCommunicator(self.grids.grids[encoder.name], self.grids.grids[LANGUAGE],
                                   dim_mapping={"s": 0, "b": 1, "h": 2}, comm_dtype=self.dtype, tensor_ndim=2)
 
-    def _own_bridge(self, payload: Payload) -> tuple[Bridge, Spans]:
-        """Our bridge as the trainer makes it, with its timeline."""
-        from mimo.bridge.disjoint import Bridge
+    def _own_spans(self) -> Spans:
+        """A timeline as the trainer makes it."""
         from mimo.observability.clock import DeviceClock, HostClock
         from mimo.observability.spans import Spans
 
-        spans = Spans(DeviceClock() if self.platform.name == "cuda" else HostClock(),
-                      dict.fromkeys(self.grids.modules, 0))
-        bridge = Bridge(self.grids, payload.encoder.name, micro_batch_size=payload.micro_batch_size,
-                        hidden_size=payload.hidden_size, dtype=payload.dtype, needs_grad=True,
-                        device=self.platform.device, backend=self.platform.backend, watchdog=self.watchdog,
-                        spans=spans)
-        return bridge, spans
+        return Spans(DeviceClock() if self.platform.name == "cuda" else HostClock(),
+                     dict.fromkeys(self.grids.modules, 0))
+
+    def _own_bridge(self, payload: Payload) -> Bridge:
+        """Our bridge as the trainer makes it."""
+        from mimo.bridge.disjoint import Bridge
+
+        return Bridge(self.grids, payload.encoder.name, micro_batch_size=payload.micro_batch_size,
+                      hidden_size=payload.hidden_size, dtype=payload.dtype, needs_grad=True,
+                      device=self.platform.device, backend=self.platform.backend, watchdog=self.watchdog,
+                      spans=self.spans)
 
     def measure(self, size_mb: float) -> dict[str, Any]:
         """Measure all arms at one size. Raises ValueError if a value arrives changed."""
@@ -348,17 +366,20 @@ class Bench:
         expected = [payload.values(rank, back, number, device) for number in range(NUM_DISTINCT)]
         rows = [payload.rows(rank)] * count
 
-        def ours(**take: Any) -> None:
-            self.spans.begin_step()
-            self.bridge.begin_step(rows)
-            run_microbatches(self.bridge, sent, count, encodes=self.encodes, **take)
-            self.spans.end_step()
+        def own(bridge: Bridge) -> Step:
+            def step(**take: Any) -> None:
+                self.spans.begin_step()
+                bridge.begin_step(rows)
+                run_microbatches(bridge, sent, count, encodes=self.encodes, **take)
+                self.spans.end_step()
+
+            return step
 
         def plain(operations: Operations) -> Step:
             return lambda **take: run_microbatches(operations, sent, count, encodes=self.encodes, **take)
 
-        steps: dict[str, Step] = {"ours": ours,
-                                  "raw": plain(RawP2P(payload, rank, device, self.all_ranks))}
+        steps = {name: own(bridge) for name, bridge in self.bridges.items()}
+        steps["raw"] = plain(RawP2P(payload, rank, device, self.all_ranks))
         if self.upstream is not None:
             for tensor in sent if self.encodes else ():  # as Megatron Core's encoder marks its output
                 tensor._mimo_bridge_split_sizes = payload.rows(rank)  # type: ignore[attr-defined]
@@ -385,7 +406,8 @@ class Bench:
 
     def close(self) -> None:
         """Release the process groups."""
-        self.bridge.destroy()
+        for bridge in self.bridges.values():
+            bridge.destroy()
         if self.upstream is not None:
             self.upstream.destroy_broadcast_pgs()
             self.upstream.destroy_bridge_pgs()

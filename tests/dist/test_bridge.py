@@ -123,6 +123,7 @@ def record_transfers(rank: int, flags: tuple[str, ...], world_size: int) -> dict
         transfers: (operation, [(kind, rows, columns, dtype) of each message] of each batch).
         others: blocking messages outside the host group, on the whole step.
         operations: names of the tensor operations inside transfers.
+        rows: rows that this rank's replica exchanges with each peer, for each microbatch.
     """
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -163,7 +164,8 @@ def record_transfers(rank: int, flags: tuple[str, ...], world_size: int) -> dict
         patch.setattr(Bridge, "_transfer", record_transfer)
         patch.setattr(dist, "batch_isend_irecv", record_batch)
         train_step(parts, microbatches)
-    return {"transfers": transfers, "operations": operations, "others": others}
+        rows = parts.communicator.bridges[0]._rows
+    return {"transfers": transfers, "operations": operations, "others": others, "rows": rows}
 
 
 def test_a_transfer_is_one_batch_with_a_message_for_each_peer(pool: WorkerPool) -> None:
@@ -191,10 +193,51 @@ def test_no_image_is_no_message(pool: WorkerPool) -> None:
         assert found["others"] == []
 
 
-def test_only_leaders_talk_across(pool: WorkerPool) -> None:
-    ranks = pool.run(record_transfers, ("--encoder-tp", "2", "--llm-tp", "2"), 4)
-    assert [any(batches for _, batches in found["transfers"]) for found in ranks] == [True, False, True, False]
+# name -> (ranks, flags, then for a rank of the encoder and of the language model: messages that it sends for each
+# microbatch, and its part of the rows of its replica)
+LINKS = {
+    "tp2-to-tp2": (4, "--encoder-tp 2 --llm-tp 2", (1, 1.0), (1, 1.0)),
+    "tp2-to-tp2-between-hosts": (4, "--encoder-tp 2 --llm-tp 2", (1, 0.5), (1, 0.5)),
+    "tp1-to-tp2": (3, "--llm-tp 2", (2, 1.0), (1, 0.5)),
+    "tp2-to-dp2": (4, "--encoder-tp 2 --llm-dp 2", (2, 0.5), (2, 2.0)),
+    "tp2-to-dp2-between-hosts": (4, "--encoder-tp 2 --llm-dp 2", (2, 0.5), (2, 1.0)),
+    "dp2-to-tp2": (4, "--encoder-dp 2 --llm-tp 2 --micro-batch-size 2", (2, 2.0), (2, 0.5)),
+}
+
+
+def apart(rank: int, call: Any, *args: Any) -> Any:
+    """Run `call(rank, *args)` as if each rank were on a host of its own."""
+    from mimo.bridge import disjoint
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disjoint, "host_of_clock", lambda: f"host {rank}")
+        return call(rank, *args)
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_each_rank_sends_its_part(pool: WorkerPool, case: str) -> None:
+    world_size, flags, encoder, language = LINKS[case]
+    call = (apart, record_transfers) if case.endswith("between-hosts") else (record_transfers,)
+    ranks = pool.run(*call, (*flags.split(), "--mock-text-only-fraction", "0.0"), world_size, world_size=world_size)
     assert len({len(found["transfers"]) for found in ranks}) == 1
+    totals = {"isend": 0, "irecv": 0}
+    for found, (messages, part) in zip(ranks, (*[encoder] * (world_size - 2), *[language] * 2), strict=True):
+        moved = {kind: [rows for _, batches in found["transfers"] for batch in batches
+                        for each, rows, *_ in batch if each == kind] for kind in totals}
+        totals = {kind: total + sum(moved[kind]) for kind, total in totals.items()}
+        rows = [sum(peers) for peers in found["rows"]]
+        assert len(moved["isend"]) == messages * len(rows)
+        # Of an odd number of rows, one rank sends one more than another.
+        assert abs(sum(moved["isend"]) - part * sum(rows)) <= len(rows) * messages / 2
+    assert totals["isend"] == totals["irecv"]
+
+
+def test_training_between_hosts_is_the_same(pool: WorkerPool) -> None:
+    flags = ("--encoder-tp", "2", "--llm-tp", "2", "--sequence-parallel")
+    for one, other in zip(pool.run(run_layout, flags, 4), pool.run(apart, run_layout, flags, 4), strict=True):
+        assert (one.losses, one.grad_norms) == (other.losses, other.grad_norms)
+        for mine, theirs in zip((*one.gradients, *one.parameters), (*other.gradients, *other.parameters), strict=True):
+            assert mine.key == theirs.key and (mine.value == theirs.value).all(), mine.key
 
 
 # When gradients are reduced

@@ -26,14 +26,18 @@ def bench(*flags: str) -> dict:
 def test_arms_are_compared():
     found = bench("--case", "1->2", "--case", "1tp2->1tp2")
     assert [(case["case"], case["ranks"]) for case in found["cases"]] == [("1->2", 3), ("1tp2->1tp2", 4)]
-    for case, messages, broadcasts in zip(found["cases"], (4, 2), (0, 2), strict=True):
+    for case, messages, shapes in zip(found["cases"], (4, 4), (8, 4), strict=True):
         (size,) = case["sizes"]
         ours, raw, upstream = (size["arms"][name] for name in ("ours", "raw", "upstream"))
-        assert (ours["messages"], ours["broadcasts"], ours["host_syncs"]) == (messages, broadcasts, 0)
-        assert ours["p2p_bytes"] == size["bytes"], "nothing but rows, each once"
-        assert raw["messages"] == 4 and raw["broadcasts"] == raw["host_syncs"] == 0
-        assert upstream["messages"] == 2 * messages and upstream["host_syncs"] > 0
+        assert (ours["messages"], ours["collectives"], ours["host_syncs"]) == (messages, 0, 0)
+        assert ours["p2p_bytes"] == raw["p2p_bytes"], "nothing but rows, each once to each rank"
+        assert raw["messages"] == 4 and raw["collectives"] == raw["host_syncs"] == 0
+        assert upstream["messages"] == shapes and upstream["host_syncs"] > 0
         assert min(size["raw_over_ours"], size["upstream_over_ours"], ours["gb_per_s"]) > 0
+    sliced = size["arms"]["sliced"]
+    assert (sliced["messages"], sliced["collectives"], sliced["host_syncs"]) == (4, 2, 0)
+    assert sliced["p2p_bytes"] == size["bytes"], "nothing but rows, each once between the grids"
+    assert "sliced" not in found["cases"][0]["sizes"][0]["arms"] and size["raw_over_sliced"] > 0
 
 
 def test_uneven_rows():

@@ -138,10 +138,10 @@ def test_a_wrong_value_is_an_error():
 
 def test_what_is_counted(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    for name in ("batch_isend_irecv", "send", "broadcast"):
+    for name in ("batch_isend_irecv", "send", "broadcast", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, name, lambda *args, **kwargs: [])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    group = argparse.Namespace(size=lambda: 3)
+    group = argparse.Namespace(size=lambda: 3, rank=lambda: 0)
     operation = argparse.Namespace
     tensor = torch.ones(4)
     with counted("cpu") as counts:
@@ -149,9 +149,10 @@ def test_what_is_counted(monkeypatch):
         dist.send(tensor, dst=1)
         dist.broadcast(tensor, src=0, group=group)
         dist.broadcast(tensor, src=1, group=group)
+        dist.all_gather_into_tensor(torch.ones(12), tensor, group=group)
         assert f"{tensor.sum()}" and tensor.tolist() and bool(tensor[0] > 0)
         torch.cuda.synchronize()
-    assert (counts.messages, counts.p2p_bytes, counts.broadcasts, counts.broadcast_bytes) == (2, 32, 1, 32)
+    assert (counts.messages, counts.p2p_bytes, counts.collectives, counts.collective_bytes) == (2, 32, 2, 128)
     assert counts.host_syncs == 4
     assert torch.ones(1).item() == 1.0 and counts.host_syncs == 4, "everything is as before"
     assert bridge_rank.dist.send(tensor) == []
@@ -163,7 +164,7 @@ def test_the_wheel_is_left_out_where_it_would_be_wrong():
 
 
 def test_ratios_and_the_table():
-    arm = {"messages": 2.0, "p2p_bytes": 2e6, "broadcasts": 0.0, "broadcast_bytes": 0.0, "host_syncs": 0.0}
+    arm = {"messages": 2.0, "p2p_bytes": 2e6, "collectives": 0.0, "collective_bytes": 0.0, "host_syncs": 0.0}
     size = with_ratios({"size_mb": 1.0, "bytes": 2_000_000,
                         "arms": {"ours": arm | {"seconds": 0.002}, "raw": arm | {"seconds": 0.001}}})
     assert size["raw_over_ours"] == 0.5 and "upstream_over_ours" not in size
