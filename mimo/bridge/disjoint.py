@@ -8,6 +8,7 @@ rows moves nothing, and nothing is summed for a log.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +22,7 @@ from mimo.bridge.slices import piece_messages, sends_whole_pieces, slice_rows
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec
 from mimo.observability.clock import DeviceTimer, host_of_clock
-from mimo.observability.spans import Kind, Spans
+from mimo.observability.spans import Kind, Spans, Trace
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
 
@@ -39,12 +40,27 @@ class Peer:
     number: int
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Messages on their way. Their tensor must stay as it is until they have been received."""
+
+    works: list[dist.Work]
+    peers: tuple[int, ...]
+    tensor: torch.Tensor
+
+
 class Bridge(BridgeCommunicator):
     """Moves activations of one encoder to the language grid, and gradients back.
 
     The tensor-parallel ranks of a replica (of the encoder's last stage, of the language model's first stage) hold equal
     copies of what it sends, since the same collectives made them. Each sends a part of it, and the receiving replica
     completes its copies by an all-gather where needed (`mimo.bridge.slices` says which rank sends what, and why).
+
+    An encoder that does not run ahead sends a microbatch and receives the gradient that is due in one batch of P2P
+    operations, which it waits for. One that runs ahead sends microbatches long before the language model takes them.
+    In one batch, or on one communicator, where NCCL runs messages in order, such a send would hold back the gradient
+    that the language model sends before it takes the features, and both sides would wait for ever. So features and
+    gradients then have a communicator each, with a stream of its own on CUDA, and only what is received is waited for.
 
     Args:
         grids: process groups.
@@ -53,12 +69,14 @@ class Bridge(BridgeCommunicator):
         hidden_size: columns of a row.
         dtype: dtype of the payload, both ways.
         needs_grad: whether anything of the encoder trains; if not, no gradient is sent back.
+        run_ahead: the most microbatches that the encoder encodes beyond those that 1F1B has in flight.
         watchdog: told about every wait.
         spans: likewise.
 
     Attributes:
         while_waiting: called in every transfer, on all ranks of a replica alike: what is sent is on its way, what is
             received not yet waited for.
+        run_ahead: may be lowered between steps, on all ranks alike.
     """
 
     def __init__(
@@ -70,6 +88,7 @@ class Bridge(BridgeCommunicator):
         hidden_size: int,
         dtype: torch.dtype,
         needs_grad: bool,
+        run_ahead: int,
         device: torch.device,
         backend: str,
         watchdog: Watchdog,
@@ -77,6 +96,7 @@ class Bridge(BridgeCommunicator):
     ) -> None:
         # Megatron Core's constructor is replaced, not extended: it makes NCCL groups by name and refuses uneven fan-in.
         self.grids, self.module, self.device, self.watchdog, self.spans = grids, module, device, watchdog, spans
+        self.trace = Trace(watchdog, spans)
         self.src_grid, self.dest_grid = grids.grids[module], grids.grids[LANGUAGE]
         self.src_module_name, self.dest_module_name = module, LANGUAGE
         self.comm_dtype, self.hidden_size, self.needs_grad = dtype, hidden_size, needs_grad
@@ -86,10 +106,9 @@ class Bridge(BridgeCommunicator):
         encoders = [_replica(encoder, dp, -1) for dp in range(encoder.dp)]
         lanes = [_replica(language, lane, 0) for lane in range(language.dp)]
         members = sorted(rank for replica in (*encoders, *lanes) for rank in replica)
-        self.group = dist.new_group(members, backend=backend)
-        if self.current_rank in members:
-            # NCCL wants all ranks of a group in its first call; later calls are between pairs.
-            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        self.group = self.gradient_group = self._new_group(members, backend)
+        if run_ahead:
+            self.gradient_group = self._new_group(members, backend)
         hosts = [""] * layout.world_size
         dist.all_gather_object(hosts, host_of_clock(), group=grids.host)
         one_host = len({hosts[rank] for rank in members}) == 1
@@ -104,12 +123,13 @@ class Bridge(BridgeCommunicator):
         self.replica: tuple[int, ...] = ()
         self.peers: list[Peer] = []
         here, there = encoder, language
+        self._sends_gradients = False
         if self.current_rank in encoder.ranks:
             dp = encoder.coordinates(self.current_rank)["dp"]
             self.replica, self.replica_group = encoders[dp], grids.collections[module].tp
             self.peers = [Peer(lanes[lane], feeding(lane).index(dp)) for lane in served(dp)]
         elif self.current_rank in language.ranks:
-            here, there = language, encoder
+            here, there, self._sends_gradients = language, encoder, True
             lane = language.coordinates(self.current_rank)["dp"]
             self.replica, self.replica_group = lanes[lane], grids.collections[LANGUAGE].tp_cp
             self.peers = [Peer(encoders[dp], served(dp).index(lane)) for dp in feeding(lane)]
@@ -118,9 +138,18 @@ class Bridge(BridgeCommunicator):
         self._sends_whole = sends_whole_pieces(own_ranks, their_ranks, their_size, one_host=one_host)
         self._receives_whole = sends_whole_pieces(their_ranks, own_ranks, own_size, one_host=one_host)
         self.while_waiting: Callable[[], None] | None = None
+        self.run_ahead = run_ahead
+        self._sent: deque[Sent] = deque()
         self.timer = DeviceTimer()
         self._rows: Rows = []
         self._forward_index = self._backward_index = 0
+
+    def _new_group(self, members: list[int], backend: str) -> dist.ProcessGroup:
+        group = dist.new_group(members, backend=backend)
+        if self.current_rank in members:
+            # NCCL wants all ranks of a group in its first call; later calls are between pairs.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
 
     @property
     def position(self) -> int:
@@ -153,19 +182,19 @@ class Bridge(BridgeCommunicator):
     def _transfer(
         self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
     ) -> torch.Tensor | None:
-        operations: list[dist.P2POp] = []
+        sending: list[dist.P2POp] = []
+        receiving: list[dist.P2POp] = []
         if sends is not None:
             # Held here until it has been waited for: it may be a copy.
             sends = (sends[0].detach().contiguous(), sends[1])
-            operations += self._sending(*sends)
+            sending = self._sending(*sends)
         received = None if receives is None else self._buffer(receives)
         if receives is not None and received is not None:
-            operations += self._receiving(received, receives)
-        peers = sorted({operation.peer for operation in operations})
-        works: list[dist.Work] = []
-        if operations:
-            with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=peers):
-                works = dist.batch_isend_irecv(operations)
+            receiving = self._receiving(received, receives)
+        if sends is not None and self.run_ahead:
+            self._send_ahead(what, sends[0], sending)
+            sending = []
+        works, peers = self._post(what, sending + receiving)
         if self.while_waiting is not None:
             self.while_waiting()
         with self.timer.measure():
@@ -175,12 +204,50 @@ class Bridge(BridgeCommunicator):
                         work.wait()
             return None if receives is None or received is None else self._completed(what, received, receives)
 
+    def _post(self, what: str, operations: list[dist.P2POp]) -> tuple[list[dist.Work], tuple[int, ...]]:
+        """Start messages. Returns them and the ranks at their other ends."""
+        if not operations:
+            return [], ()
+        peers = tuple(sorted({operation.peer for operation in operations}))
+        with self.watchdog.waiting(f"bridge {what}", module=self.module, peers=peers):
+            return dist.batch_isend_irecv(operations), peers
+
+    def _send_ahead(self, what: str, tensor: torch.Tensor, operations: list[dist.P2POp]) -> None:
+        """Start messages that are not waited for before too many of them are on their way.
+
+        The encoder has at most `limit` microbatches in flight. So it has the gradient of the microbatch whose message
+        is waited for here, and the language model has that microbatch's features. Therefore only an encoder that gets
+        no gradients ever waits here. It runs no further ahead than others do.
+        """
+        works, peers = self._post(what, operations)
+        if works:
+            self._sent.append(Sent(works, peers, tensor))
+        while self._sent and all(work.is_completed() for work in self._sent[0].works):
+            self._sent.popleft()
+        limit = self.grids.layout.language.pp + self.run_ahead + 1
+        while len(self._sent) > limit:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        oldest = self._sent[0]
+        with self.trace.wait("bridge messages on their way", Kind.BRIDGE_WAIT, module=self.module, peers=oldest.peers):
+            for work in oldest.works:
+                work.wait()
+        # Its memory may now be used again: on CUDA, the compute stream waits for the messages.
+        self._sent.popleft()
+
+    def finish_step(self) -> None:
+        """Wait until everything sent has been received."""
+        while self._sent:
+            self._wait_for_oldest()
+
     def _sending(self, tensor: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
         """List the messages in which this rank sends its part of a tensor to all peers."""
         operations = []
+        group = self.gradient_group if self._sends_gradients and self.run_ahead else self.group
         for number, (peer, piece) in enumerate(zip(self.peers, tensor.split(rows), strict=True)):
             operations += [
-                dist.P2POp(dist.isend, piece[message.start : message.stop], peer.ranks[message.receiver], self.group)
+                dist.P2POp(dist.isend, piece[message.start : message.stop], peer.ranks[message.receiver], group)
                 for message in piece_messages(piece.shape[0], len(self.replica), len(peer.ranks), number,
                                               whole=self._sends_whole)
                 if message.sender == self.position]
@@ -202,13 +269,14 @@ class Bridge(BridgeCommunicator):
     def _receiving(self, buffer: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
         """List the messages in which this rank receives its part of the pieces of all peers."""
         operations = []
+        group = self.group if self._sends_gradients or not self.run_ahead else self.gradient_group
         part = self.position if self._parts > 1 else 0
         starts = accumulate((slice_rows(count, self._parts) for count in rows), initial=0)
         for peer, count, start in zip(self.peers, rows, starts, strict=False):
             first = start - part * slice_rows(count, self._parts)
             operations += [
                 dist.P2POp(dist.irecv, buffer[part, first + message.start : first + message.stop],
-                           peer.ranks[message.sender], self.group)
+                           peer.ranks[message.sender], group)
                 for message in piece_messages(count, len(peer.ranks), len(self.replica), peer.number,
                                               whole=self._receives_whole)
                 if message.receiver == self.position]
@@ -224,8 +292,9 @@ class Bridge(BridgeCommunicator):
         if len(rows) == 1:
             return buffer.flatten(0, 1)[: rows[0]]  # without a copy: the padding is behind the rows
         heights = [slice_rows(count, self._parts) for count in rows]
-        pieces = zip(buffer.split(heights, dim=1), rows, strict=True)
-        return torch.cat([piece.flatten(0, 1)[:count] for piece, count in pieces])
+        return torch.cat([piece[part, : max(count - part * height, 0)]
+                          for piece, count, height in zip(buffer.split(heights, dim=1), rows, heights, strict=True)
+                          for part in range(self._parts)])
 
     def _check(self, tensor: torch.Tensor, rows: list[int], microbatch: int, what: str) -> None:
         if tuple(tensor.shape) != (sum(rows), self.hidden_size) or tensor.dtype != self.comm_dtype:
@@ -299,8 +368,9 @@ class Bridge(BridgeCommunicator):
         return gradient
 
     def destroy(self) -> None:
-        """Release the process group."""
-        dist.destroy_process_group(self.group)
+        """Release the process groups."""
+        for group in {self.group, self.gradient_group}:
+            dist.destroy_process_group(group)
 
 
 def _replica(grid: GridSpec, dp: int, stage: int) -> tuple[int, ...]:

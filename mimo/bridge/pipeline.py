@@ -87,6 +87,14 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         self.bridge_comms = self.bridges
 
     @property
+    def current_stage(self) -> int:
+        """Stage of this rank in the whole chain, from which the schedule derives how many passes come before the first
+        backward pass. An encoder that runs ahead has more of them, as if it were so many stages earlier."""
+        stage: int = super().current_stage
+        ahead = 0 if LANGUAGE in self.rank_module_map else max(bridge.run_ahead for bridge in self.bridges)
+        return stage - ahead
+
+    @property
     def is_pp_first_stage(self) -> bool:
         """Whether this rank holds the first stage of a module of its own.
 
@@ -131,6 +139,11 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
                 bridge.begin_step(source_rows(bridge.module, microbatches))
             elif rank in layout.language.ranks:
                 bridge.begin_step(destination_rows(bridge.module, layout, rank, microbatches))
+
+    def finish_step(self) -> None:
+        """Wait until everything that the bridges of this rank have sent has been received."""
+        for bridge in self.bridges:
+            bridge.finish_step()
 
     def destroy(self) -> None:
         """Release the groups of the bridges."""

@@ -173,6 +173,9 @@ class LayoutConfig:
     encoder_activation_gib: float | None = None
     """With encoder windows, GiB of encoder activations that a rank may keep for the backward passes. Layers that would
     go over it are recomputed. 0 is the same as --encoder-recompute full. Default: keep all."""
+    encoder_run_ahead: int = 0
+    """Disjoint layout: most microbatches of the same iteration that the encoder encodes beyond those of the schedule,
+    while it would wait for gradients. Each keeps its activations. 0: none."""
     llm_offset: int | None = None
     """First rank of the language grid. Default: the rank after the encoder (disjoint) or 0 (colocated)."""
     llm_tp: int = 1

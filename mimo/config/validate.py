@@ -126,6 +126,22 @@ def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> 
                          f"ahead; at most {MAX_STEPS_AHEAD * num_microbatches}")
 
 
+def check_run_ahead(config: RunConfig, layout: Layout) -> None:
+    """Check --encoder-run-ahead. Raises ValueError if it cannot be honoured; names flags and values."""
+    ahead, depth = config.layout.encoder_run_ahead, config.train.encoder_prefetch_depth
+    flag = f"--encoder-run-ahead {ahead}"
+    if not ahead:
+        return
+    if not layout.encoders:
+        raise ValueError(f"{flag}: a run without encoder has nothing to run ahead; leave it out")
+    if layout.kind != "disjoint":
+        raise ValueError(f"{flag} with --layout {layout.kind}: ranks that hold both modules do not wait for each "
+                         "other; use --layout disjoint, or leave it out")
+    if depth:
+        raise ValueError(f"{flag} with --encoder-prefetch-depth {depth}: a frozen encoder that prefetches runs ahead "
+                         "already, also of the iteration; leave one of them out")
+
+
 def steps_ahead(depth: int, num_microbatches: int) -> int:
     """Return for how many iterations after the present one a queue of `depth` microbatches may need data."""
     return -(-depth // num_microbatches)
@@ -159,6 +175,7 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     _check_train(config)
     _check_model(config, layout)
     check_prefetch(config, layout, num_microbatches(config))
+    check_run_ahead(config, layout)
     _check_optim(config.optim)
     _check_schedule(config)
     _check_ddp(config, layout)

@@ -225,6 +225,12 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
                      f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
         lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
         lines += _prefetch_lines(config, layout, provider, encoder, tokens * dtype_bytes)
+    ahead = config.layout.encoder_run_ahead
+    if ahead:
+        stages = max(encoder.pp for encoder in layout.encoders) + layout.language.pp
+        kept, usual = (min(stages + more, num_microbatches(config)) for more in (ahead, 0))
+        lines.append(f"encoder run-ahead: activations of up to {counted(kept, 'microbatch', 'es')} on each rank of an "
+                     f"encoder's first stage ({usual} without)")
     return lines
 
 

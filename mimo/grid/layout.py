@@ -13,7 +13,7 @@ MAX_SUGGESTIONS = 3
 # Microbatches that are encoded together where the language model has pipeline stages.
 DEFAULT_WINDOW = 2
 ENCODER_FLAGS = ("encoder_tp", "encoder_dp", "encoder_pp")
-MAY_BE_ZERO = ("llm_offset", "encoder_window", "encoder_chunk", "encoder_activation_gib")
+MAY_BE_ZERO = ("llm_offset", "encoder_window", "encoder_chunk", "encoder_activation_gib", "encoder_run_ahead")
 
 
 def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...]) -> Layout:

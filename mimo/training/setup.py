@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -86,11 +87,17 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     if not grids.bridged and grids.layout.language.pp == 1:
         return None
     hidden = provider.hidden_size(config.model_family)
-    frozen = config.model.frozen
+    frozen, ahead = config.model.frozen, config.layout.encoder_run_ahead
+    if ahead and platform.name == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        # With one queue for all streams, a pass waits behind a message that waits for the other side.
+        raise ValueError(f"--encoder-run-ahead {ahead} needs several streams at a time, and "
+                         "CUDA_DEVICE_MAX_CONNECTIONS=1 allows one: leave the variable unset or set it to 32, or leave "
+                         "out the flag")
     bridges = [
         Bridge(grids, encoder.name, micro_batch_size=config.lane_rows, hidden_size=hidden,
-               dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen, device=platform.device,
-               backend=platform.backend, watchdog=watchdog, spans=schedule_spans.spans)
+               dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen,
+               run_ahead=ahead, device=platform.device, backend=platform.backend, watchdog=watchdog,
+               spans=schedule_spans.spans)
         for encoder in (grids.layout.encoders if grids.bridged else ())
     ]
     language = grids.layout.language

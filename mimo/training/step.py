@@ -185,6 +185,8 @@ def run_schedule(
         pg_collection=collection,
         force_all_reduce=force_all_reduce,
     )
+    if parts.communicator is not None:
+        parts.communicator.finish_step()
     if parts.windows is not None:
         parts.windows.finish_step()
         if not forward_only:

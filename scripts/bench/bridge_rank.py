@@ -353,7 +353,7 @@ class Bench:
         from mimo.bridge.disjoint import Bridge
 
         return Bridge(self.grids, payload.encoder.name, micro_batch_size=payload.micro_batch_size,
-                      hidden_size=payload.hidden_size, dtype=payload.dtype, needs_grad=True,
+                      hidden_size=payload.hidden_size, dtype=payload.dtype, needs_grad=True, run_ahead=0,
                       device=self.platform.device, backend=self.platform.backend, watchdog=self.watchdog,
                       spans=self.spans)
 

@@ -8,15 +8,19 @@ does not know to train_hetero.py; they follow the flags of --preset and so overr
 its turn: first whole steps (--steps of them, after one that does not count, with data from the run's loader), then each
 grid alone on the same microbatches, with its passes in the order of the schedule and no transfers between grids. With
 --encoder-prefetch-depth above 0 (which needs a frozen encoder, --freeze), whole steps have another turn, with prefetch
-and with the same data from memory; everything else is measured without it. `speedup` is the ratio of both steps without
-their waits for data. `bound` is (t_enc + t_lm) / max(t_enc, t_lm) for one microbatch. `bound_of_step` is the bound for
-M microbatches, of which all passes but the first and the last overlap without prefetch, too:
-(t_enc + (M - 1) max + t_lm) / (M max). `achieved` is the speedup over these bounds.
+and with the same data from memory; everything else is measured without it. Likewise --encoder-run-ahead N gives whole
+steps another turn, in which the encoder runs ahead; `run ahead` has eta and the step without and with it, both without
+their waits for data. `speedup` is the ratio of both steps without their waits for data. `bound` is (t_enc + t_lm) /
+max(t_enc, t_lm) for one microbatch. `bound_of_step` is the bound for M microbatches, of which all passes but the first
+and the last overlap without prefetch, too: (t_enc + (M - 1) max + t_lm) / (M max). `achieved` is the speedup over these
+bounds.
 
 `ideal` of a grid is the time of its passes, the mean over its ranks: no bubble, no straggler. `alone` is the time from
-its first pass to its last when it runs alone. eta is the larger ideal over the step. The table splits the step of this
-slower, critical grid by what its ranks waited for (scripts/bench/schedule_figures.py says how). If the parts miss the
-measured step by more than 3 %, that is an error.
+its first pass to its last when it runs alone. eta is the larger ideal over the step, and `bound of eta` is what it
+could be, however far a trained encoder runs ahead: M max over max(M t_enc, t_enc + (M - 1 + p) t_lm) for p language
+stages, since the first pass of the encoder comes before all others and its last one after them. The table splits the
+step of this slower, critical grid by what its ranks waited for (scripts/bench/schedule_figures.py says how). If the
+parts miss the measured step by more than 3 %, that is an error.
 
     slower passes   the passes inside the step less the same passes alone; below 0 if they are faster inside
     imbalance       waits for another lane's longer microbatch or, in the steady part, the other grid's; `straggler`
@@ -27,9 +31,10 @@ measured step by more than 3 %, that is an error.
 
 Times are medians over blocks. The parts are those of the block whose step is the median.
 
---synthetic ENC_MS,LM_MS[,SPREAD] sets the length of passes on the CPU, so that the benchmark itself can be judged: a
-small model sleeps, a third of the time in the forward pass. A microbatch takes ENC_MS on an encoder rank and LM_MS on
-a stage of the language model. Neighbouring lanes take longer and shorter in turn by SPREAD, a share.
+--synthetic ENC_MS,LM_MS[,SPREAD[,ENC_SPREAD]] sets the length of passes on the CPU, so that the benchmark itself can be
+judged: a small model sleeps, a third of the time in the forward pass. A microbatch takes ENC_MS on an encoder rank and
+LM_MS on a stage of the language model. Neighbouring lanes, and microbatches of a lane, take longer and shorter in turn
+by SPREAD, a share; so do pairs of the encoder's microbatches by ENC_SPREAD.
 
 The last line of output is JSON; above it, Markdown tables show the same.
 """
@@ -60,14 +65,14 @@ FOLDER = "SCHEDULE_BENCH_DIR"
 
 
 def parse_synthetic(text: str) -> tuple[float, ...]:
-    """Parse `ENC_MS,LM_MS` or `ENC_MS,LM_MS,SPREAD`."""
+    """Parse `ENC_MS,LM_MS`, with one or both spreads behind it."""
     try:
         found = tuple(map(float, text.split(",")))
     except ValueError:
         found = ()
-    if not (2 <= len(found) <= 3 and found[0] >= 0 and found[1] > 0 and all(0 <= each < 1 for each in found[2:])):
-        raise argparse.ArgumentTypeError(f"{text} is not ENC_MS,LM_MS or ENC_MS,LM_MS,SPREAD, with ENC_MS at least 0, "
-                                         "LM_MS above 0, SPREAD at least 0 and below 1")
+    if not (2 <= len(found) <= 4 and found[0] >= 0 and found[1] > 0 and all(0 <= each < 1 for each in found[2:])):
+        raise argparse.ArgumentTypeError(f"{text} is not ENC_MS,LM_MS[,SPREAD[,ENC_SPREAD]], with ENC_MS at least 0, "
+                                         "LM_MS above 0, spreads at least 0 and below 1")
     return found
 
 
@@ -79,7 +84,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--blocks", type=int, default=5, help="timed turns of every arm (5)")
     parser.add_argument("--warmup-blocks", type=int, default=2, help="turns before them, which do not count (2)")
     parser.add_argument("--steps", type=int, default=2, help="steps of an arm in a block (2)")
-    parser.add_argument("--synthetic", type=parse_synthetic, metavar="ENC_MS,LM_MS[,SPREAD]",
+    parser.add_argument("--synthetic", type=parse_synthetic, metavar="ENC_MS,LM_MS[,SPREAD[,ENC_SPREAD]]",
                         help="let modules sleep this long; needs --device cpu")
     chosen, further = parser.parse_known_args(arguments)
     check_least(parser, chosen, blocks=1, warmup_blocks=0, steps=1)
@@ -91,7 +96,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
     """Return the checked configuration of the run. Raises ValueError for flags that cannot work."""
-    iterations = (chosen.warmup_blocks + chosen.blocks) * (2 * chosen.steps + 2 + MAX_STEPS_AHEAD)
+    iterations = (chosen.warmup_blocks + chosen.blocks) * (3 * chosen.steps + 3 + MAX_STEPS_AHEAD)
     config = quiet(parse([*presets.flags(chosen.device, chosen.preset), *further, "--train-iters", str(iterations)]))
     layout = validate(config, num_ranks(config))
     if not layout.encoders or layout.kind != "disjoint":
@@ -140,7 +145,10 @@ def report(chosen: argparse.Namespace, config: RunConfig, layout: Any, blocks: l
     print(table([[f"step, {found['critical']} grid", "ms", "% of the step"],
                  *([name, value, 100 * value / step] for name, value in found["parts_ms"].items()),
                  ["unexplained", found["unexplained_ms"], 100 * found["unexplained_share"]], ["step", step, 100.0],
-                 ["eta", "", 100 * found["eta"]]]))
+                 ["eta", "", 100 * found["eta"]], ["bound of eta", "", 100 * found["bound_of_eta"]]]))
+    if found["run_ahead"]:
+        print(table([[f"run ahead by {config.layout.encoder_run_ahead}", ""],
+                     *([name, value] for name, value in found["run_ahead"].items())]))
     print(table([["encoder prefetch", ""], *([name, value] for name, value in found["prefetch"].items())]))
     parallel = {name: {axis: vars(grid)[axis] for axis in ("tp", "dp", "pp")} for name, grid in layout.grids.items()}
     print(json.dumps({
@@ -148,7 +156,8 @@ def report(chosen: argparse.Namespace, config: RunConfig, layout: Any, blocks: l
         "seed": config.train.seed, "model": config.model.model_provider, "preset": chosen.preset, "grids_of": parallel,
         "microbatches": num_microbatches(config), "global_batch_size": config.train.global_batch_size,
         "seq_length": config.train.seq_length, "freeze": config.model.freeze,
-        "prefetch_depth": config.train.encoder_prefetch_depth, "synthetic": chosen.synthetic, "blocks": chosen.blocks,
+        "prefetch_depth": config.train.encoder_prefetch_depth,
+        "encoder_run_ahead": config.layout.encoder_run_ahead, "synthetic": chosen.synthetic, "blocks": chosen.blocks,
         "warmup_blocks": chosen.warmup_blocks, "steps": chosen.steps, **found}), flush=True)
     return 0
 

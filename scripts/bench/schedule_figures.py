@@ -55,6 +55,23 @@ def prefetch_bound_of_step(encoder: float, language: float, num_microbatches: in
     return serial / max(num_microbatches * encoder, (num_microbatches - 1 + num_stages) * language)
 
 
+def bound_of_eta(encoder: float, language: float, num_microbatches: int, num_stages: int = 1) -> float:
+    """Bound of eta for a trained encoder, however far it runs ahead.
+
+    The first microbatch has to be encoded before the language model begins, and the encoder's last backward pass comes
+    after it, as do the passes through its other stages. Hence a step takes at least
+    max(M t_enc, t_enc + (M - 1 + p) t_lm), and eta is at most M max(t_enc, t_lm) over that.
+
+    Args:
+        encoder: time of a microbatch.
+        language: time of a microbatch on one stage.
+        num_microbatches: M.
+        num_stages: p.
+    """
+    step = max(num_microbatches * encoder, encoder + (num_microbatches - 1 + num_stages) * language)
+    return num_microbatches * max(encoder, language) / step
+
+
 def straggler_factor(times: Sequence[Sequence[float]]) -> float:
     """Sum over microbatches of the slowest lane's time, over that of the mean lane. `times[microbatch][lane]`."""
     return sum(max(lanes) for lanes in times) / sum(statistics.fmean(lanes) for lanes in times)
@@ -271,7 +288,7 @@ def alone_seconds(steps: Sequence[RankStep], module: str) -> float:
     return spans[-1][1] - spans[0][0] if spans else 0.0
 
 
-OFF, ON = "off", "on"
+OFF, ON, AHEAD = "off", "on", "ahead"
 # Largest difference between the sum of the parts and the measured step, as a share of the step.
 TOLERANCE = 0.03
 
@@ -289,7 +306,8 @@ class Arm:
     seconds: list[float] = field(default_factory=list)
 
 
-# Arms by name: OFF and ON (steps without and with encoder prefetch), or the module that ran alone.
+# Arms by name: OFF and ON (steps without and with encoder prefetch), AHEAD (steps with --encoder-run-ahead), or the
+# module that ran alone.
 Block = dict[str, Arm]
 
 
@@ -379,6 +397,20 @@ def prefetch_figures(blocks: Sequence[Block], encoder_s: float, stage_s: float, 
                     "achieved": speedup / found["bound"], "achieved_of_step": speedup / found["bound_of_step"]}
 
 
+def run_ahead_figures(blocks: Sequence[Block], critical: str) -> dict[str, float]:
+    """Eta and the step of the arms without and with --encoder-run-ahead, on the same data, if there is such an arm."""
+    if AHEAD not in blocks[0]:
+        return {}
+    found = {}
+    for name, arm in (("off", OFF), ("on", AHEAD)):
+        seconds = [statistics.fmean(without_data(block[arm])) for block in blocks]
+        found[f"{name}_ms"] = 1000 * statistics.median(seconds)
+        found[f"eta_{name}"] = statistics.median(
+            statistics.fmean(ideal_seconds(block[critical], critical)) / each
+            for block, each in zip(blocks, seconds, strict=True))
+    return found | {"speedup": found["off_ms"] / found["on_ms"]}
+
+
 def figures(blocks: Sequence[Block], layout: Layout, num_microbatches: int) -> dict[str, Any]:
     """Return all figures that schedule.py prints.
 
@@ -407,6 +439,9 @@ def figures(blocks: Sequence[Block], layout: Layout, num_microbatches: int) -> d
         "unexplained_shares": gaps, "step_all_ms": [1000 * each for each in seconds], "grids": grids,
         "eta_split": split_efficiency({name: grid["ranks"] for name, grid in grids.items()},
                                              {name: grid["ranks"] * grid["ideal_ms"] for name, grid in grids.items()}),
+        "bound_of_eta": bound_of_eta(encoder_ms, grids[LANGUAGE]["microbatch_ms"], num_microbatches,
+                                     layout.language.pp),
+        "run_ahead": run_ahead_figures(blocks, critical),
         "prefetch": prefetch_figures(blocks, encoder_ms / 1000, grids[LANGUAGE]["microbatch_ms"] / 1000,
                                      num_microbatches, layout.language.pp),
     }

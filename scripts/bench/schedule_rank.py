@@ -28,7 +28,7 @@ from mimo.observability.spans import Interval, Kind
 from mimo.protocols import LANGUAGE
 from mimo.training.loop import TrainingLoop
 from mimo.training.step import TrainerParts, forward_step, run_schedule, train_step
-from scripts.bench.schedule_figures import OFF, ON, Arm, Block, RankStep, merge
+from scripts.bench.schedule_figures import AHEAD, OFF, ON, Arm, Block, RankStep, merge
 
 # Share of the forward pass in a forward and backward pass, as in layers without recomputation.
 FORWARD_SHARE = 1 / 3
@@ -41,12 +41,15 @@ class Synthetic:
     Attributes:
         encoder_ms: time on each encoder.
         language_ms: time on the language model, the mean over its lanes.
-        spread: share by which neighbouring lanes of the language model take longer and shorter in turn.
+        spread: share by which neighbouring lanes of the language model, and a lane's microbatches, take longer and
+            shorter in turn.
+        encoder_spread: share by which pairs of the encoder's microbatches take longer and shorter in turn.
     """
 
     encoder_ms: float
     language_ms: float
     spread: float = 0.0
+    encoder_spread: float = 0.0
 
 
 class _Sleep(torch.autograd.Function):
@@ -94,7 +97,9 @@ def install(parts: TrainerParts, synthetic: Synthetic, num_microbatches: int) ->
         submodule = unwrap_model(model.modality_submodules[name])
         # A frozen encoder may run long before its projector does.
         frozen = not any(parameter.requires_grad for parameter in submodule.encoder.parameters())
-        sleep_in(submodule.encoder if frozen else submodule, itertools.repeat(synthetic.encoder_ms / 1000))
+        times = [synthetic.encoder_ms / 1000 * (1 + synthetic.encoder_spread * (-1) ** (number // 2))
+                 for number in range(num_microbatches)]
+        sleep_in(submodule.encoder if frozen else submodule, itertools.cycle(times))
 
 
 class _NoHandshake:
@@ -112,6 +117,20 @@ def _noise(bridge: Bridge, what: str, sends: tuple[torch.Tensor, list[int]] | No
     if receives is None:
         return None
     return torch.randn((sum(receives), bridge.hidden_size), dtype=bridge.comm_dtype, device=bridge.device)
+
+
+@contextmanager
+def no_run_ahead(parts: TrainerParts) -> Iterator[None]:
+    """Run steps inside with the schedule's own order of the encoder's passes, whatever --encoder-run-ahead says."""
+    assert parts.communicator is not None, "disjoint grids have bridges"
+    given = [(bridge, bridge.run_ahead) for bridge in parts.communicator.bridges]
+    for bridge, _ in given:
+        bridge.run_ahead = 0
+    try:
+        yield
+    finally:
+        for bridge, ahead in given:
+            bridge.run_ahead = ahead
 
 
 @contextmanager
@@ -171,9 +190,13 @@ class ScheduleLoop(TrainingLoop):
             seen.append(loader.next_step())
             return seen[-1], []
 
-        block = {OFF: self._steps(from_loader, replace(self.parts, prefetch=None))}
-        for module in self.grids.layout.grids:
-            block[module] = self._alone(module, seen[1:])
+        with no_run_ahead(self.parts):
+            block = {OFF: self._steps(from_loader, replace(self.parts, prefetch=None))}
+            for module in self.grids.layout.grids:
+                block[module] = self._alone(module, seen[1:])
+        if self.config.layout.encoder_run_ahead:
+            again = iter([(step, []) for step in seen])
+            block[AHEAD] = self._steps(partial(next, again), self.parts)
         depth = self.config.train.encoder_prefetch_depth
         if depth:
             ahead = steps_ahead(depth, len(seen[0]))

@@ -27,6 +27,7 @@ EVALUATED = {
     "two-samples-of-two-lanes": (3, "--llm-dp 2 --micro-batch-size 2"),
     "encoder-dp2-llm-dp1": (3, "--encoder-dp 2 --micro-batch-size 3"),
     "encoder-pp2-llm-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
+    "run-ahead": (3, "--llm-dp 2 --encoder-run-ahead 3"),
     "overlapped-parameter-gather": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather"),
 }
 TEXT_ONLY = ("--mock-text-only-fraction", "1.0")

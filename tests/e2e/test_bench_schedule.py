@@ -50,6 +50,16 @@ def test_lanes_of_different_length_are_stragglers():
     assert found["ranks"] == 3 and found["microbatches"] == 4
 
 
+def test_run_ahead_off_and_on_in_one_run():
+    found = run("--synthetic", "60,50,0.5,0.5", "--global-batch-size", "6", "--encoder-dp", "1", "--llm-dp", "1",
+                "--encoder-run-ahead", "3")
+    ahead = found["run_ahead"]
+    # Equal work in both arms, and neither is faster than the encoder.
+    assert found["critical"] == "vision" and min(ahead["off_ms"], ahead["on_ms"]) > 6 * 60
+    assert 0 < min(ahead["eta_off"], ahead["eta_on"]) and max(ahead["eta_off"], ahead["eta_on"]) <= 1.05
+    assert found["encoder_run_ahead"] == 3 and found["bound_of_eta"] == 1
+
+
 def test_prefetch_off_and_on_in_one_run():
     found = run("--synthetic", "40,40", "--global-batch-size", "2", "--encoder-dp", "1", "--llm-dp", "1", "--freeze",
                 "vision", "--encoder-prefetch-depth", "3")

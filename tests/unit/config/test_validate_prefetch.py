@@ -1,4 +1,4 @@
-"""--encoder-prefetch-depth: what it needs, refused by flag and value before anything starts."""
+"""--encoder-prefetch-depth and --encoder-run-ahead: what they need, refused by flag and value before a run starts."""
 
 import pytest
 
@@ -47,3 +47,28 @@ def test_what_cannot_be_prefetched_is_refused_by_flag_and_value(flags, world_siz
                                                                  (3, 1, 3)])
 def test_a_queue_reaches_over_as_many_iterations_as_it_is_long(depth, num_microbatches, steps):
     assert steps_ahead(depth, num_microbatches) == steps
+
+
+# --encoder-run-ahead: a trained encoder may be ahead inside an iteration
+
+@pytest.mark.parametrize(("flags", "world_size"), [
+    ("--encoder-run-ahead 3", 2),
+    ("--encoder-run-ahead 100 --encoder-tp 2 --llm-pp 2", 4),
+    ("--encoder-run-ahead 1 --encoder-pp 2", 3),
+    ("--encoder-run-ahead 1 --freeze vision,projector", 2),
+    ("--encoder-run-ahead 0 --layout colocated", 1),
+])
+def test_an_encoder_may_run_ahead(flags, world_size):
+    assert checked(flags, world_size).encoders
+
+
+@pytest.mark.parametrize(("flags", "world_size", "expected"), [
+    ("--encoder-run-ahead -1", 2, "--encoder-run-ahead -1 is below 0"),
+    ("--encoder-run-ahead 2 --layout colocated", 1, "--encoder-run-ahead 2 with --layout colocated: .* leave it out"),
+    ("--encoder-run-ahead 2 --layout homogeneous", 1, "--encoder-run-ahead 2 with --layout homogeneous: .*disjoint"),
+    ("--encoder-run-ahead 2 --llm-only", 1, "--encoder-run-ahead 2: a run without encoder"),
+    (f"{FROZEN} 1 --encoder-run-ahead 2", 2, "--encoder-run-ahead 2 with --encoder-prefetch-depth 1: a frozen encoder"),
+])
+def test_an_encoder_that_cannot_run_ahead_is_refused(flags, world_size, expected):
+    with pytest.raises(ValueError, match=expected):
+        checked(flags, world_size)

@@ -79,6 +79,14 @@ def test_the_memory_of_prefetched_features():
     assert "prefetch" not in planned("")
 
 
+def test_how_many_microbatches_an_encoder_that_runs_ahead_keeps():
+    flags = "--encoder-dp 2 --llm-pp 2 --llm-dp 2 --encoder-run-ahead 3 --global-batch-size"
+    assert "encoder run-ahead: activations of up to 6 microbatches on" in report(f"{flags} 16")
+    text = report(f"{flags} 10")
+    assert "up to 5 microbatches on each rank of an encoder's first stage (3 without)" in text
+    assert "run-ahead" not in report("--encoder-dp 2 --llm-dp 2")
+
+
 def test_without_encoder_there_is_no_bridge():
     text = report("--llm-only --llm-dp 2 --dataset-provider mock --mock-images-max 0")
     assert "bridge" not in text and "vision" not in text

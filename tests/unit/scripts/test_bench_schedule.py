@@ -18,6 +18,7 @@ from scripts.bench.schedule_figures import (
     Arm,
     RankStep,
     UnexplainedTimeError,
+    bound_of_eta,
     bubble_share,
     charge,
     cut,
@@ -200,6 +201,18 @@ def test_prefetch_is_the_ratio_of_both_arms():
     # The rank that waited longest for data waited 2 s of each.
     assert (found["off_ms"], found["on_ms"], found["speedup"]) == (8000, 6000, pytest.approx(8 / 6))
     assert found["achieved"] == found["achieved_of_step"] == pytest.approx(8 / 6 / (7 / 5))
+
+
+def test_eta_without_and_with_run_ahead():
+    blocks = [{**block(8.0), "ahead": Arm([[rank(1, "language", "FFBBB"), rank(0, "vision", "F..B")]], [6.0 + number])}
+              for number in range(3)]
+    found = figures(blocks, LAYOUT, 1)
+    assert found["run_ahead"] == {"off_ms": 8000, "eta_off": 5 / 8, "on_ms": 7000, "eta_on": 5 / 7, "speedup": 8 / 7}
+    assert not figures([block(8.0)], LAYOUT, 1)["run_ahead"]
+    assert found["bound_of_eta"] == pytest.approx(5 / 7), "the encoder takes 2 s before and after the 5 s"
+    # Behind an encoder that is slower, the language model hides all of its time but with few microbatches.
+    assert bound_of_eta(60, 50, 12) == 1 and bound_of_eta(60, 50, 2) == pytest.approx(120 / 160)
+    assert bound_of_eta(30, 60, 12, 2) == pytest.approx(720 / 810)
 
 
 def test_the_block_in_the_middle():
