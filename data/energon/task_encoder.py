@@ -26,6 +26,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from PIL import Image
 
 from data.bad_samples import ErrorLog, reason_of, sample_name
+from data.energon import compat
 from data.energon.cookers import TextDecoder, conversation_of, cook
 from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of
 from data.packing import select_balanced, select_packs
@@ -299,7 +300,7 @@ class VlmTaskEncoder(TaskEncoder):
 def without_tolerance(dataset: Any) -> None:
     """Keep every stage of a pipeline from ending a worker for bad samples in a row. Energon's readers allow 100."""
     if isinstance(dataset, MapDataset):
-        dataset._map_failure_handler.tolerance = 0
+        compat.tolerate_any_failure(dataset)
     if isinstance(dataset, BaseWrapperDataset):
         for inner in dataset.datasets:
             without_tolerance(inner)
@@ -312,7 +313,7 @@ class PackedRows(PackingDataset):
     the buffer for which they were read, because the run has not skipped them before.
     """
 
-    _savable_fields = (*PackingDataset._savable_fields, "_unbalanced", "_skipped", "_skipped_ahead")
+    _savable_fields = (*compat.PACKING_STATE, "_unbalanced", "_skipped", "_skipped_ahead")
 
     def __init__(self, dataset: Any, buffer_size: int, encoder: VlmTaskEncoder, worker_config: WorkerConfig) -> None:
         self._encoder = encoder
@@ -361,7 +362,7 @@ class PackedRows(PackingDataset):
         for row in super().__iter__():
             if self._unbalanced:
                 # The packs that are left are at the end.
-                row.unbalanced_image_tokens = self._unbalanced[-1 - len(self._pre_packing_lengths)]
+                row.unbalanced_image_tokens = self._unbalanced[-1 - compat.packs_left(self)]
             row.skipped = (*self._skipped, *row.skipped)
             self._skipped = []
             yield row

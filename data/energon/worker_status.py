@@ -21,6 +21,8 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 from megatron.energon.wrappers.packing_dataset import PackingDataset
 
+from data.energon import compat
+
 HEADER = struct.Struct("<qdH")  # process id, time of the note, length of the text in bytes
 SLOT_BYTES = 512
 # Errors of a damaged shard in Energon's reader: a short tar, a wrong index.
@@ -148,9 +150,9 @@ def pass_over_damage(leaf: WebdatasetSampleLoaderDataset) -> None:
 
     A sample that a checkpoint's buffer holds cannot be skipped: restoring it raises an error as before.
     """
-    load, readers = leaf._get_sample, leaf.join_readers
+    readers = leaf.join_readers
 
-    def load_or_report(index: int) -> RawSampleData:
+    def load_or_report(load: Callable[[int], RawSampleData], index: int) -> RawSampleData:
         try:
             return load(index)
         except DamagedSampleError as error:
@@ -159,8 +161,7 @@ def pass_over_damage(leaf: WebdatasetSampleLoaderDataset) -> None:
             leaf.worker_config.global_error_handler(error, sample, [source])
             return RawSampleData(__restore_key__=("Webdataset", index), data=(None,) * len(readers))
 
-    leaf._get_sample = load_or_report
-    leaf.restore_sample = lambda restore_key: load(restore_key[1])
+    compat.replace_sample_loader(leaf, load_or_report)
 
 
 def _key_of(sample: Any) -> str:

@@ -32,6 +32,7 @@ from megatron.energon.savable_loader import SavableDatasetState
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from data.energon import compat
 from data.energon.router import Arrival, Checkpoint
 from data.energon.state import from_plain, to_plain
 from data.energon.worker_status import WorkerStatus, WorkerStatusTable, is_bad_data
@@ -219,7 +220,7 @@ class WorkerProcesses:
         """Describe a worker for messages: its id, lane and process, and what it did last."""
         pid, seconds, text = self._statuses.read(worker)
         rows = self._rows  # another thread may close it
-        pid = pid if pid or rows is None else rows._workers[worker - self.workers.start].pid
+        pid = pid if pid or rows is None else compat.worker_processes(rows)[worker - self.workers.start].pid
         return f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid}), for {seconds:.0f} s: {text}"
 
     def holds_up(self, worker: int) -> int:
@@ -230,11 +231,11 @@ class WorkerProcesses:
         rows = self._rows
         if rows is None:
             return worker
-        for other, process in zip(self.workers, rows._workers, strict=True):
+        for other, process in zip(self.workers, compat.worker_processes(rows), strict=True):
             if _is_stopped(process.pid):  # the next row to be unpickled may be its own, which needs its help
                 return other
-        task = rows._task_info.get(rows._rcvd_idx)
-        return self.workers[task[0]] if task else worker
+        number = compat.next_worker(rows)
+        return worker if number is None else self.workers[number]
 
     def pull(self, worker: int) -> Arrival:
         """Return the next row of any of the workers, which are asked in turn.
@@ -256,9 +257,10 @@ class WorkerProcesses:
 
     def _dead(self) -> list[str]:
         # A broken connection shows before the end of the process, and that shows before its exit code.
-        ended = wait([process.sentinel for process in self._rows._workers], STOP_S)
+        processes = compat.worker_processes(self._rows)
+        ended = wait([process.sentinel for process in processes], STOP_S)
         dead = []
-        for worker, process in zip(self.workers, self._rows._workers, strict=True):
+        for worker, process in zip(self.workers, processes, strict=True):
             if process.sentinel in ended:
                 process.join()
                 code = process.exitcode
@@ -272,15 +274,13 @@ class WorkerProcesses:
         rows, self._rows = self._rows, None
         if rows is None:
             return
-        rows._workers_done_event.set()
-        for queue in rows._index_queues:
-            queue.put(None)
+        compat.ask_to_end(rows)
         deadline = time.monotonic() + STOP_S
-        for process in rows._workers:
+        for process in compat.worker_processes(rows):
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
-        rows._shutdown_workers()
+        compat.release(rows)
 
 
 class InProcess:

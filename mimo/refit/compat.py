@@ -21,14 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 TO_COPY = torch.ops.aten._to_copy.default
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tells storages apart.
-
-    `UntypedStorage._cdata`: the address of the data is 0 for all tensors on the meta device.
-    """
-    return tensor.untyped_storage()._cdata
-
-
 @functools.cache
 def changed_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     """Return number and name of the arguments that an operation of torch changes.
@@ -42,15 +34,6 @@ def changed_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
 def returns_something(operation: Any) -> bool:
     """Whether an operation of torch has a result. `OpOverload._schema`, as above."""
     return bool(operation._schema.returns)
-
-
-def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target in few launches.
-
-    `torch._foreach_copy_`: there is no public copy of many tensors, and one launch for each box is what a sync of a
-    model of experts waits for.
-    """
-    torch._foreach_copy_(targets, sources)
 
 
 def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], set[str]]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from mimo.boxes import View, box_of_view
-from mimo.refit.compat import TO_COPY, TorchDispatchMode, changed_arguments, returns_something, storage_key
+from mimo.compat import storage_key
+from mimo.refit.compat import TO_COPY, TorchDispatchMode, changed_arguments, returns_something
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import Address, TensorSlice
 

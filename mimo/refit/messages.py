@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from mimo.boxes import Box, View, contiguous_strides
-from mimo.refit import compat
+from mimo.compat import copy_together
 from mimo.refit.plan import Op
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address
 
@@ -111,7 +111,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         else:
             target.copy_(source)
     for into, out in alike.values():
-        compat.copy_together(into, out)
+        copy_together(into, out)
 
 
 class Views:

@@ -19,10 +19,10 @@ from megatron.core.utils import unwrap_model
 
 from mimo.boxes import Box, is_partition
 from mimo.comm.host import gather
+from mimo.compat import storage_key
 from mimo.grid.groups import Grids
 from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.refit.compat import storage_key
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, TensorMeta, TensorSlice
 from mimo.weights.export import ExportOptions, infos_of, plan_rules

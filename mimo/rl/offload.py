@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mimo.compat import storage_key
 from mimo.model.build import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, BuiltModel
 from mimo.training.optimizer import HeteroOptimizer
 
@@ -79,11 +80,12 @@ class Offload:
 
     def optimizer(self) -> int:
         """Move the fp32 copies of weights and the moments of every module. Return the same as `weights`."""
-        weights = {storage._cdata for storage in weight_storages(self._built)} if WEIGHTS not in self.offloaded else {
-            emptied.storage._cdata for emptied in self._emptied[WEIGHTS]}
+        weights = ([held.storage for held in self._emptied[WEIGHTS]] if WEIGHTS in self.offloaded
+                   else weight_storages(self._built))
+        keys = set(map(storage_key, weights))
         state = _distinct(_state_tensors(self._optimizer))
         # An optimizer without fp32 copies updates the weights themselves; these are not its state.
-        return self._move(OPTIMIZER, [storage for storage in state if storage._cdata not in weights])
+        return self._move(OPTIMIZER, [storage for storage in state if storage_key(storage) not in keys])
 
     def everything(self) -> int:
         """Move all three. Return the same as `weights`; collective like it."""
@@ -235,7 +237,7 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        storages.setdefault(storage._cdata, storage)
+        storages.setdefault(storage_key(storage), storage)
     return list(storages.values())
 
 

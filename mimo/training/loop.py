@@ -8,10 +8,10 @@ from itertools import batched
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
+from mimo.compat import process_group_names
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_microbatches, steps_ahead
 from mimo.data.batch import Microbatch
@@ -300,9 +300,8 @@ class TrainingLoop:
         """Say what the start has cost, in the log and in startup.json. Collective over the world."""
         self.platform.synchronize()
         ended_unix_s = time.time()
-        names = list(dist.distributed_c10d._world.pg_names.values())
         with self.watchdog.waiting("times of the start of all ranks"):
-            phases = gather(self.grids, STARTUP.close(names))
+            phases = gather(self.grids, STARTUP.close(list(process_group_names().values())))
         report = report_of(phases, ended_unix_s)
         if report is not None and self.session.is_logging_rank:
             logger.message(report.line())

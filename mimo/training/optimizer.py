@@ -17,11 +17,13 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mimo.compat import copy_together
 from mimo.config.trainer import OptimConfig, RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
+from mimo.training.compat import active_optimizers, counts_for_norm, parameter_ranges
 
 
 class HeteroOptimizer(MimoOptimizer):
@@ -73,7 +75,7 @@ class HeteroOptimizer(MimoOptimizer):
         # Megatron Core's function collects the gradients one by one before it finds that there is nothing to clip.
         if not 0 < self.config.clip_grad < grad_norm + 1e-6:
             return
-        for optimizer in self._active_optimizers:
+        for optimizer in active_optimizers(self):
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=grad_norm)
@@ -113,11 +115,10 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
             for model_group, main_group in zip(model_groups, main_groups, strict=True):
                 for parameter, main in zip(model_group, main_group, strict=True):
                     self._add_views(parameter, main)
-        self._counted = [parameter for parameter in self.get_parameters() if self._counts(parameter)]
+        self._counted = [parameter for parameter in self.get_parameters() if counts_for_norm(self, parameter)]
 
     def _add_views(self, parameter: Any, main: torch.Tensor) -> None:
-        ranges = self._get_model_param_range_map(parameter)
-        held, in_bucket = ranges["param"], ranges["gbuf_world_in_bucket"]
+        held, in_bucket = parameter_ranges(self, parameter)
         assert parameter.main_grad.dtype == torch.float32 and held.size == in_bucket.size == main.numel()
         self._gradients.append((main, parameter.main_grad.view(-1)[held.start:held.end]))
         buffer, _, bucket = self.model_param_gbuf_map[parameter]
@@ -126,14 +127,6 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
         if shard.data_ptr() != main.data_ptr():
             self._masters.append(main.detach())
             self._shards.append(shard.detach())
-
-    def _counts(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether a parameter's gradient is part of this rank's share of the norm."""
-        # Reading a gradient that is not there would warn, as a float32 parameter's shard is no leaf.
-        parameter.grad = torch.empty_like(parameter)
-        counts = bool(self._filter_grads_for_norm([parameter]))
-        parameter.grad = None
-        return counts
 
     def _copy_model_grads_to_main_grads(self) -> None:
         self._look_up()
@@ -149,7 +142,7 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         self._look_up()
         if self._masters:
-            torch._foreach_copy_(self._shards, self._masters)
+            copy_together(self._shards, self._masters)
 
 
 def peak_learning_rates(config: OptimConfig) -> dict[str, float]:

@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from mimo.compat import flight_record, process_group_names
 from mimo.watchdog.status import GroupStatus
 
-# This module of torch has no stubs.
-_C10D: Any = torch._C._distributed_c10d
 # Number of collectives that a rank remembers; about 2 MB.
 NUM_ENTRIES = 2000
 # torch's present and former name of the variable.
@@ -40,9 +38,8 @@ def group_statuses(backend: str) -> tuple[GroupStatus, ...]:
     """
     if not is_on():
         return ()
-    names = dist.distributed_c10d._world.pg_names
-    return find_groups(pickle.loads(_record(backend)),
-                       {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()})
+    ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in process_group_names().items()}
+    return find_groups(pickle.loads(flight_record(backend)), ranks)
 
 
 def find_groups(record: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupStatus, ...]:
@@ -65,13 +62,6 @@ def find_groups(record: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]])
     return tuple(GroupStatus(name, ranks[name], number, *pending.get(name, (0, ""))) for name, number in joined.items())
 
 
-def _record(backend: str) -> bytes:
-    # Without Python stacks, whose symbols may take many seconds. The watchdog's report has the stacks that matter.
-    record = _C10D._dump_nccl_trace if backend == "nccl" else _C10D._dump_fr_trace
-    found: bytes = record(includeStackTraces=False)
-    return found
-
-
 def dump(folder: Path, rank: int, backend: str) -> None:
     """Write the record to the file `rank_<rank>` of a folder, if torch records.
 
@@ -86,4 +76,4 @@ def dump(folder: Path, rank: int, backend: str) -> None:
     if not is_on():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank_{rank}").write_bytes(_record(backend))
+    (folder / f"rank_{rank}").write_bytes(flight_record(backend))

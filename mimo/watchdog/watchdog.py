@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
+from mimo.compat import default_store
 from mimo.grid.spec import Layout
 from mimo.watchdog import status as stall_status
 from mimo.watchdog.diagnosis import RankPlace, write_summary
@@ -432,12 +433,10 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_tim
         # after the other in the same processes. A random name keeps their messages apart.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0, group=grids.host)
-        # torch has no public name for the store of `init_process_group`.
-        default: Any = dist.distributed_c10d._get_default_store()
         holder = f"the process of {places[0].who}, which is stopped or gone, or cannot be reached"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             holder = "the launcher of the first node, which is stopped or gone, or cannot be reached"
-        conclusion = StallStore(default.clone(), process, len(places), write, holder=holder, run=name[0])
+        conclusion = StallStore(default_store().clone(), process, len(places), write, holder=holder, run=name[0])
     return Watchdog(timeout_s, grids.describe(), files_timeout_s=files_timeout_s,
                     report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank, conclusion=conclusion)
 

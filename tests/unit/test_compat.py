@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 
 import pytest
 import torch
 
+from data.energon import compat as energon
+from mimo import compat as shared
 from mimo.model import compat as model
 from mimo.refit import compat as refit
+from mimo.training import compat as training
+
+OVERRIDDEN = {**model.OVERRIDDEN, **training.OVERRIDDEN, **energon.OVERRIDDEN}
 
 
-@pytest.mark.parametrize("path", model.OVERRIDDEN)
+@pytest.mark.parametrize("path", OVERRIDDEN)
 def test_overridden_methods_are_there(path):
     module, _, name = path.rpartition(".")
     owner = getattr(importlib.import_module(module), name)
-    assert [method for method in model.OVERRIDDEN[path] if not callable(getattr(owner, method, None))] == []
+    assert [method for method in OVERRIDDEN[path] if not callable(getattr(owner, method, None))] == []
 
 
 def test_checkpoints_find_what_they_need():
@@ -41,6 +47,26 @@ def test_models_find_what_they_replace():
     assert all(map(callable, (model.rotary_of_packed_rows, model.rotary_of_rows, model.apply_expert_bias)))
 
 
+def test_the_optimizer_finds_what_it_needs():
+    from megatron.core.models.mimo.optimizer import MimoOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    assert callable(DistributedOptimizer._filter_grads_for_norm)
+    assert training.active_optimizers(MimoOptimizer({}, None)) == []
+
+
+def test_rows_of_worker_processes_are_followed_and_ended():
+    rows = iter(torch.utils.data.DataLoader([1, 2, 3, 4], batch_size=None, num_workers=2,
+                                            multiprocessing_context="fork"))
+    processes = energon.worker_processes(rows)
+    assert [(energon.next_worker(rows), next(rows)) for _ in range(3)] == [(0, 1), (1, 2), (0, 3)]
+    energon.ask_to_end(rows)
+    for process in processes:
+        process.join(60)
+    energon.release(rows)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
 def test_operations_say_what_they_change():
     assert refit.changed_arguments(torch.ops.aten.copy_.default) == ((0, "self"),)
     assert refit.changed_arguments(refit.TO_COPY) == ()
@@ -49,7 +75,12 @@ def test_operations_say_what_they_change():
 
 def test_storages_are_told_apart_without_memory():
     one, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
-    assert refit.storage_key(one) == refit.storage_key(one[1:]) != refit.storage_key(other)
+    assert shared.storage_key(one) == shared.storage_key(one[1:].untyped_storage()) != shared.storage_key(other)
+
+
+def test_torch_records_without_stacks():
+    assert callable(torch._C._distributed_c10d._dump_nccl_trace)
+    assert isinstance(pickle.loads(shared.flight_record("gloo")), dict)
 
 
 def test_tables_of_a_module_are_its_own():

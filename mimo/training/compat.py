@@ -1,0 +1,45 @@
+"""Private parts of Megatron Core 0.19.2 that the optimizer relies on.
+
+Look through it when Megatron Core is upgraded: tests/unit/test_compat.py names what is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+OVERRIDDEN = {
+    # `IndexedDistributedOptimizer` copies gradients and parameters through views that it finds once. Megatron Core
+    # would have to keep such views itself; if it renames these methods, ours are never called and updates become slow.
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
+        "_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params"),
+}
+"""Class -> private methods of it that a subclass in `mimo.training` overrides."""
+
+
+def parameter_ranges(optimizer: Any, parameter: Any) -> tuple[Any, Any]:
+    """Return which elements of a parameter this rank's optimizer owns: in the parameter, and in its bucket.
+
+    `DistributedOptimizer._get_model_param_range_map`: the public state dict gathers whole parameters instead.
+    """
+    ranges = optimizer._get_model_param_range_map(parameter)
+    return ranges["param"], ranges["gbuf_world_in_bucket"]
+
+
+def counts_for_norm(optimizer: Any, parameter: torch.nn.Parameter) -> bool:
+    """Return whether a parameter's gradient is part of this rank's share of the norm.
+
+    `MegatronOptimizer._filter_grads_for_norm`: the public `get_grads_for_grad_norm` filters all gradients anew in each
+    step.
+    """
+    # Reading a gradient that is not there would warn, as a float32 parameter's shard is no leaf.
+    parameter.grad = torch.empty_like(parameter)
+    counts = bool(optimizer._filter_grads_for_norm([parameter]))
+    parameter.grad = None
+    return counts
+
+
+def active_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of this rank's modules. `MimoOptimizer._active_optimizers` has no public name."""
+    return list(optimizer._active_optimizers)
