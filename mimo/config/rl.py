@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from mimo import registry
-from mimo.config.trainer import MAX_TIMEOUT_S
+from mimo.config.checks import MAX_TIMEOUT_S, is_above, is_least, refuse, refuse_below
+from mimo.config.toml_file import flag_name
 
 # vLLM replaces smaller temperatures by this one and only logs it (`_MAX_TEMP` of its sampling_params.py), while the
 # trainer would divide by the smaller one.
@@ -143,129 +143,95 @@ class RlConfig:
         """Whether some tokens cannot be sampled, so that rollouts come from another distribution than the trainer's."""
         return self.top_p < 1 or self.top_k > 0
 
+    def check(self) -> None:
+        """Refuse values and combinations within this section, and a reward that does not exist. Raises ValueError."""
+        self._check_sampling()
+        self._check_loss()
+        self._check_reference()
+        self._check_importance()
+        refuse_below(self, {"updates_per_rollout": 1, "completions_per_prompt": 1})
+        refuse(self.advantage == "rloo" and self.completions_per_prompt < 2,
+               f"--advantage rloo with --completions-per-prompt {self.completions_per_prompt}: there are no others to "
+               "compare with; use at least 2")
+        refuse(self.max_gen_kl is not None and not is_least(self.max_gen_kl, 0),
+               f"--max-gen-kl {self.max_gen_kl} is not a number from 0 on (0: no limit)")
+        refuse_below(self, {"max_tokens_per_microbatch": 1, "eval_prompts": 0})
+        refuse(not is_least(self.eval_temperature, 0),
+               f"--eval-temperature {self.eval_temperature} is not a number from 0 on")
+        _check_coldness("--eval-temperature", self.eval_temperature)
+        registry.reward(self.reward)
 
-def validate(config: RlConfig, *, llm_tp: int = 1, sequence_parallel: bool = False) -> None:
-    """Check the flags, and that the reward exists. Needs no process group.
+    def _check_sampling(self) -> None:
+        """Refuse rollouts whose log-probs cannot be compared with the trainer's."""
+        refuse(not is_above(self.temperature, 0), f"--temperature {self.temperature} is not a number above 0: greedy "
+               "rollouts of a prompt are all the same and have no log-probabilities")
+        _check_coldness("--temperature", self.temperature)
+        refuse(not 0 < self.top_p <= 1, f"--top-p {self.top_p} is not in (0, 1]")
+        refuse(self.top_k < 0, f"--top-k {self.top_k} is below 0 (0: all tokens)")
+        if self.truncates_sampling and self.importance_correction == "none":
+            given = " and ".join(([f"--top-p {self.top_p}"] if self.top_p < 1 else [])
+                                 + ([f"--top-k {self.top_k}"] if self.top_k > 0 else []))
+            raise ValueError(
+                f"{given} with --importance-correction none: rollouts then come from a truncated distribution, and the "
+                "loss takes them for samples of the whole one. Use --top-p 1 --top-k 0, or --importance-correction "
+                "token, icepop or sequence")
+        if self.truncates_sampling and self.importance_correction != "token":
+            self._check_truncation()
 
-    Args:
-        config: the flags.
-        llm_tp: `--llm-tp`.
-        sequence_parallel: `--sequence-parallel`.
+    def _check_truncation(self) -> None:
+        """Refuse bounds that cut weights which are below 1 only because the engine's distribution is truncated.
 
-    Raises:
-        ValueError: the first thing found wrong, naming flags, values and what would fit.
-    """
-    check_sampling(config)
-    _check_loss(config)
-    _check_reference(config)
-    _check_importance(config)
-    _refuse(config.updates_per_rollout < 1, f"--updates-per-rollout {config.updates_per_rollout} is below 1")
-    _refuse(config.completions_per_prompt < 1, f"--completions-per-prompt {config.completions_per_prompt} is below 1")
-    _refuse(config.advantage == "rloo" and config.completions_per_prompt < 2,
-            f"--advantage rloo with --completions-per-prompt {config.completions_per_prompt}: there are no others to "
-            "compare with; use at least 2")
-    _refuse(config.max_gen_kl is not None and not _is_least(config.max_gen_kl, 0),
-            f"--max-gen-kl {config.max_gen_kl} is not a number from 0 on (0: no limit)")
-    budget = config.max_tokens_per_microbatch
-    _refuse(budget < 1, f"--max-tokens-per-microbatch {budget} is below 1")
-    _refuse(sequence_parallel and budget % llm_tp != 0,
-            f"--max-tokens-per-microbatch {budget} is not divisible by --llm-tp {llm_tp}, which --sequence-parallel "
-            f"needs; nearest are {budget // llm_tp * llm_tp or llm_tp} and {-(-budget // llm_tp) * llm_tp}")
-    _refuse(config.eval_prompts < 0, f"--eval-prompts {config.eval_prompts} is below 0")
-    _refuse(not _is_least(config.eval_temperature, 0),
-            f"--eval-temperature {config.eval_temperature} is not a number from 0 on")
-    _check_coldness("--eval-temperature", config.eval_temperature)
-    registry.reward(config.reward)
+        A weight is the trainer's probability divided by the engine's, which truncation increases by the factor
+        1 / (share of probability that is kept).
+        """
+        kind, low = self.importance_correction, self.importance_band[0]
+        refuse(low > self.top_p, f"--top-p {self.top_p} with --importance-correction {kind} and --importance-low "
+               f"{low}: where engine and trainer agree, weights are from {self.top_p} to 1, and those below {low} are "
+               f"cut; use --importance-low {self.top_p} or less")
+        refuse(self.top_k > 0 and self.importance_low is None and kind == "sequence",
+               f"--top-k {self.top_k} with --importance-correction sequence: where engine and trainer agree, weights "
+               f"are the share of probability that {self.top_k} tokens have; set --importance-low below what it may be")
 
+    def _check_loss(self) -> None:
+        (low, high), dual = self.clip_range, self.dual_clip_ratio
+        if self.policy_loss == "cispo":
+            refuse(not 0 <= low <= 1, f"--clip-ratio-low {low} is not in [0, 1]")
+            refuse(dual is not None, f"--dual-clip-ratio {dual} is for --policy-loss ppo and gspo, not for cispo")
+        else:
+            refuse(not 0 <= low < 1, f"--clip-ratio-low {low} is not in [0, 1)")
+        refuse(not is_least(high, 0), f"--clip-ratio-high {high} is not a number from 0 on")
+        refuse(dual is not None and not is_above(dual, 1), f"--dual-clip-ratio {dual} is not a number above 1")
+        for flag, value in (("--entropy-coeff", self.entropy_coeff), ("--kl-coeff", self.kl_coeff)):
+            refuse(not is_least(value, 0), f"{flag} {value} is not a number from 0 on")
+        length, normed = self.loss_norm_length, self.aggregation == "seq-mean-token-sum-norm"
+        refuse(normed and length is None, "--loss-aggregation seq-mean-token-sum-norm needs --loss-norm-length")
+        refuse(not normed and length is not None, f"--loss-norm-length {length} is for --loss-aggregation "
+               f"seq-mean-token-sum-norm, not for {self.aggregation}")
+        refuse(length is not None and length < 1, f"--loss-norm-length {length} is below 1")
 
-def check_sampling(config: RlConfig) -> None:
-    """Refuse rollouts whose log-probs cannot be compared with the trainer's. Raises ValueError, naming flags."""
-    _refuse(not _is_above(config.temperature, 0), f"--temperature {config.temperature} is not a number above 0: greedy "
-            "rollouts of a prompt are all the same and have no log-probabilities")
-    _check_coldness("--temperature", config.temperature)
-    _refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p} is not in (0, 1]")
-    _refuse(config.top_k < 0, f"--top-k {config.top_k} is below 0 (0: all tokens)")
-    if config.truncates_sampling and config.importance_correction == "none":
-        given = " and ".join(([f"--top-p {config.top_p}"] if config.top_p < 1 else [])
-                             + ([f"--top-k {config.top_k}"] if config.top_k > 0 else []))
-        raise ValueError(
-            f"{given} with --importance-correction none: rollouts then come from a truncated distribution, and the "
-            "loss takes them for samples of the whole one. Use --top-p 1 --top-k 0, or --importance-correction token, "
-            "icepop or sequence")
-    if config.truncates_sampling and config.importance_correction != "token":
-        _check_truncation(config)
+    def _check_reference(self) -> None:
+        flags = {"--ref-load": self.ref_load, "--ref-load-hf": self.ref_load_hf}
+        given = [f"{flag} {value}" for flag, value in flags.items() if value]
+        refuse(len(given) > 1, f"{' and '.join(given)}: the reference policy has one source; leave one out")
+        refuse(bool(given) and not self.kl_coeff,
+               f"{' '.join(given)} with --kl-coeff 0, which needs no reference policy: set --kl-coeff, or leave it out")
+
+    def _check_importance(self) -> None:
+        kind = self.importance_correction
+        # A weight of 1 means that engine and trainer agree, so it must never be cut.
+        refuse(not is_least(self.importance_cap, 1),
+               f"--importance-cap {self.importance_cap} is not a number from 1 on")
+        for flag, value in (("--importance-low", self.importance_low), ("--importance-high", self.importance_high)):
+            refuse(value is not None and kind not in ("icepop", "sequence"),
+                   f"{flag} {value} is for --importance-correction icepop and sequence, not for {kind}")
+        low, high = self.importance_band
+        refuse(not 0 <= low <= 1, f"--importance-low {low} is not in [0, 1]")
+        refuse(not is_least(high, 1), f"--importance-high {high} is not a number from 1 on")
 
 
 def _check_coldness(flag: str, temperature: float) -> None:
-    _refuse(0 < temperature < MIN_TEMPERATURE, f"{flag} {temperature} is below {MIN_TEMPERATURE}, the least that vLLM "
-            "samples at")
-
-
-def _check_truncation(config: RlConfig) -> None:
-    """Refuse bounds that cut weights which are below 1 only because the engine's distribution is truncated.
-
-    A weight is the trainer's probability divided by the engine's, which truncation increases by the factor
-    1 / (share of probability that is kept).
-    """
-    kind, low = config.importance_correction, config.importance_band[0]
-    _refuse(low > config.top_p, f"--top-p {config.top_p} with --importance-correction {kind} and --importance-low "
-            f"{low}: where engine and trainer agree, weights are from {config.top_p} to 1, and those below {low} are "
-            f"cut; use --importance-low {config.top_p} or less")
-    _refuse(config.top_k > 0 and config.importance_low is None and kind == "sequence",
-            f"--top-k {config.top_k} with --importance-correction sequence: where engine and trainer agree, weights "
-            f"are the share of probability that {config.top_k} tokens have; set --importance-low below what it may be")
-
-
-def _check_loss(config: RlConfig) -> None:
-    (low, high), dual = config.clip_range, config.dual_clip_ratio
-    if config.policy_loss == "cispo":
-        _refuse(not 0 <= low <= 1, f"--clip-ratio-low {low} is not in [0, 1]")
-        _refuse(dual is not None, f"--dual-clip-ratio {dual} is for --policy-loss ppo and gspo, not for cispo")
-    else:
-        _refuse(not 0 <= low < 1, f"--clip-ratio-low {low} is not in [0, 1)")
-    _refuse(not _is_least(high, 0), f"--clip-ratio-high {high} is not a number from 0 on")
-    _refuse(dual is not None and not _is_above(dual, 1), f"--dual-clip-ratio {dual} is not a number above 1")
-    for flag, value in (("--entropy-coeff", config.entropy_coeff), ("--kl-coeff", config.kl_coeff)):
-        _refuse(not _is_least(value, 0), f"{flag} {value} is not a number from 0 on")
-    length, normed = config.loss_norm_length, config.aggregation == "seq-mean-token-sum-norm"
-    _refuse(normed and length is None, "--loss-aggregation seq-mean-token-sum-norm needs --loss-norm-length")
-    _refuse(not normed and length is not None, f"--loss-norm-length {length} is for --loss-aggregation "
-            f"seq-mean-token-sum-norm, not for {config.aggregation}")
-    _refuse(length is not None and length < 1, f"--loss-norm-length {length} is below 1")
-
-
-def _check_reference(config: RlConfig) -> None:
-    flags = {"--ref-load": config.ref_load, "--ref-load-hf": config.ref_load_hf}
-    given = [f"{flag} {value}" for flag, value in flags.items() if value]
-    _refuse(len(given) > 1, f"{' and '.join(given)}: the reference policy has one source; leave one out")
-    _refuse(bool(given) and not config.kl_coeff,
-            f"{' '.join(given)} with --kl-coeff 0, which needs no reference policy: set --kl-coeff, or leave it out")
-
-
-def _check_importance(config: RlConfig) -> None:
-    kind = config.importance_correction
-    # A weight of 1 means that engine and trainer agree, so it must never be cut.
-    _refuse(not _is_least(config.importance_cap, 1),
-            f"--importance-cap {config.importance_cap} is not a number from 1 on")
-    for flag, value in (("--importance-low", config.importance_low), ("--importance-high", config.importance_high)):
-        _refuse(value is not None and kind not in ("icepop", "sequence"),
-                f"{flag} {value} is for --importance-correction icepop and sequence, not for {kind}")
-    low, high = config.importance_band
-    _refuse(not 0 <= low <= 1, f"--importance-low {low} is not in [0, 1]")
-    _refuse(not _is_least(high, 1), f"--importance-high {high} is not a number from 1 on")
-
-
-def _is_above(value: float, bound: float) -> bool:
-    return math.isfinite(value) and value > bound
-
-
-def _is_least(value: float, bound: float) -> bool:
-    return math.isfinite(value) and value >= bound
-
-
-def _refuse(condition: bool, message: str) -> None:
-    if condition:
-        raise ValueError(message)
+    refuse(0 < temperature < MIN_TEMPERATURE, f"{flag} {temperature} is below {MIN_TEMPERATURE}, the least that vLLM "
+           "samples at")
 
 
 @dataclass(frozen=True)
@@ -329,61 +295,43 @@ class RolloutConfig:
             raise ValueError(f"--engine-gpus {self.engine_gpus}: must be numbers with commas between them, such as 4,5")
         return tuple(map(int, numbers))
 
+    def check(self) -> None:
+        """Refuse values and combinations within this section. Raises ValueError."""
+        refuse_below(self, {"max_completion_tokens": 1, "engine_dp": 1, "engine_tp": 1, "engine_pp": 1,
+                            "engine_max_num_seqs": 1, "engine_kv_cache_mib": 1})
+        if self.refit_verify_interval < 0:
+            raise ValueError(f"--refit-verify-interval {self.refit_verify_interval} is below 0 (0: verify no refit)")
+        for name in ("engine_start_timeout_s", "rollout_timeout_s", "refit_timeout_s"):
+            value = vars(self)[name]
+            if not 0 < value <= MAX_TIMEOUT_S:
+                raise ValueError(f"{flag_name(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
+        self._check_placement()
+        if self.rollout_timeout_s < self.refit_timeout_s:
+            raise ValueError(f"--rollout-timeout-s {self.rollout_timeout_s}, which limits every call of the engine, is "
+                             f"below --refit-timeout-s {self.refit_timeout_s}")
 
-def check_rollout(config: RolloutConfig, seq_length: int) -> None:
-    """Check the flags. Raises ValueError for the first thing found wrong, naming flags and values.
+    def _check_placement(self) -> None:
+        placement = self.engine_placement
+        if self.ray_address and placement != "ray":
+            raise ValueError(f"--ray-address {self.ray_address} is for --engine-placement ray, not for {placement}")
+        if self.ray_address.startswith("ray://"):
+            raise ValueError(f"--ray-address {self.ray_address}: Ray Client is not supported; start Ray on this node "
+                             "as one of the cluster's and use auto, or host:port of its GCS")
+        if self.ray_address not in ("", "auto") and not re.fullmatch(r".+:\d+", self.ray_address):
+            raise ValueError(f"--ray-address {self.ray_address} is neither host:port of a Ray cluster nor auto")
+        if self.engine_memory is not None and not 0 < self.engine_memory <= 1:
+            raise ValueError(f"--engine-memory {self.engine_memory} is not above 0 and at most 1")
+        if self.engine_gpus:
+            self._check_gpus()
 
-    Args:
-        config: the flags.
-        seq_length: `--seq-length`.
-    """
-    for name in ("max_completion_tokens", "engine_dp", "engine_tp", "engine_pp", "engine_max_num_seqs",
-                 "engine_kv_cache_mib"):
-        value = vars(config)[name]
-        if value < 1:
-            raise ValueError(f"{_flag(name)} {value} is below 1")
-    if config.refit_verify_interval < 0:
-        raise ValueError(f"--refit-verify-interval {config.refit_verify_interval} is below 0 (0: verify no refit)")
-    for name in ("engine_start_timeout_s", "rollout_timeout_s", "refit_timeout_s"):
-        value = vars(config)[name]
-        if not 0 < value <= MAX_TIMEOUT_S:
-            raise ValueError(f"{_flag(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
-    _check_placement(config)
-    if config.rollout_timeout_s < config.refit_timeout_s:
-        raise ValueError(f"--rollout-timeout-s {config.rollout_timeout_s}, which limits every call of the engine, is "
-                         f"below --refit-timeout-s {config.refit_timeout_s}")
-    if config.max_completion_tokens >= seq_length:
-        raise ValueError(f"--max-completion-tokens {config.max_completion_tokens} leaves no room for a prompt in "
-                         f"--seq-length {seq_length}")
-
-
-def _check_placement(config: RolloutConfig) -> None:
-    placement = config.engine_placement
-    if config.ray_address and placement != "ray":
-        raise ValueError(f"--ray-address {config.ray_address} is for --engine-placement ray, not for {placement}")
-    if config.ray_address.startswith("ray://"):
-        raise ValueError(f"--ray-address {config.ray_address}: Ray Client is not supported; start Ray on this node as "
-                         "one of the cluster's and use auto, or host:port of its GCS")
-    if config.ray_address not in ("", "auto") and not re.fullmatch(r".+:\d+", config.ray_address):
-        raise ValueError(f"--ray-address {config.ray_address} is neither host:port of a Ray cluster nor auto")
-    if config.engine_memory is not None and not 0 < config.engine_memory <= 1:
-        raise ValueError(f"--engine-memory {config.engine_memory} is not above 0 and at most 1")
-    if config.engine_gpus:
-        _check_gpus(config)
-
-
-def _check_gpus(config: RolloutConfig) -> None:
-    if config.engine_placement != "separate":
-        raise ValueError(f"--engine-gpus {config.engine_gpus} is for --engine-placement separate, not for "
-                         f"{config.engine_placement}")
-    numbers = config.gpu_numbers
-    if len(set(numbers)) != len(numbers):
-        raise ValueError(f"--engine-gpus {config.engine_gpus} has a GPU twice")
-    if len(numbers) != config.num_engine_workers:
-        raise ValueError(
-            f"--engine-gpus {config.engine_gpus} are {len(numbers)}, and --engine-dp {config.engine_dp} --engine-tp "
-            f"{config.engine_tp} --engine-pp {config.engine_pp} need {config.num_engine_workers}, one a worker")
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
+    def _check_gpus(self) -> None:
+        if self.engine_placement != "separate":
+            raise ValueError(f"--engine-gpus {self.engine_gpus} is for --engine-placement separate, not for "
+                             f"{self.engine_placement}")
+        numbers = self.gpu_numbers
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"--engine-gpus {self.engine_gpus} has a GPU twice")
+        if len(numbers) != self.num_engine_workers:
+            raise ValueError(
+                f"--engine-gpus {self.engine_gpus} are {len(numbers)}, and --engine-dp {self.engine_dp} --engine-tp "
+                f"{self.engine_tp} --engine-pp {self.engine_pp} need {self.num_engine_workers}, one a worker")

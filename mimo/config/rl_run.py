@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, override
 
 from mimo import registry
-from mimo.config import rl
-from mimo.config.rl import RlConfig, RolloutConfig, check_rollout
+from mimo.config.checks import refuse
+from mimo.config.rl import RlConfig, RolloutConfig
 from mimo.config.rl_sections import PromptDataConfig, RlLayoutConfig, RlObserveConfig, RlOptimConfig, RlTrainConfig
 from mimo.config.trainer import DataConfig, RunConfig, TrainConfig
 from mimo.config.validate import validate
@@ -98,14 +98,14 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     # Evaluations here use prompts, which the trainer's own checks do not know. Prefetch is refused below.
     train = replace(config.train, eval_interval=0, encoder_prefetch_depth=0)
     layout = validate(replace(config, train=train), world_size, rank)
-    _refuse(layout.kind == "homogeneous", "--layout homogeneous is not supported in RL yet: use colocated or disjoint")
+    refuse(layout.kind == "homogeneous", "--layout homogeneous is not supported in RL yet: use colocated or disjoint")
     given = config.layout.encoder_window
-    _refuse(given is not None, f"--encoder-window {given} is not supported in RL yet: leave it out")
-    _refuse(layout.encoder_window is not None,
-            f"--layout colocated with --llm-pp {config.layout.llm_pp} needs encoder windows, which RL does not support "
-            "yet: use --llm-pp 1, or --layout disjoint")
-    rl.validate(config.rl, llm_tp=config.layout.llm_tp, sequence_parallel=config.layout.sequence_parallel)
-    check_rollout(config.rollout, config.train.seq_length)
+    refuse(given is not None, f"--encoder-window {given} is not supported in RL yet: leave it out")
+    refuse(layout.encoder_window is not None,
+           f"--layout colocated with --llm-pp {config.layout.llm_pp} needs encoder windows, which RL does not support "
+           "yet: use --llm-pp 1, or --layout disjoint")
+    config.rl.check()
+    config.rollout.check()
     _check_batch(config)
     _check_evaluation(config)
     _check_mode(config)
@@ -121,87 +121,88 @@ def _check_engine_model(config: RlRunConfig) -> None:
     """Refuse a model that cannot be described to the rollout engine."""
     provider, name = registry.model_provider(config.model.model_provider), config.model.model_provider
     if provider.encoders(config.model_family):
-        _refuse(not isinstance(provider, ImageProcessorProvider),
-                f"--model-provider {name} has no image processor for the rollout engine (check_processor)")
+        refuse(not isinstance(provider, ImageProcessorProvider),
+               f"--model-provider {name} has no image processor for the rollout engine (check_processor)")
         provider.check_processor(config.model_family)
     depths = provider.hf_config(config.model_family).get("num_nextn_predict_layers")
-    _refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
-            "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "
-            "with num_nextn_predict_layers 0: loading passes over their weights")
+    refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
+           "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "
+           "with num_nextn_predict_layers 0: loading passes over their weights")
 
 
 def _check_batch(config: RlRunConfig) -> None:
     train, algorithm = config.train, config.rl
     each, budget = algorithm.completions_per_prompt, algorithm.max_tokens_per_microbatch
-    _refuse(train.global_batch_size % each != 0,
-            f"--global-batch-size {train.global_batch_size} counts completions; it is not divisible by "
-            f"--completions-per-prompt {each}; nearest are {train.global_batch_size // each * each or each} and "
-            f"{-(-train.global_batch_size // each) * each}")
+    tp, longest = config.layout.llm_tp, config.rollout.max_completion_tokens
+    refuse(config.layout.sequence_parallel and budget % tp != 0,
+           f"--max-tokens-per-microbatch {budget} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
+           f"nearest are {budget // tp * tp or tp} and {-(-budget // tp) * tp}")
+    refuse(longest >= train.seq_length,
+           f"--max-completion-tokens {longest} leaves no room for a prompt in --seq-length {train.seq_length}")
+    refuse(train.global_batch_size % each != 0,
+           f"--global-batch-size {train.global_batch_size} counts completions; it is not divisible by "
+           f"--completions-per-prompt {each}; nearest are {train.global_batch_size // each * each or each} and "
+           f"{-(-train.global_batch_size // each) * each}")
     updates, dp, prompts = algorithm.updates_per_rollout, config.layout.llm_dp, train.global_batch_size // each
-    _refuse(prompts % updates != 0, f"--updates-per-rollout {updates} does not divide the {prompts} prompts that "
-            f"--global-batch-size {train.global_batch_size} and --completions-per-prompt {each} make")
-    _refuse(train.global_batch_size // updates % dp != 0,
-            f"--updates-per-rollout {updates}: {train.global_batch_size // updates} completions of an update do not "
-            f"divide over --llm-dp {dp}")
-    _refuse(train.micro_batch_size != 1, f"--micro-batch-size {train.micro_batch_size}: microbatches are made by "
-            "--max-tokens-per-microbatch; leave it at 1")
-    _refuse(budget < train.seq_length, f"--max-tokens-per-microbatch {budget} is below --seq-length "
-            f"{train.seq_length}, the longest prompt with its completion")
-    _refuse(config.data.lane_loader != DataConfig().lane_loader,
-            f"--lane-loader {config.data.lane_loader}: the first rank reads the prompts; leave it out")
+    refuse(prompts % updates != 0, f"--updates-per-rollout {updates} does not divide the {prompts} prompts that "
+           f"--global-batch-size {train.global_batch_size} and --completions-per-prompt {each} make")
+    refuse(train.global_batch_size // updates % dp != 0,
+           f"--updates-per-rollout {updates}: {train.global_batch_size // updates} completions of an update do not "
+           f"divide over --llm-dp {dp}")
+    refuse(train.micro_batch_size != 1, f"--micro-batch-size {train.micro_batch_size}: microbatches are made by "
+           "--max-tokens-per-microbatch; leave it at 1")
+    refuse(budget < train.seq_length, f"--max-tokens-per-microbatch {budget} is below --seq-length "
+           f"{train.seq_length}, the longest prompt with its completion")
+    refuse(config.data.lane_loader != DataConfig().lane_loader,
+           f"--lane-loader {config.data.lane_loader}: the first rank reads the prompts; leave it out")
 
 
 def _check_evaluation(config: RlRunConfig) -> None:
     train, prompts = config.train, config.rl.eval_prompts
-    _refuse(train.eval_iters != 0, f"--eval-iters {train.eval_iters} is for train_hetero.py; --eval-prompts says how "
-            "many held-out prompts an evaluation completes")
-    _refuse(train.eval_interval < 0, f"--eval-interval {train.eval_interval} is below 0")
-    _refuse(train.eval_interval > 0 and not prompts,
-            f"--eval-interval {train.eval_interval} with --eval-prompts 0 evaluates nothing: set --eval-prompts")
-    _refuse(train.num_generations not in (0, TrainConfig().num_generations) and not prompts,
-            f"--num-generations {train.num_generations} with --eval-prompts 0: completions of held-out prompts are "
-            "shown at the end of an evaluation; set --eval-prompts")
+    refuse(train.eval_iters != 0, f"--eval-iters {train.eval_iters} is for train_hetero.py; --eval-prompts says how "
+           "many held-out prompts an evaluation completes")
+    refuse(train.eval_interval < 0, f"--eval-interval {train.eval_interval} is below 0")
+    refuse(train.eval_interval > 0 and not prompts,
+           f"--eval-interval {train.eval_interval} with --eval-prompts 0 evaluates nothing: set --eval-prompts")
+    refuse(train.num_generations not in (0, TrainConfig().num_generations) and not prompts,
+           f"--num-generations {train.num_generations} with --eval-prompts 0: completions of held-out prompts are "
+           "shown at the end of an evaluation; set --eval-prompts")
 
 
 def _check_mode(config: RlRunConfig) -> None:
     mode, correction = config.rollout.rollout_mode, config.rl.importance_correction
     quantization = config.rollout.engine_quantization
-    _refuse(quantization != "none" and (config.train.device == "cpu" or not config.model.bf16),
-            f"--engine-quantization {quantization} needs --device cuda and --bf16")
-    _refuse(mode != "sync" and correction == "none",
-            f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
-            "last update, and the loss takes them for the present one's. Use --importance-correction token, icepop or "
-            "sequence")
-    _refuse(mode != "sync" and config.rollout.engine_placement == "colocated",
-            f"--rollout-mode {mode} with --engine-placement colocated: the engine cannot generate beside the update on "
-            "GPUs that it shares with it; use --rollout-mode sync")
+    refuse(quantization != "none" and (config.train.device == "cpu" or not config.model.bf16),
+           f"--engine-quantization {quantization} needs --device cuda and --bf16")
+    refuse(mode != "sync" and correction == "none",
+           f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
+           "last update, and the loss takes them for the present one's. Use --importance-correction token, icepop or "
+           "sequence")
+    refuse(mode != "sync" and config.rollout.engine_placement == "colocated",
+           f"--rollout-mode {mode} with --engine-placement colocated: the engine cannot generate beside the update on "
+           "GPUs that it shares with it; use --rollout-mode sync")
 
 
 def _refuse_missing(config: RlRunConfig) -> None:
     """Refuse what other parts of the program can do and reinforcement learning cannot."""
     train = config.train
     encoders = registry.model_provider(config.model.model_provider).encoders(config.model_family)
-    _refuse(config.layout.llm_only and bool(encoders), f"--llm-only: the rollout engine has the encoder "
-            f"{', '.join(encoders)} of --model-provider {config.model.model_provider}, whose weights come from here")
-    _refuse(config.optim.correct_encoder_grad_for_partial_participation,
-            "--correct-encoder-grad-for-partial-participation is for train_hetero.py; leave it out")
-    _refuse(train.encoder_prefetch_depth != 0,
-            f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
-            "step are not known before the present one is over; leave it out")
-    _refuse(not config.observe.timeline, "--no-timeline is for train_hetero.py: no timeline is recorded here; leave it "
-            "out")
+    refuse(config.layout.llm_only and bool(encoders), f"--llm-only: the rollout engine has the encoder "
+           f"{', '.join(encoders)} of --model-provider {config.model.model_provider}, whose weights come from here")
+    refuse(config.optim.correct_encoder_grad_for_partial_participation,
+           "--correct-encoder-grad-for-partial-participation is for train_hetero.py; leave it out")
+    refuse(train.encoder_prefetch_depth != 0,
+           f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
+           "step are not known before the present one is over; leave it out")
+    refuse(not config.observe.timeline, "--no-timeline is for train_hetero.py: no timeline is recorded here; leave it "
+           "out")
     for name in ("profile_steps", "timeline_interval", "peak_tflops"):
         given = vars(config.observe)[name]
-        _refuse(bool(given), f"--{name.replace('_', '-')} {given} is for train_hetero.py; leave it out")
+        refuse(bool(given), f"--{name.replace('_', '-')} {given} is for train_hetero.py; leave it out")
     family = vars(config.model_family)
     pattern = family.get("hybrid_layer_pattern") or ""
-    _refuse("/" in pattern, f"--hybrid-layer-pattern {pattern} has layers of multi-token prediction behind a /: they "
-            f"would get no gradient here; use --hybrid-layer-pattern {pattern.partition('/')[0]}")
+    refuse("/" in pattern, f"--hybrid-layer-pattern {pattern} has layers of multi-token prediction behind a /: they "
+           f"would get no gradient here; use --hybrid-layer-pattern {pattern.partition('/')[0]}")
     for name in ("hidden_dropout", "attention_dropout"):
-        _refuse(bool(family.get(name)), f"--{name.replace('_', '-')} {family.get(name)}: the policy that is trained "
-                "would not be the one that the engine samples from; use 0")
-
-
-def _refuse(condition: bool, message: str) -> None:
-    if condition:
-        raise ValueError(message)
+        refuse(bool(family.get(name)), f"--{name.replace('_', '-')} {family.get(name)}: the policy that is trained "
+               "would not be the one that the engine samples from; use 0")

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import tyro
 
 from mimo import registry
-from mimo.config.toml_file import field_name
+from mimo.config.checks import MAX_TIMEOUT_S, refuse, refuse_below
+from mimo.config.toml_file import field_name, flag_name
 
 # Flags of checkpoints: where they go, when, and what is taken from one.
 
@@ -100,6 +101,28 @@ class CheckpointConfig:
         """Whether some weights come from a Hugging Face folder."""
         return bool(self.load_hf or self.load_vision_from or self.load_language_from)
 
+    def check(self) -> None:
+        """Refuse values and combinations within this section. Raises ValueError."""
+        refuse(not 0 <= self.checkpoint_timeout_s <= MAX_TIMEOUT_S,
+               f"--checkpoint-timeout-s {self.checkpoint_timeout_s} is not at least 0 and at most {MAX_TIMEOUT_S:g} "
+               "(a week)")
+        refuse_below(self, {"save_interval": 1, "keep_last": 1, "ckpt_step": 0})
+        for name in ("save_interval", "keep_last"):
+            refuse(vars(self)[name] is not None and self.save is None,
+                   f"{flag_name(name)} {vars(self)[name]} needs --save, the folder of the checkpoints")
+        refuse(self.async_save and self.save is None, "--async-save needs --save, the folder of the checkpoints")
+        refuse(self.ckpt_step is not None and self.load is None, f"--ckpt-step {self.ckpt_step} needs --load")
+        refuse(self.finetune and self.load is None,
+               "--finetune takes the weights of the checkpoint that --load names, and there is none")
+        # Started again, such a run could not tell its own checkpoints from those that it began with.
+        refuse(self.finetune and self.save is not None and not self.starts_elsewhere,
+               f"--finetune with --load {self.load} and --save {self.save}: it begins at iteration 0, and its "
+               "checkpoints would take the place of those that it begins with; give --save another folder")
+        minutes = self.exit_duration_in_mins
+        refuse(minutes is not None and not minutes > 0, f"--exit-duration-in-mins {minutes} is not above 0")
+        refuse(bool(self.load_hf) and bool(self.load_vision_from and self.load_language_from),
+               "--load-hf with both --load-vision-from and --load-language-from leaves nothing for it to give")
+
 
 def _real(path: str) -> str:
     return os.path.realpath(path)
@@ -141,6 +164,20 @@ class DdpConfig:
     """Parameters in a gradient bucket."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to a multiple of 2^16 per rank, where NCCL's bus bandwidth is highest."""
+
+    def check(self) -> None:
+        """Refuse values and combinations within this section. Raises ValueError."""
+        refuse_below(self, {"ddp_num_buckets": 1, "ddp_bucket_size": 1})
+        refuse(self.ddp_num_buckets is not None and self.ddp_bucket_size is not None,
+               f"--ddp-num-buckets {self.ddp_num_buckets} and --ddp-bucket-size {self.ddp_bucket_size}: set one of "
+               "them")
+        for name in ("ddp_num_buckets", "ddp_bucket_size"):
+            refuse(vars(self)[name] is not None and not self.overlap_grad_reduce,
+                   f"{flag_name(name)} {vars(self)[name]} needs --overlap-grad-reduce: without it there is one bucket")
+        refuse(self.overlap_param_gather and not self.overlap_grad_reduce,
+               "--overlap-param-gather needs --overlap-grad-reduce")
+        refuse(self.encoder_ddp_overlap and not self.overlap_grad_reduce,
+               "--encoder-ddp-overlap needs --overlap-grad-reduce")
 
 
 # Flags that place modules on ranks.
@@ -238,6 +275,12 @@ class ModelConfig:
         """Parts named by --freeze."""
         return frozenset(part.strip() for part in self.freeze.split(",") if part.strip())
 
+    def check(self) -> None:
+        """Refuse values and combinations within this section. Raises ValueError."""
+        refuse_below(self, {"recompute_num_layers": 1})
+        refuse(self.recompute_num_layers is not None and self.recompute != "full",
+               f"--recompute-num-layers {self.recompute_num_layers} needs --recompute full, it is {self.recompute}")
+
 
 # Flags of what a run leaves behind and shows.
 
@@ -316,6 +359,22 @@ class ObserveConfig:
             raise ValueError(f"--profile-ranks {self.profile_ranks} is not a list of ranks, such as 0,2")
         return tuple(int(word) for word in words)
 
+    def check(self) -> None:
+        """Refuse values and combinations within this section. Raises ValueError."""
+        refuse(self.peak_tflops is not None and not self.peak_tflops > 0,
+               f"--peak-tflops {self.peak_tflops} is not above 0")
+        refuse_below(self, {"log_interval": 1, "timeline_interval": 0})
+        refuse(self.timeline_interval > 0 and not self.timeline,
+               f"--timeline-interval {self.timeline_interval} needs --timeline, it is --no-timeline")
+        refuse(bool(self.profiled_ranks) and not self.profiled_steps and not self.memory_snapshot,
+               f"--profile-ranks {self.profile_ranks} needs --profile-steps or --memory-snapshot")
+        refuse(self.tensorboard_by_samples and self.tensorboard_dir is None,
+               "--tensorboard-by-samples needs --tensorboard-dir")
+        refuse(self.wandb_name is not None and self.wandb_project is None,
+               f"--wandb-name {self.wandb_name} needs --wandb-project")
+        refuse(self.mlflow_experiment is not None and self.mlflow_uri is None,
+               f"--mlflow-experiment {self.mlflow_experiment} needs --mlflow-uri")
+
 
 # Flags of the optimizers and of the learning-rate schedule.
 
@@ -353,6 +412,16 @@ class OptimConfig:
     the uncorrected gradient already is the exact per-token mean. Use it only to reproduce recipes that were tuned with
     it."""
 
+    def check(self) -> None:
+        """Refuse values and combinations within this section. Raises ValueError."""
+        for name in ("lr", "encoder_lr", "projector_lr", "adam_eps"):
+            value = vars(self)[name]
+            refuse(value is not None and not value > 0, f"{flag_name(name)} {value} is not above 0")
+        refuse_below(self, {"min_lr": 0, "weight_decay": 0, "encoder_weight_decay": 0, "clip_grad": 0})
+        refuse(self.min_lr > self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}")
+        for name in ("adam_beta1", "adam_beta2"):
+            refuse(not 0 <= vars(self)[name] < 1, f"{flag_name(name)} {vars(self)[name]} is not in [0, 1)")
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -379,12 +448,13 @@ class ScheduleConfig:
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """WSD: shape of the final decay."""
 
+    def check(self) -> None:
+        """Refuse values out of range. Raises ValueError. What fits together depends on the length of the run."""
+        refuse_below(self, {"lr_warmup_init": 0, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_decay_iters": 1,
+                            "lr_decay_samples": 1, "lr_wsd_decay_iters": 1, "lr_wsd_decay_samples": 1})
+
 
 # Flags of the run: batch, length, evaluation, safety.
-
-
-# A week. Sockets, process groups and timers do not accept arbitrarily long timeouts.
-MAX_TIMEOUT_S = 604800.0
 
 
 @dataclass(frozen=True)
@@ -424,6 +494,19 @@ class TrainConfig:
     """Print grids, lanes, parameters per rank and bridge bytes, then exit; needs no GPU."""
     world_size: int | None = None
     """Number of ranks for --dry-run. A run takes it from torchrun."""
+
+    def check(self) -> None:
+        """Refuse values and combinations within this section. Raises ValueError."""
+        refuse_below(self, {"seq_length": 1, "train_iters": 1, "train_samples": 1, "eval_interval": 0, "eval_iters": 0,
+                            "num_generations": 0})
+        refuse(not 0 < self.watchdog_timeout_s <= MAX_TIMEOUT_S,
+               f"--watchdog-timeout-s {self.watchdog_timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
+        refuse(self.train_iters is not None and self.train_samples is not None,
+               f"--train-iters {self.train_iters} and --train-samples {self.train_samples}: set one of them")
+        refuse(self.train_iters is None and self.train_samples is None and not self.dry_run,
+               "the run has no length: set --train-iters or --train-samples")
+        refuse(self.eval_interval > 0 and self.eval_iters == 0,
+               f"--eval-interval {self.eval_interval} with --eval-iters 0 evaluates nothing: set --eval-iters")
 
 
 @dataclass(frozen=True)

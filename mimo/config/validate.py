@@ -1,4 +1,7 @@
-"""Checks of a run's flags before it starts. They need neither process groups nor a GPU."""
+"""Checks of a run's flags before it starts: each section checks itself, and here is what sections must have in common.
+
+They need neither process groups nor a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import importlib.util
 import itertools
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
 
 from mimo import registry
+from mimo.config.checks import refuse
 from mimo.config.toml_file import field_name, flag_name
-from mimo.config.trainer import MAX_TIMEOUT_S, ObserveConfig, OptimConfig, RunConfig, ScheduleConfig
+from mimo.config.trainer import ObserveConfig, RunConfig, ScheduleConfig
 from mimo.grid.lanes import data_request, lanes_read_by
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import Layout
@@ -27,7 +30,7 @@ from mimo.protocols import (
 
 
 def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, dry_run: bool) -> None:
-    """Check the flags of logging and measurement.
+    """Check the flags of logging and measurement against the rest of the run.
 
     Args:
         flags: the flags.
@@ -38,25 +41,11 @@ def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, 
     Raises:
         ValueError: the first thing found wrong.
     """
-    if flags.log_interval < 1:
-        raise ValueError(f"--log-interval {flags.log_interval} is below 1")
-    if flags.timeline_interval < 0:
-        raise ValueError(f"--timeline-interval {flags.timeline_interval} is below 0")
-    if flags.timeline_interval and not flags.timeline:
-        raise ValueError(f"--timeline-interval {flags.timeline_interval} needs --timeline, it is --no-timeline")
     steps, ranks = flags.profiled_steps, flags.profiled_ranks
     if length is not None and steps and steps.start > length:
         raise ValueError(f"--profile-steps {flags.profile_steps} begins after the run's last iteration, {length}")
     if ranks and max(ranks) >= world_size:
         raise ValueError(f"--profile-ranks {flags.profile_ranks}: this run has ranks 0 to {world_size - 1}")
-    if ranks and not steps and not flags.memory_snapshot:
-        raise ValueError(f"--profile-ranks {flags.profile_ranks} needs --profile-steps or --memory-snapshot")
-    if flags.tensorboard_by_samples and flags.tensorboard_dir is None:
-        raise ValueError("--tensorboard-by-samples needs --tensorboard-dir")
-    if flags.wandb_name is not None and flags.wandb_project is None:
-        raise ValueError(f"--wandb-name {flags.wandb_name} needs --wandb-project")
-    if flags.mlflow_experiment is not None and flags.mlflow_uri is None:
-        raise ValueError(f"--mlflow-experiment {flags.mlflow_experiment} needs --mlflow-uri")
     if not dry_run:
         check_packages(flags)
 
@@ -172,11 +161,12 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
                     global_batch_size=train.global_batch_size,
                     num_experts=provider.num_experts(config.model_family),
                     sequence_parallel=config.layout.sequence_parallel)
-    _check_train(config)
+    for section in (train, config.model, config.optim, config.schedule, config.ddp, config.checkpoint, config.observe):
+        section.check()
+    _check_sequence(config)
     _check_model(config, layout)
     check_prefetch(config, layout, num_microbatches(config))
     check_run_ahead(config, layout)
-    _check_optim(config.optim)
     _check_schedule(config)
     _check_ddp(config, layout)
     _check_checkpoint(config)
@@ -222,9 +212,9 @@ def run_world_size(config: RunConfig, environment: Mapping[str, str]) -> int:
     if "WORLD_SIZE" in environment:
         return int(environment["WORLD_SIZE"])
     needed = required_world_size(config.layout, _encoders(config))
-    _refuse(needed > 1 and not config.train.dry_run,
-            f"the grids need {needed} ranks and this is one process: start it with torchrun --nproc-per-node {needed} "
-            "(over several hosts: so many in all), or see the plan with --dry-run")
+    refuse(needed > 1 and not config.train.dry_run,
+           f"the grids need {needed} ranks and this is one process: start it with torchrun --nproc-per-node {needed} "
+           "(over several hosts: so many in all), or see the plan with --dry-run")
     return needed
 
 
@@ -233,39 +223,12 @@ def _encoders(config: RunConfig) -> tuple[str, ...]:
     return encoders
 
 
-def _refuse(condition: bool, message: str) -> None:
-    if condition:
-        raise ValueError(message)
-
-
-def _refuse_below(section: Any, bounds: dict[str, float]) -> None:
-    """Refuse fields of `section` that are below their bound or not a number. None is accepted."""
-    for name, least in bounds.items():
-        value = getattr(section, name)
-        _refuse(value is not None and not value >= least, f"{flag_name(name)} {value} is below {least}")
-
-
-def _check_train(config: RunConfig) -> None:
+def _check_sequence(config: RunConfig) -> None:
     train = config.train
-    _refuse_below(train, {"seq_length": 1, "train_iters": 1, "train_samples": 1, "eval_interval": 0, "eval_iters": 0,
-                          "num_generations": 0})
-    _refuse(not 0 < train.watchdog_timeout_s <= MAX_TIMEOUT_S,
-            f"--watchdog-timeout-s {train.watchdog_timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
-    files_s = config.checkpoint.checkpoint_timeout_s
-    _refuse(not 0 <= files_s <= MAX_TIMEOUT_S,
-            f"--checkpoint-timeout-s {files_s} is not at least 0 and at most {MAX_TIMEOUT_S:g} (a week)")
-    peak = config.observe.peak_tflops
-    _refuse(peak is not None and not peak > 0, f"--peak-tflops {peak} is not above 0")
-    _refuse(train.train_iters is not None and train.train_samples is not None,
-            f"--train-iters {train.train_iters} and --train-samples {train.train_samples}: set one of them")
-    _refuse(train.train_iters is None and train.train_samples is None and not train.dry_run,
-            "the run has no length: set --train-iters or --train-samples")
-    _refuse(train.eval_interval > 0 and train.eval_iters == 0,
-            f"--eval-interval {train.eval_interval} with --eval-iters 0 evaluates nothing: set --eval-iters")
     tp = config.layout.llm_tp
-    _refuse(config.layout.sequence_parallel and train.seq_length % tp != 0,
-            f"--seq-length {train.seq_length} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
-            f"nearest are {train.seq_length // tp * tp or tp} and {-(-train.seq_length // tp) * tp}")
+    refuse(config.layout.sequence_parallel and train.seq_length % tp != 0,
+           f"--seq-length {train.seq_length} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
+           f"nearest are {train.seq_length // tp * tp or tp} and {-(-train.seq_length // tp) * tp}")
 
 
 def _check_model(config: RunConfig, layout: Layout) -> None:
@@ -273,69 +236,53 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     encoders = tuple(grid.name for grid in layout.encoders)
     known = (*encoders, PROJECTOR, LANGUAGE) if encoders else (LANGUAGE,)
     unknown, parts = ", ".join(sorted(model.frozen - set(known))), ", ".join(known)
-    _refuse(bool(unknown), f"--freeze {model.freeze}: unknown part {unknown}; known are {parts}")
-    _refuse(model.frozen >= set(known), f"--freeze {model.freeze} leaves nothing to train; the parts are {parts}")
-    _refuse(model.transformer_impl == "transformer_engine" and config.train.device == "cpu",
-            "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
-    _refuse_below(model, {"recompute_num_layers": 1})
-    _refuse(model.recompute_num_layers is not None and model.recompute != "full",
-            f"--recompute-num-layers {model.recompute_num_layers} needs --recompute full, it is {model.recompute}")
+    refuse(bool(unknown), f"--freeze {model.freeze}: unknown part {unknown}; known are {parts}")
+    refuse(model.frozen >= set(known), f"--freeze {model.freeze} leaves nothing to train; the parts are {parts}")
+    refuse(model.transformer_impl == "transformer_engine" and config.train.device == "cpu",
+           "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
     if model.recompute_num_layers is not None:
         largest = max(layers_of_stages(config, layout))
-        _refuse(model.recompute_num_layers > largest,
-                f"--recompute-num-layers {model.recompute_num_layers}: a pipeline stage has {largest} layers at most")
+        refuse(model.recompute_num_layers > largest,
+               f"--recompute-num-layers {model.recompute_num_layers}: a pipeline stage has {largest} layers at most")
     gib = config.layout.encoder_activation_gib
-    _refuse(gib is not None and model.frozen >= set(encoders), f"--encoder-activation-gib {gib} with --freeze "
-            f"{model.freeze}: a frozen encoder keeps no activations; leave it out")
-    _refuse(gib is not None and model.encoder_recompute != "none", f"--encoder-activation-gib {gib} with "
-            f"--encoder-recompute {model.encoder_recompute}, which keeps nothing; leave one of them out")
-    _refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
-            f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
-            "activations; leave it out")
+    refuse(gib is not None and model.frozen >= set(encoders), f"--encoder-activation-gib {gib} with --freeze "
+           f"{model.freeze}: a frozen encoder keeps no activations; leave it out")
+    refuse(gib is not None and model.encoder_recompute != "none", f"--encoder-activation-gib {gib} with "
+           f"--encoder-recompute {model.encoder_recompute}, which keeps nothing; leave one of them out")
+    refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
+           f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
+           "activations; leave it out")
     if not encoders:
-        _refuse(model.encoder_recompute != "none", f"a run without encoder has no use for --encoder-recompute "
-                f"{model.encoder_recompute}: leave it out")
+        refuse(model.encoder_recompute != "none", f"a run without encoder has no use for --encoder-recompute "
+               f"{model.encoder_recompute}: leave it out")
         given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
                  if getattr(config.optim, name) is not None]
         if config.ddp.encoder_ddp_overlap:
             given.append("--encoder-ddp-overlap")
-        _refuse(bool(given), f"a run without encoder has no use for {', '.join(given)}: leave it out")
-
-
-def _check_optim(optim: OptimConfig) -> None:
-    for name in ("lr", "encoder_lr", "projector_lr", "adam_eps"):
-        value = getattr(optim, name)
-        _refuse(value is not None and not value > 0, f"{flag_name(name)} {value} is not above 0")
-    _refuse_below(optim, {"min_lr": 0, "weight_decay": 0, "encoder_weight_decay": 0, "clip_grad": 0})
-    _refuse(optim.min_lr > optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
-    for name in ("adam_beta1", "adam_beta2"):
-        value = getattr(optim, name)
-        _refuse(not 0 <= value < 1, f"{flag_name(name)} {value} is not in [0, 1)")
+        refuse(bool(given), f"a run without encoder has no use for {', '.join(given)}: leave it out")
 
 
 def _check_schedule(config: RunConfig) -> None:
     """Refuse schedule flags that contradict each other or would be ignored."""
     schedule, train, style = config.schedule, config.train, config.schedule.lr_decay_style
     unit, other = ("samples", "iters") if train.train_samples is not None else ("iters", "samples")
-    _refuse_below(schedule, {"lr_warmup_init": 0, "lr_warmup_iters": 0, "lr_warmup_samples": 0})
-    _refuse_below(schedule, {f"lr_{kind}_{name}": 1 for kind in ("decay", "wsd_decay") for name in (unit, other)})
     for kind in ("warmup", "decay", "wsd_decay"):
         value = getattr(schedule, f"lr_{kind}_{other}")
-        _refuse(bool(value) and (train.train_iters is not None or train.train_samples is not None),
-                f"--lr-{kind.replace('_', '-')}-{other} {value} with --train-{unit}: the schedule counts {unit}, "
-                f"use --lr-{kind.replace('_', '-')}-{unit}")
-    _refuse(schedule.lr_warmup_init > config.optim.lr,
-            f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {config.optim.lr}")
+        refuse(bool(value) and (train.train_iters is not None or train.train_samples is not None),
+               f"--lr-{kind.replace('_', '-')}-{other} {value} with --train-{unit}: the schedule counts {unit}, "
+               f"use --lr-{kind.replace('_', '-')}-{unit}")
+    refuse(schedule.lr_warmup_init > config.optim.lr,
+           f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {config.optim.lr}")
     decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}")
     if style == "constant" and decay is not None:
         raise ValueError(f"--lr-decay-{unit} {decay} with --lr-decay-style constant, which does not decay")
     if style == "WSD":
-        _refuse(wsd_decay is None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay")
+        refuse(wsd_decay is None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay")
     else:
-        _refuse(wsd_decay is not None, f"--lr-wsd-decay-{unit} {wsd_decay} needs --lr-decay-style WSD, it is {style}")
-        _refuse(schedule.lr_wsd_decay_style != ScheduleConfig().lr_wsd_decay_style,
-                f"--lr-wsd-decay-style {schedule.lr_wsd_decay_style} needs --lr-decay-style WSD, it is {style}")
+        refuse(wsd_decay is not None, f"--lr-wsd-decay-{unit} {wsd_decay} needs --lr-decay-style WSD, it is {style}")
+        refuse(schedule.lr_wsd_decay_style != ScheduleConfig().lr_wsd_decay_style,
+               f"--lr-wsd-decay-style {schedule.lr_wsd_decay_style} needs --lr-decay-style WSD, it is {style}")
     _check_lengths(schedule, unit, getattr(train, f"train_{unit}"))
 
 
@@ -343,37 +290,27 @@ def _check_lengths(schedule: ScheduleConfig, unit: str, length: int | None) -> N
     """Refuse a warm-up or decay that does not fit into the run. `length` is None in a dry run without one."""
     warmup = getattr(schedule, f"lr_warmup_{unit}")
     decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}") or 0
-    _refuse(length is not None and bool(warmup) and warmup >= length,
-            f"--lr-warmup-{unit} {warmup} is not shorter than the run, --train-{unit} {length}")
-    _refuse(decay is not None and bool(warmup) and warmup >= decay,
-            f"--lr-warmup-{unit} {warmup} is not shorter than --lr-decay-{unit} {decay}")
+    refuse(length is not None and bool(warmup) and warmup >= length,
+           f"--lr-warmup-{unit} {warmup} is not shorter than the run, --train-{unit} {length}")
+    refuse(decay is not None and bool(warmup) and warmup >= decay,
+           f"--lr-warmup-{unit} {warmup} is not shorter than --lr-decay-{unit} {decay}")
     whole, source = (decay, f"--lr-decay-{unit}") if decay is not None else (length, f"--train-{unit}")
-    _refuse(whole is not None and warmup + wsd_decay > whole,
-            f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {wsd_decay} is longer than {source} {whole}")
+    refuse(whole is not None and warmup + wsd_decay > whole,
+           f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {wsd_decay} is longer than {source} {whole}")
 
 
 def _check_ddp(config: RunConfig, layout: Layout) -> None:
     ddp = config.ddp
-    _refuse_below(ddp, {"ddp_num_buckets": 1, "ddp_bucket_size": 1})
-    _refuse(ddp.ddp_num_buckets is not None and ddp.ddp_bucket_size is not None,
-            f"--ddp-num-buckets {ddp.ddp_num_buckets} and --ddp-bucket-size {ddp.ddp_bucket_size}: set one of them")
-    for field in ("ddp_num_buckets", "ddp_bucket_size"):
-        _refuse(vars(ddp)[field] is not None and not ddp.overlap_grad_reduce,
-                f"{flag_name(field)} {vars(ddp)[field]} needs --overlap-grad-reduce: without it there is one bucket")
-    if ddp.overlap_param_gather:
-        _refuse(not ddp.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
-        _refuse(not config.optim.use_distributed_optimizer,
-                "--overlap-param-gather needs --use-distributed-optimizer, it is --no-use-distributed-optimizer")
-    _refuse(ddp.encoder_ddp_overlap and not ddp.overlap_grad_reduce,
-            "--encoder-ddp-overlap needs --overlap-grad-reduce")
+    refuse(ddp.overlap_param_gather and not config.optim.use_distributed_optimizer,
+           "--overlap-param-gather needs --use-distributed-optimizer, it is --no-use-distributed-optimizer")
     if layout.encoder_window is not None:
         where = f"encoder windows (--encoder-window {layout.encoder_window})"
-        _refuse(ddp.encoder_ddp_overlap,
-                f"--encoder-ddp-overlap with {where}: the encoders' last backward pass ends the iteration, so there is "
-                "nothing to overlap with; leave it out")
-        _refuse(config.optim.correct_encoder_grad_for_partial_participation,
-                f"--correct-encoder-grad-for-partial-participation with {where}: all replicas share all images; leave "
-                "it out")
+        refuse(ddp.encoder_ddp_overlap,
+               f"--encoder-ddp-overlap with {where}: the encoders' last backward pass ends the iteration, so there is "
+               "nothing to overlap with; leave it out")
+        refuse(config.optim.correct_encoder_grad_for_partial_participation,
+               f"--correct-encoder-grad-for-partial-participation with {where}: all replicas share all images; leave "
+               "it out")
 
 
 def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
@@ -407,10 +344,10 @@ def _refuse_images(config: RunConfig, dataset: DataProvider, tokens: TokenSpec) 
     """Refuse a data set with images among its first samples; the run has no encoder for them."""
     stream = dataset.stream(config.dataset, tokens, Lane(LANGUAGE, 0, 1, config.train.seed, "train"))
     for sample in itertools.islice(stream, CHECKED_SAMPLES):
-        _refuse(bool(sample.image_sizes), f"--llm-only: sample {sample.key} of --dataset-provider "
-                f"{config.data.dataset_provider} has images, and the run has no encoder for them; "
-                "choose text-only data (such as --mock-text-only-fraction 1 or --digits-text-only-fraction "
-                "1), or leave out --llm-only")
+        refuse(bool(sample.image_sizes), f"--llm-only: sample {sample.key} of --dataset-provider "
+               f"{config.data.dataset_provider} has images, and the run has no encoder for them; "
+               "choose text-only data (such as --mock-text-only-fraction 1 or --digits-text-only-fraction "
+               "1), or leave out --llm-only")
 
 
 def check_allowed_differences(config: RunConfig) -> None:
@@ -427,22 +364,6 @@ def check_allowed_differences(config: RunConfig) -> None:
 def _check_checkpoint(config: RunConfig) -> None:
     flags = config.checkpoint
     check_allowed_differences(config)
-    _refuse_below(flags, {"save_interval": 1, "keep_last": 1, "ckpt_step": 0})
-    for field in ("save_interval", "keep_last"):
-        _refuse(vars(flags)[field] is not None and flags.save is None,
-                f"{flag_name(field)} {vars(flags)[field]} needs --save, the folder of the checkpoints")
-    _refuse(flags.async_save and flags.save is None, "--async-save needs --save, the folder of the checkpoints")
-    _refuse(flags.ckpt_step is not None and flags.load is None, f"--ckpt-step {flags.ckpt_step} needs --load")
-    _refuse(flags.finetune and flags.load is None,
-            "--finetune takes the weights of the checkpoint that --load names, and there is none")
-    # Started again, such a run could not tell its own checkpoints from those that it began with.
-    _refuse(flags.finetune and flags.save is not None and not flags.starts_elsewhere,
-            f"--finetune with --load {flags.load} and --save {flags.save}: it begins at iteration 0, and its "
-            "checkpoints would take the place of those that it begins with; give --save another folder")
-    minutes = flags.exit_duration_in_mins
-    _refuse(minutes is not None and not minutes > 0, f"--exit-duration-in-mins {minutes} is not above 0")
-    _refuse(bool(flags.load_hf) and bool(flags.load_vision_from and flags.load_language_from),
-            "--load-hf with both --load-vision-from and --load-language-from leaves nothing for it to give")
     provider = registry.model_provider(config.model.model_provider)
     source = provider.megatron_source(config.model_family) if isinstance(provider, MegatronSourceProvider) else None
     if source is not None and flags.has_pretrained:

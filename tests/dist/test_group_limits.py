@@ -81,7 +81,7 @@ def limits(rank: int, entry: Callable[..., None], flags: tuple[str, ...], port: 
     pytest.param(reinforce, WATCHDOG, 400, id="rl"),
 ])
 def test_every_group_has_the_limit_that_the_flags_ask_for(pool, tmp_path, entry, flags, expected_s):
-    from mimo.config.trainer import MAX_TIMEOUT_S
+    from mimo.config.checks import MAX_TIMEOUT_S
 
     for of_host, others in pool.run(limits, entry, flags, _free_port(), str(tmp_path), world_size=2):
         # The first rank of a step may wait for the engine, then for rewards.

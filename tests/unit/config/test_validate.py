@@ -178,3 +178,9 @@ def test_the_world_size_is_torchruns_and_a_dry_run_takes_what_it_needs():
     dry = parse([*FAKE, "--llm-tp", "4", "--encoder-dp", "2", "--dry-run"])
     assert run_world_size(dry, {}) == 6
     assert run_world_size(parse([*FAKE, "--dry-run", "--world-size", "264"]), {"WORLD_SIZE": "5"}) == 264
+
+
+def test_a_value_of_a_file_may_need_a_flag_of_the_command_line(tmp_path):
+    (tmp_path / "run.toml").write_text("train-iters = 10\nsave-interval = 5\nlr = 0\n")
+    config = parse([*FAKE, "--config", str(tmp_path / "run.toml"), "--save", str(tmp_path / "to"), "--lr", "1e-3"])
+    assert validate(config, 2).world_size == 2

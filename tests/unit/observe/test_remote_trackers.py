@@ -139,6 +139,7 @@ def test_a_tracker_that_cannot_be_started_is_one_error(tmp_path, fake):
 def test_what_cannot_work_is_refused_before_a_run(monkeypatch, flags, message):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
+        ObserveConfig(**flags).check()
         check_observe(ObserveConfig(**flags), 2, 10, dry_run=False)
 
 

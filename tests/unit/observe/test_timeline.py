@@ -137,6 +137,7 @@ def test_a_signal_asks_once():
 ])
 def test_what_cannot_work_is_refused(flags, message):
     with pytest.raises(ValueError, match=message):
+        ObserveConfig(**flags).check()
         check_observe(ObserveConfig(**flags), 4, 20, dry_run=False)
 
 
@@ -150,6 +151,7 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(flags, flag):
 
 def test_traces_cover_the_chosen_steps_of_the_chosen_ranks(tmp_path):
     flags = ObserveConfig(run_dir=str(tmp_path), profile_steps="2:3", profile_ranks="1")
+    flags.check()
     check_observe(flags, 2, None, dry_run=False)
     listening = {0: [], 1: []}
     for rank, seen in listening.items():

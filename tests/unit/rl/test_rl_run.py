@@ -145,6 +145,14 @@ def test_what_makes_no_sense_or_is_not_there_is_refused_by_name(flags, expected)
         validate_rl(parsed(*flags.split()), 1)
 
 
+def test_the_budget_divides_over_sequence_parallel_ranks():
+    flags = ["--llm-tp", "2", "--max-tokens-per-microbatch", "129"]
+    validate_rl(parsed(*flags), 2)
+    with pytest.raises(ValueError, match="--max-tokens-per-microbatch 129 is not divisible by --llm-tp 2, which "
+                       "--sequence-parallel needs; nearest are 128 and 130"):
+        validate_rl(parsed(*flags, "--sequence-parallel"), 2)
+
+
 def test_the_completions_of_an_update_divide_over_its_ranks():
     validate_rl(parsed("--llm-dp", "8", "--updates-per-rollout", "2"), 8)
     with pytest.raises(ValueError, match="--updates-per-rollout 4: 4 completions of an update do not divide over "
