@@ -1,4 +1,4 @@
-"""Private parts of Megatron Core 0.19.2 that checkpoints rely on; the rest of the package uses public names only.
+"""Private parts of Megatron Core 0.19.2 and PyTorch 2.13 that checkpoints rely on.
 
 Look through it when Megatron Core is upgraded: tests/unit/test_compat.py names what is gone.
 """
@@ -10,9 +10,14 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 # `filesystem_async._split_by_size_and_type` divides a rank's items among files as Megatron Core's own writer does.
 split_into_files = _split_by_size_and_type
+
+# `torch.distributed.checkpoint.filesystem._StorageInfo`: file, offset and length of a tensor in the index of a
+# torch_dist checkpoint. Only torch's own writer makes them; ours also computes checksums.
+StorageInfo = _StorageInfo
 
 
 def by_stored_key(sharded: ShardedStateDict, keep_only_main_replica: bool = False) -> tuple[dict[str, Any], Any, Any]:

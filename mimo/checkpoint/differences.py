@@ -62,12 +62,8 @@ def config_differences(saved: str, config: RunConfig) -> list[str]:
                    else before.get(name, False) is now.get(name, False))
         if not name.startswith("load_") and name not in _OF_A_START and not is_same:
             flag = "--" + name.replace("_", "-")
-            lines.append(f"{flag} {_shown(now, name)} (checkpoint: {_shown(before, name)})")
+            lines.append(f"{flag} {now.get(name, 'not set')} (checkpoint: {before.get(name, 'not set')})")
     return lines
-
-
-def _shown(values: dict[str, Any], name: str) -> str:
-    return str(values[name]) if name in values else "not set"
 
 
 def model_fields(provider: ModelProvider, family_config: Any) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from mimo.checkpoint import paths
+from mimo.checkpoint.compat import StorageInfo
 from mimo.checkpoint.lock import FolderLock
 from mimo.checkpoint.optimizer_state import MOMENTS, Optimized, steps_of
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX, why_unreadable
@@ -111,7 +112,7 @@ def _write_content(folder: Path, content: Content) -> None:
     for of_rank in content.written:
         for fqn, offsets, name, offset, length, checksum in json.loads(of_rank):
             index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
-            metadata.storage_data[index] = _StorageInfo(name, offset, length)
+            metadata.storage_data[index] = StorageInfo(name, offset, length)
             checksums.setdefault(name, {})[offset] = checksum
     metadata.storage_meta, metadata.version = StorageMeta(), CURRENT_DCP_VERSION
     common = io.BytesIO()
@@ -284,7 +285,9 @@ class Saver:
     def _prepare(self, progress: Progress) -> tuple[Write, dict[str, Any]]:
         """Make the folder and the plan; whatever the ranks have to tell each other for a save goes in one message."""
         state, grids, iteration = self._state, self._state.grids, progress.iteration
-        objects = self._objects()
+        objects: dict[str, Any] = {"loader": self._stream_objects()}
+        if self._flags.save_rng:
+            objects["rng"] = rng_objects(state.platform, grids)
         state.complete_parameters()
         places = self._tensor_places()
         is_planned = self._plan is not None and places == self._places
@@ -305,13 +308,6 @@ class Saver:
         folder = paths.unfinished_dir(self.root, iteration)
         write = Write(folder, self._plan, serialized_objects(objects), self._copies)
         return write, common_state(state, progress, steps)
-
-    def _objects(self) -> dict[str, Any]:
-        """State of generators and data streams."""
-        objects: dict[str, Any] = {"loader": self._stream_objects()}
-        if self._flags.save_rng:
-            objects["rng"] = rng_objects(self._state.platform, self._state.grids)
-        return objects
 
     def _tensors(self) -> dict[str, Any]:
         """Weights and what the optimizers hold; notes where all of it lies."""

@@ -20,7 +20,6 @@ from mimo.checkpoint.optimizer_state import Optimized, optimized
 from mimo.config.cli import to_toml
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
-from mimo.grid.spec import GridSpec
 from mimo.model.build import OPTIMIZER, WEIGHTS, BuiltModel
 from mimo.platform.base import Platform
 from mimo.training.optimizer import HeteroOptimizer
@@ -167,7 +166,8 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "scheduler": state.scheduler.state_dict(),
         "optimizer_steps": steps,
         "frozen": sorted(config.model.frozen),
-        "grids": {name: _sizes(spec) for name, spec in state.grids.layout.grids.items()},
+        "grids": {name: {size: getattr(spec, size) for size in ("tp", "cp", "dp", "pp", "ep", "expt_tp", "offset")}
+                  for name, spec in state.grids.layout.grids.items()},
         "lanes": state.grids.layout.num_lanes,
         "config": state.config_toml,
         "model": state.model,
@@ -199,11 +199,6 @@ def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any
         "config": config,
         "model": model,
     }
-
-
-def _sizes(spec: GridSpec) -> dict[str, int]:
-    return {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp, "ep": spec.ep, "expt_tp": spec.expt_tp,
-            "offset": spec.offset}
 
 
 # States of the random generators, one for each rank of each module, as data that loads without running code.

@@ -105,18 +105,15 @@ class Layout:
         """A rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
         places = []
         for name in self.modules_of(rank):
-            position = self.grids[name].coordinates(rank)
+            grid = self.grids[name]
+            position = grid.coordinates(rank)
             place = f"{name} grid, " + " ".join(f"{axis} {index}" for axis, index in position.items())
+            size, dp_rank, lanes = grid.dp, position["dp"], self.num_lanes
+            first, last = dp_rank * lanes // size, ((dp_rank + 1) * lanes - 1) // size
+            served = f"lane {first}" if first == last else f"lanes {first}-{last}"
             pooled = self.encoder_window is not None and name != LANGUAGE
-            lanes = "images of all lanes" if pooled else self._lanes_in_words(name, position["dp"])
-            places.append(f"{place}, {lanes}")
+            places.append(f"{place}, {'images of all lanes' if pooled else served}")
         return f"rank {rank} ({'; '.join(places)})"
-
-    def _lanes_in_words(self, name: str, dp_rank: int) -> str:
-        """The lanes whose samples a data-parallel rank of a module works on: `lane 2`, `lanes 0-3`."""
-        size, lanes = self.grids[name].dp, self.num_lanes
-        first, last = dp_rank * lanes // size, ((dp_rank + 1) * lanes - 1) // size
-        return f"lane {first}" if first == last else f"lanes {first}-{last}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ and what is computed for a token is put back where the token was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,38 +98,6 @@ def pack_rows(
         torch.cat([position_ids, torch.arange(padding)])[None], sequence_ids,
         PackedSequences(torch.tensor(boundaries, dtype=torch.int32), longest, sequence_ids[None].to(torch.int32)),
         filled(source, -1), (num_rows, num_columns))
-
-
-def remove_left_padding(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int
-) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Shift rows so that every first token is in the first column, for models that take rows one by one.
-
-    Args:
-        input_ids: int64 `[b, s]`.
-        attention_mask: bool `[b, s]`, as for `pack_rows`.
-        pad_token_id: token for padding on the right.
-
-    Returns:
-        Rows and mask, `[b, s]`, and a function that shifts values of these rows, `[b, s, ...]`, back to where the
-        tokens were, with 0 at padding.
-
-    Raises:
-        ValueError: a row has no token, or padding between tokens.
-    """
-    starts, _ = token_runs(attention_mask)
-    columns = torch.arange(input_ids.size(1), device=input_ids.device)
-    shift = (columns[None] + starts[:, None]) % input_ids.size(1)
-    mask = attention_mask.gather(1, shift)
-    rows = torch.where(mask, input_ids.gather(1, shift), pad_token_id)
-    back = (columns[None] - starts[:, None]) % input_ids.size(1)
-
-    def put_back(values: torch.Tensor) -> torch.Tensor:
-        extra = (1,) * (values.dim() - 2)
-        moved = values.gather(1, back.view(*back.shape, *extra).expand_as(values))
-        return torch.where(attention_mask.view(*attention_mask.shape, *extra), moved, torch.zeros_like(moved))
-
-    return rows, mask, put_back
 
 
 def token_runs(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,12 +21,13 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mimo.checkpoint.compat import StorageInfo
 from mimo.checkpoint.differences import model_fields
 from mimo.checkpoint.paths import RELEASE, write_tracker
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
@@ -292,4 +293,4 @@ class _LazyWriter(FileSystemWriter):
         save_item(tensor, stream)
         offset, length, checksum = stream.end_item()
         self.checksums[name][str(offset)] = checksum
-        return WriteResult(item.index, length, _StorageInfo(name, offset, length))
+        return WriteResult(item.index, length, StorageInfo(name, offset, length))

@@ -131,7 +131,7 @@ def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> t
     from mimo.registry import model_provider
     from mimo.training.evaluate import forward_logits
     from mimo.training.step import run_schedule
-    from mimo.weights.export_live import export_model
+    from tests.support.export_live import export_model
 
     parts = build((*flags, "--micro-batch-size", "2"), world_size)
     set_training(parts.built.model, False)

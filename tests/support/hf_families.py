@@ -176,7 +176,7 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
     from mimo.training.evaluate import forward_logits
     from mimo.training.step import run_schedule
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_live import export_model
+    from tests.support.export_live import export_model
 
     flags = flags_of(name, folder, layout)
     found: dict[str, torch.Tensor] = {}
@@ -228,7 +228,7 @@ def import_error(rank: int, name: str, folder: str, source: str, save: str) -> s
 def export(rank: int, name: str, folder: str, out: str, base: str = "") -> None:
     """Load a saved model on one process and export it; without a base, names and configuration are the provider's."""
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_live import export_model
+    from tests.support.export_live import export_model
 
     with trainer_of(flags_of(name, folder, ("--layout", "colocated") if name in LLAVA_MODELS else ()), 1) as parts:
         load(parts, model=folder)

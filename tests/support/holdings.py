@@ -48,7 +48,7 @@ def reallocate(built: Any, factor: float) -> None:
 def held_and_exported(rank: int, flags: tuple[str, ...], world_size: int, folder: str, out: str) -> Held:
     """A rank's boxes; all export, too. Then the weights change and are re-allocated, and both is done again."""
     from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
-    from mimo.weights.export_live import export_model
+    from tests.support.export_live import export_model
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
         found = build_trainer_shards(built, grids, provider, config, "float32")
@@ -89,7 +89,7 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
     from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
     from mimo.registry import model_provider
     from mimo.training.step import train_step
-    from mimo.weights.export_live import export_model
+    from tests.support.export_live import export_model
 
     config = equality.parse_config(*flags)
     layout, provider = validate(config, world_size), model_provider(config.model.model_provider)

@@ -135,7 +135,7 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> di
     from mimo.registry import model_provider
     from mimo.rl.offload import Offload
     from mimo.training.step import forward_step, run_schedule, train_step
-    from mimo.weights.export_live import export_model
+    from tests.support.export_live import export_model
 
     found: dict[str, str] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from mimo.rl.losses import (
     mismatch_totals,
     policy_loss,
 )
-from mimo.rl.packing import NO_LABEL, PackedRows, pack_rows, remove_left_padding
+from mimo.rl.packing import NO_LABEL, PackedRows, pack_rows, token_runs
 from tests.support import equality
 from tests.support.global_state import Piece, assemble, read_gradients, worst_errors
 
@@ -139,6 +139,35 @@ def run(rank: int, config: RlConfig, layout_flags: tuple[str, ...], world_size: 
     parts.watchdog.close()
     grids.destroy()
     return outcome
+
+
+def remove_left_padding(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Shift rows so that every first token is in the first column, for models that take rows one by one.
+
+    Args:
+        input_ids: int64 `[b, s]`.
+        attention_mask: bool `[b, s]`, as for `pack_rows`.
+        pad_token_id: token for padding on the right.
+
+    Returns:
+        Rows and mask, `[b, s]`, and a function that shifts values of these rows, `[b, s, ...]`, back to where the
+        tokens were, with 0 at padding.
+    """
+    starts, _ = token_runs(attention_mask)
+    columns = torch.arange(input_ids.size(1), device=input_ids.device)
+    shift = (columns[None] + starts[:, None]) % input_ids.size(1)
+    mask = attention_mask.gather(1, shift)
+    rows = torch.where(mask, input_ids.gather(1, shift), pad_token_id)
+    back = (columns[None] - starts[:, None]) % input_ids.size(1)
+
+    def put_back(values: torch.Tensor) -> torch.Tensor:
+        extra = (1,) * (values.dim() - 2)
+        moved = values.gather(1, back.view(*back.shape, *extra).expand_as(values))
+        return torch.where(attention_mask.view(*attention_mask.shape, *extra), moved, torch.zeros_like(moved))
+
+    return rows, mask, put_back
 
 
 def log_probs_of_rows(rank: int, config: RlConfig) -> torch.Tensor:

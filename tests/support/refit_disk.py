@@ -24,7 +24,7 @@ def write_versions(rank: int, flags: tuple[str, ...], world_size: int, folder: s
     vllm_was_imported = "vllm" in sys.modules
     from mimo.refit.transport.disk import DiskWriter
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_live import export_model
+    from tests.support.export_live import export_model
 
     assert vllm_was_imported or "vllm" not in sys.modules, "a trainer may lack vLLM"
     found = []

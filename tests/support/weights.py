@@ -162,8 +162,8 @@ def load_and_export(rank: int, flags: tuple[str, ...], world_size: int, folder: 
                     out: str) -> tuple[list[str], int, int]:
     """Load a folder on this layout, export it again; gives wrong names, elements compared, elements of the model."""
     from mimo.weights.export import ExportOptions
-    from mimo.weights.export_live import export_model
     from mimo.weights.load import HfPaths, load_hf
+    from tests.support.export_live import export_model
 
     with built_model(flags, world_size) as (built, grids, provider, config):
         load_hf(built, grids, provider, config, HfPaths(model=folder))

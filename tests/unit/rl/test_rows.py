@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mimo.rl.packing import NO_LABEL, pack_rows, remove_left_padding
+from mimo.rl.packing import NO_LABEL, pack_rows
 
 SEQUENCES = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
 WIDTH, PAD = 7, 99
@@ -84,23 +84,11 @@ def test_put_back_lets_gradients_through():
     assert torch.equal(values.grad != 0, packed.labels[0] != NO_LABEL)
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_removed_left_padding(side):
-    rows, mask = rows_of(side)
-    shifted, shifted_mask, put_back = remove_left_padding(rows, mask, pad_token_id=5)
-    expected, expected_mask = rows_of("right", fill=5)
-    assert torch.equal(shifted, expected) and torch.equal(shifted_mask, expected_mask)
-    assert torch.equal(put_back(shifted), rows * mask)
-    wide = shifted[..., None].expand(-1, -1, 3) * torch.tensor([1, 10, 100])
-    assert torch.equal(put_back(wide)[..., 2], rows * mask * 100)
-
-
 @pytest.mark.parametrize(("row", "message"), [
     ([0] * WIDTH, "row 1 of 2 has no token"),
     ([0, 1, 0, 1, 1, 0, 0], "row 1 of 2 has padding between its tokens"),
 ])
 def test_rows_that_cannot_be_packed(row, message):
     mask = torch.tensor([[1] * WIDTH, row]).bool()
-    for function in (pack_rows, remove_left_padding):
-        with pytest.raises(ValueError, match=message):
-            function(torch.zeros(2, WIDTH, dtype=torch.int64), mask, pad_token_id=0)
+    with pytest.raises(ValueError, match=message):
+        pack_rows(torch.zeros(2, WIDTH, dtype=torch.int64), mask, pad_token_id=0)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder from a running trainer, gathered tensor by tensor."""
+"""Write the modules of a running trainer as a Hugging Face folder, gathered tensor by tensor, to compare with."""
 
 from __future__ import annotations
 
