@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from mimo.config.toml_file import flag_name
 from mimo.protocols import DataRequest, ImageProcessing, LaneReader, TokenSpec
 
 logger = logging.getLogger(__name__)
@@ -140,10 +141,10 @@ def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing
     for other, processing in zip(others, found[1:], strict=True):
         names = [name for name, value in vars(first).items() if vars(other)[name] != value]
         if names:
-            values = [" ".join(f"{_flag(name)} {_shown(vars(each)[name])}" for name in names)
+            values = [" ".join(f"{flag_name(name)} {_shown(vars(each)[name])}" for name in names)
                       for each in (first, other)]
             raise ValueError(f"two image processors disagree: {found[0].source} has {values[0]}, {processing.source} "
-                             f"has {values[1]}; give {' and '.join(map(_flag, names))}")
+                             f"has {values[1]}; give {' and '.join(map(flag_name, names))}")
     return first
 
 
@@ -159,7 +160,7 @@ def _open_flags(config: Config) -> list[str]:
         "max_patches": tiling == "dynamic" and config.max_patches is None,
         "max_tiles": tiling == "fixed" and config.max_tiles is None,
     }
-    return [_flag(name) for name, value in is_open.items() if value]
+    return [flag_name(name) for name, value in is_open.items() if value]
 
 
 def _filled(config: Config, processing: ImageProcessing) -> Config:
@@ -180,10 +181,6 @@ def _filled(config: Config, processing: ImageProcessing) -> Config:
         config = replace(config, max_tiles=processing.max_tiles or 6)
     return replace(config, image_mean=config.image_mean or processing.mean,
                    image_std=config.image_std or processing.std)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""One microbatch as tensors: what the language side and the encoder side of a lane each hold."""
+"""A microbatch as tensors: the language side and the encoder side of a lane."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def map_tensors[T](value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """`value` with `change` applied to every tensor in it, through dataclasses and dictionaries.
+    """Return `value` with `change` applied to every tensor in it, through dataclasses and dictionaries.
 
-    By structure, not by a list of names: a field that was forgotten would stay on the host, which some attention
-    kernels answer with a hang.
+    This follows the structure rather than a list of names, because some attention kernels hang if a field that was
+    forgotten stays on the host.
     """
     if isinstance(value, torch.Tensor):
         return change(value)  # type: ignore[return-value]
@@ -27,12 +27,12 @@ def map_tensors[T](value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 @dataclass
 class PackedSequences:
-    """Several sequences one behind the other in one row, which do not attend to each other.
+    """Sequences that share a row, one after the other, and do not attend to each other.
 
     Attributes:
-        cu_seqlens: int32 `[sequences + 1]`, where each starts; the last entry is the length of the row.
-        max_seqlen: tokens of the longest.
-        seq_idx: int32 `[1, tokens]`, the number of each token's sequence, for Mamba layers; None for an encoder's.
+        cu_seqlens: int32 `[sequences + 1]`, the start of each sequence; the last entry is the length of the row.
+        max_seqlen: tokens of the longest sequence.
+        seq_idx: int32 `[1, tokens]`, the number of each token's sequence, which Mamba layers need; None in encoders.
     """
 
     cu_seqlens: torch.Tensor
@@ -51,15 +51,16 @@ class TextBatch:
         labels: int64 `[b, s]`, the next token.
         loss_mask: float32 `[b, s]`, 1 where the label is a target.
         position_ids: int64 `[b, s]`.
-        placeholders: for each encoder module, where its rows go: int64 indices into `[s * b]`, in sample order.
+        placeholders: for each encoder module, the positions that its output fills: int64 indices into `[s * b]`, in
+            sample order.
         num_tokens: tokens of all samples, padding excluded.
-        packed: where the samples of packed rows start, padding as a sequence of its own, with `b` = 1; None: each row
-            is one sample.
-        skipped: bad samples that the data set passed over on the way to these, as messages that name shard and key.
+        packed: the sequences of a packed row, with padding as a sequence of its own (`b` is 1); None if each row is one
+            sample.
+        skipped: messages about bad samples that the data set skipped before these, with shard and key.
         unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
-        lengths: of each row, the tokens of each of its sequences, padding excluded.
+        lengths: for each row, the tokens of each of its sequences, padding excluded.
         image_lengths: for each encoder module, the image tokens of each image.
-        padding: bool `[b, s]`, True at padding that is to leave routers as they are; None: nothing is.
+        padding: bool `[b, s]`, True at padding that routers must not count; None if there is none.
     """
 
     keys: tuple[str, ...]
@@ -77,24 +78,20 @@ class TextBatch:
     image_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
     padding: torch.Tensor | None = None
 
-    def to(self, device: torch.device) -> TextBatch:
-        """The same batch with its tensors on `device` (asynchronous from pinned memory)."""
-        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
-
 
 @dataclass
 class EncoderBatch:
-    """Encoder side of a microbatch: samples of all lanes this rank serves, in lane order.
+    """Encoder side of a microbatch: samples of all lanes that this rank serves, in lane order.
 
     Attributes:
         keys: sample keys.
-        token_counts: tokens the encoder's output has for each sample (0 for a text-only one).
-        lane_sizes: number of samples of each lane served, in lane order; sums to `len(keys)`.
-        inputs: what the encoder takes, empty where no sample has an image. Images of one size: `pixel_values` float
-            `[images, C, H, W]`. Images of any size: `pixel_values` float `[1, patches, C * P * P]`, image after image
-            and row by row; `imgs_sizes` int64 NumPy array `[images, 2]`, height and width in pixels, which stays
-            on the host: reading it from a device would wait for that; `packed_seq_params` `PackedSequences`, one
-            sequence an image.
+        token_counts: rows of the encoder's output for each sample; 0 for a sample without images.
+        lane_sizes: number of samples of each served lane, in lane order; sums to `len(keys)`.
+        inputs: arguments of the encoder, empty if no sample has an image. Images of one size have `pixel_values`, float
+            `[images, C, H, W]`. Images of any size have `pixel_values`, float `[1, patches, C * P * P]`, image after
+            image and row by row; `imgs_sizes`, an int64 NumPy array `[images, 2]` of heights and widths in pixels,
+            which stays on the host because reading it from a device would wait for the device; and
+            `packed_seq_params`, `PackedSequences` with one sequence for each image.
     """
 
     keys: tuple[str, ...]
@@ -103,23 +100,23 @@ class EncoderBatch:
     inputs: dict[str, Any]
 
     def to(self, device: torch.device) -> EncoderBatch:
-        """The same batch with its tensors on `device` (asynchronous from pinned memory)."""
+        """Copy the tensors to `device`, asynchronously from pinned memory."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass
 class Microbatch:
-    """One rank's part of one microbatch: `text` on language ranks, `encoders` by module on encoder ranks."""
+    """One rank's part of a microbatch: `text` on language ranks, `encoders` by module on encoder ranks."""
 
     text: TextBatch | None
     encoders: dict[str, EncoderBatch]
 
     def to(self, device: torch.device) -> Microbatch:
-        """The same microbatch with its tensors on `device` (asynchronous from pinned memory)."""
+        """Copy the tensors to `device`, asynchronously from pinned memory."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Microbatch:
-        """The same microbatch with its tensors in page-locked memory."""
+        """Copy the tensors to page-locked memory."""
         return map_tensors(self, torch.Tensor.pin_memory)
 
 
@@ -127,10 +124,10 @@ class Microbatch:
 
 
 def on_device(microbatches: Sequence[Microbatch], device: torch.device) -> Iterator[Microbatch]:
-    """The microbatches on `device`, in order.
+    """Yield the microbatches on `device`, in order.
 
-    On a GPU the copy of the next one runs on a stream of its own from page-locked memory, so it waits for no kernel and
-    no kernel for it. At most two microbatches are on the device at a time.
+    On a GPU, the next microbatch is copied from page-locked memory on a stream of its own, so that neither the copy nor
+    the kernels wait for the other. At most two microbatches are on the device at a time.
     """
     if device.type != "cuda":
         for batch in microbatches:
@@ -139,19 +136,19 @@ def on_device(microbatches: Sequence[Microbatch], device: torch.device) -> Itera
     side = _copy_stream(device)
     ahead = _copy(microbatches[0], device, side) if microbatches else None
     for following in (*microbatches[1:], None):
-        assert ahead is not None, "every microbatch but the last has a next one"
+        assert ahead is not None
         batch, copied = ahead
         ahead = None if following is None else _copy(following, device, side)
         stream = torch.cuda.current_stream(device)
         stream.wait_event(copied)
-        # The memory comes from the side stream's pool: it may go back there only after the kernels that read it.
+        # The memory belongs to the side stream's pool. It may return there only after the kernels that read it.
         map_tensors(batch, partial(_used_by, stream))
         yield batch
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process: the allocator keeps the free memory of every stream apart."""
+    """Return the process's only stream for copies. With several, the allocator would keep free memory for each."""
     return torch.cuda.Stream(device)
 
 

@@ -1,7 +1,7 @@
-"""Samples to tensors: the language side and the encoder side of one microbatch.
+"""Makes tensors of samples: the language side and the encoder side of a microbatch.
 
 Both sides count image tokens with the model provider's `num_image_tokens` from the declared image sizes, so they agree
-without talking to each other; everything a data set can get wrong is refused here, with the sample's key.
+without communication. Whatever a data set can get wrong is refused here, with the key of the sample.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
 from mimo.protocols import Sample
 
-# What an encoder takes of a microbatch: the images of each lane as tensors, and the lanes of a rank as one batch.
+# Inputs of an encoder: the images of each lane as tensors, and all lanes of a rank as one batch.
 #
-# How each field of several lanes becomes one is written down here, field by field. It is never guessed from shapes:
-# two lanes whose tensors happen to be equally long would be stacked instead of joined.
+# The tables give the axis on which the lanes' tensors are concatenated, field by field. Shapes cannot tell: two tensors
+# that happen to be equally long could just as well be stacked.
 
 
-# The fields of `EncoderBatch.inputs`; the axis on which lanes are joined, where a field has one.
+# Fields of `EncoderBatch.inputs` -> axis.
 WHOLE_IMAGES = {"pixel_values": 0}
 PACKED_PATCHES = {"pixel_values": 1, "imgs_sizes": 0}
 PACKED_SEQ_PARAMS = "packed_seq_params"
 
 
 def whole_images(images: Sequence[np.ndarray], dtype: torch.dtype) -> dict[str, Any]:
-    """Images of one size, float32 `[C, H, W]` each, as `pixel_values` `[images, C, H, W]`; empty without images."""
+    """Return images of one size, float32 `[C, H, W]`, as `pixel_values` `[images, C, H, W]`; empty without images."""
     return {"pixel_values": torch.from_numpy(np.stack(images)).to(dtype)} if images else {}
 
 
 def patchify(image: np.ndarray, patch_size: int) -> np.ndarray:
-    """An image `[C, H, W]` as patches `[H / P * W / P, C * P * P]`, row by row; a patch is flattened as `[C, P, P]`."""
+    """Cut an image `[C, H, W]` into patches `[H / P * W / P, C * P * P]`, row by row; a patch is a flat `[C, P, P]`."""
     channels, height, width = image.shape
     assert height % patch_size == 0 and width % patch_size == 0, (image.shape, patch_size)
     grid = image.reshape(channels, height // patch_size, patch_size, width // patch_size, patch_size)
@@ -44,10 +44,10 @@ def patchify(image: np.ndarray, patch_size: int) -> np.ndarray:
 
 def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[int, int]], patch_size: int,
                    dtype: torch.dtype) -> dict[str, Any]:
-    """Images of any size as one sequence of patches.
+    """Return images of any size as one sequence of patches.
 
     Args:
-        images: float32 `[C, height, width]` each; None where only their sizes are needed.
+        images: float32 `[C, height, width]` each; None if only their sizes are needed.
         sizes: `(height, width)` of each image, multiples of `patch_size`.
         patch_size: pixels a side of a patch.
         dtype: dtype of the patches.
@@ -68,7 +68,7 @@ def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[in
 
 
 def merge_sequences(parts: Sequence[PackedSequences]) -> PackedSequences:
-    """Packed sequences one behind the other: starts shifted by what lies before, the longest of all."""
+    """Concatenate packed sequences."""
     starts, offset = [parts[0].cu_seqlens[:1]], 0
     for part in parts:
         starts.append(part.cu_seqlens[1:] + offset)
@@ -77,10 +77,10 @@ def merge_sequences(parts: Sequence[PackedSequences]) -> PackedSequences:
 
 
 def merge_inputs(lanes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The inputs of several lanes as one batch, in lane order. Lanes without images are empty.
+    """Concatenate the inputs of several lanes, in lane order. Lanes without images are empty.
 
     Raises:
-        TypeError: a field that has no rule, or lanes that do not have the same fields.
+        TypeError: a field is in no table above, or the lanes do not have the same fields.
     """
     present = [lane for lane in lanes if lane]
     if not present:
@@ -143,7 +143,7 @@ TokenCounter = Callable[[str, int, int], int]
 
 
 def image_owners(sample: Sample, modules: dict[str, int]) -> list[str]:
-    """The encoder module of each image of a sample: the one whose placeholder stands for it.
+    """Return the encoder module of each image of a sample: the module whose placeholder stands for it.
 
     Raises:
         ValueError: placeholders and images do not match, a placeholder is a target, or there is no encoder.
@@ -169,7 +169,7 @@ def image_owners(sample: Sample, modules: dict[str, int]) -> list[str]:
 
 
 def image_token_counts(sample: Sample, owners: Sequence[str], num_image_tokens: TokenCounter) -> list[int]:
-    """Language tokens of each image of a sample. Raises ValueError for a size that its encoder cannot take."""
+    """Count the language tokens of each image of a sample. Raises ValueError if an encoder cannot take a size."""
     counts = []
     for position, (module, (height, width)) in enumerate(zip(owners, sample.image_sizes, strict=True)):
         try:
@@ -200,8 +200,8 @@ class Expanded:
     Attributes:
         tokens: int64 `[n]`.
         targets: bool `[n]`.
-        images: of each module, the image tokens of each of its images.
-        ends: where each sample of a pack ends, one past its last token; `(n,)` for a single sample.
+        images: for each module, the tokens of each of its images.
+        ends: end of each sample of a pack, one past its last token; `(n,)` for a single sample.
     """
 
     tokens: np.ndarray
@@ -211,7 +211,7 @@ class Expanded:
 
     @property
     def image_tokens(self) -> dict[str, int]:
-        """How many of the tokens are image tokens of each module."""
+        """Number of image tokens of each module."""
         return {module: sum(counts) for module, counts in self.images.items()}
 
     @property
@@ -221,7 +221,7 @@ class Expanded:
 
 
 def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter) -> Expanded:
-    """Repeat each image placeholder once per token of its image. Raises ValueError as the functions above."""
+    """Repeat each image placeholder once for each token of its image. Raises ValueError as the functions above."""
     owners = image_owners(sample, modules)
     counts = image_token_counts(sample, owners, num_image_tokens)
     repeats = np.ones(len(sample.tokens), np.int64)
@@ -248,14 +248,14 @@ def collate_text(
     vocab_size: int,
     pad_token_id: int,
 ) -> TextBatch:
-    """Language side of a microbatch: images expanded, labels shifted by one, padded on the right.
+    """Make the language side of a microbatch: images expanded, labels shifted by one, padding on the right.
 
     Args:
         samples: the lane's samples, in order.
         modules: encoder names and their placeholder ids; empty without an encoder.
-        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
+        num_image_tokens: counts the tokens that a module makes of an image of (height, width) pixels.
         seq_length: tokens per sample after expansion and padding.
-        vocab_size: ids are below it.
+        vocab_size: upper bound of token ids.
         pad_token_id: fills `input_ids` and `labels` after a sample's end, where the loss mask is 0.
 
     Raises:
@@ -274,7 +274,7 @@ def collate_text(
         input_ids[index, :length] = row.tokens
         labels[index, : max(length - 1, 0)] = row.tokens[1:]
         loss_mask[index, : max(length - 1, 0)] = row.targets[1:]
-        # The last token of a sample predicts nothing: what follows in a pack belongs to another.
+        # The last token of a sample predicts nothing, because the token after it belongs to another sample.
         labels[index, row.ends - 1], loss_mask[index, row.ends - 1] = pad_token_id, 0
     packed = packed_sequences(rows[0].ends, seq_length) if samples and samples[0].lengths else None
     return TextBatch(
@@ -298,7 +298,7 @@ def collate_text(
 
 def _row(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter, seq_length: int,
          vocab_size: int) -> Expanded:
-    """One sample, checked and expanded. Raises ValueError for anything wrong with it."""
+    """Check and expand a sample. Raises ValueError for anything wrong with it."""
     check_tokens(sample, vocab_size)
     row = expand_images(sample, modules, num_image_tokens)
     length = len(row.tokens)
@@ -311,37 +311,42 @@ def _row(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter
 
 
 def positions_of(packed: PackedSequences | None, row_length: int) -> torch.Tensor:
-    """Position of each token of a row, int64 `[row_length]`; it starts over with every sample of a packed row."""
+    """Return the position of each token of a row in its sequence, int64 `[row_length]`."""
     if packed is None:
         return torch.arange(row_length)
     return torch.cat([torch.arange(int(length)) for length in packed.cu_seqlens.diff()])
 
 
 def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
-    """The sequences of a packed row, padding as one of its own. `ends`: one past the last token of each sample."""
+    """Return the sequences of a packed row, with padding as one of its own.
+
+    Args:
+        ends: end of each sample, one past its last token.
+        row_length: tokens of the row, padding included.
+    """
     stops = [int(end) for end in ends]
     if stops[-1] < row_length:
         stops.append(row_length)
     cu_seqlens = torch.tensor([0, *stops], dtype=torch.int32)
     lengths = cu_seqlens.diff()
-    # Here rather than on the device, where Megatron Core would wait for it.
+    # Computed on the host: on the device, Megatron Core would wait for it.
     seq_idx = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths.long())[None]
     return PackedSequences(cu_seqlens, int(lengths.max()), seq_idx)
 
 
 def placeholder_positions(input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
-    """Where a placeholder stands, in sample order, as indices into `[s * b]` of a sequence-first tensor.
+    """Return the positions of a placeholder, in sample order, as indices into `[s * b]` of a sequence-first tensor.
 
     Args:
-        input_ids: int64 `[b, s]`, on the host: on a device this would synchronise.
-        token_id: the placeholder.
+        input_ids: int64 `[b, s]`, on the host, because this would wait for a device.
+        token_id: id of the placeholder.
     """
     sample, position = (input_ids == token_id).nonzero(as_tuple=True)
     return position * input_ids.shape[0] + sample
 
 
 def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
-    """The images of a sample. Raises ValueError for one that is missing or is not what the sample declares."""
+    """Return the images of a sample. Raises ValueError for one that is missing or differs from its declaration."""
     num_present = 0 if sample.images is None else len(sample.images)
     if sample.images is None or num_present != len(sample.image_sizes):
         raise ValueError(f"sample {sample.key}: declares {len(sample.image_sizes)} images but holds {num_present}")
@@ -369,27 +374,28 @@ def collate_encoder(
     patch_size: int = 0,
     pixels: bool = True,
 ) -> EncoderBatch:
-    """Encoder side of a microbatch.
+    """Make the encoder side of a microbatch.
 
     Args:
-        samples: samples of all lanes served, by lane, then in lane order.
+        samples: samples of all served lanes, in lane order.
         module: the encoder.
         modules: names and placeholder ids of all encoders.
-        num_image_tokens: tokens that a module makes of an image of (height, width) pixels.
-        num_channels: channels the encoder takes.
+        num_image_tokens: counts the tokens that a module makes of an image of (height, width) pixels.
+        num_channels: channels that the encoder takes.
         lane_sizes: samples of each lane; sums to `len(samples)`.
         dtype: dtype of `pixel_values`.
-        patch_size: pixels a side of a patch, where the encoder takes packed patches; 0: it takes whole images.
+        patch_size: pixels a side of a patch if the encoder takes packed patches; 0 if it takes whole images.
         pixels: False on pipeline stages after the first, which receive activations instead of pixels.
 
     Raises:
-        ValueError: naming the sample, for a missing image or one that differs from what its sample declares.
+        ValueError: names the sample; an image is missing or differs from its declaration.
     """
     assert sum(lane_sizes) == len(samples), (lane_sizes, len(samples))
     token_counts, lanes = [], []
     first: tuple[str, Any] | None = None
     for stop, size in zip(accumulate(lane_sizes), lane_sizes, strict=True):
-        images, sizes = [], []
+        images: list[Any] = []
+        sizes: list[tuple[int, int]] = []
         for sample in samples[stop - size : stop]:
             owners = image_owners(sample, modules)
             counts = image_token_counts(sample, owners, num_image_tokens)
@@ -401,7 +407,10 @@ def collate_encoder(
                     _check_size(sample.key, shape, first, patch_size)
                     images.append(image)
                     sizes.append(shape)
-        lanes.append(_lane_inputs(images if pixels else None, sizes, patch_size, dtype))
+        if patch_size:
+            lanes.append(packed_patches(images if pixels else None, sizes, patch_size, dtype))
+        else:
+            lanes.append(whole_images(images, dtype) if pixels else {})
     return EncoderBatch(
         keys=tuple(sample.key for sample in samples),
         token_counts=tuple(token_counts),
@@ -411,7 +420,7 @@ def collate_encoder(
 
 
 def _check_size(key: str, size: tuple[int, int], first: tuple[str, tuple[int, int]], patch_size: int) -> None:
-    """Raise ValueError for an image that its microbatch cannot hold; `first`: key and size of its first image."""
+    """Raise ValueError if an image does not fit the microbatch, given the key and size of the first image."""
     height, width = size
     if patch_size and (height % patch_size or width % patch_size):
         raise ValueError(f"sample {key}: an image of {height}x{width} pixels is not whole patches of "
@@ -421,11 +430,3 @@ def _check_size(key: str, size: tuple[int, int], first: tuple[str, tuple[int, in
             f"sample {key}: an image of {height}x{width} pixels cannot share a microbatch with one of "
             f"{first[1][0]}x{first[1][1]} (sample {first[0]}); the data set must give one size"
         )
-
-
-def _lane_inputs(images: Sequence[Any] | None, sizes: Sequence[tuple[int, int]], patch_size: int,
-                 dtype: torch.dtype) -> dict[str, Any]:
-    """The images of one lane as an encoder takes them; without `images` what later pipeline stages need of them."""
-    if patch_size:
-        return packed_patches(images, sizes, patch_size, dtype)
-    return {} if images is None else whole_images(images, dtype)

@@ -1,4 +1,4 @@
-"""The data of one rank: the lanes and sides it needs, one iteration at a time, prepared in the background."""
+"""The data of one rank, prepared in the background, one iteration at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mimo.comm.host import HostChannel
 from mimo.config.trainer import DataConfig
-from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.batch import EncoderBatch, Microbatch
 from mimo.data.collate import collate_encoder, collate_text
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StepSamples, StreamSource
 from mimo.grid.lanes import data_request, lanes_read_by, needs_of
@@ -29,14 +29,14 @@ class StepLoader:
     Args:
         layout: all grids; must be valid.
         rank: this process.
-        source: where this rank's samples come from.
+        source: this rank's samples.
         model_provider, model_config: the model family and its flags.
         micro_batch_size: samples of a lane in a microbatch.
         num_microbatches: microbatches of an iteration.
         seq_length: tokens per sample after image expansion and padding.
         pad_token_id: fills the end of short samples.
         dtype: dtype of pixel values.
-        pin_memory: give tensors in page-locked memory, from which copies to a GPU do not block the host.
+        pin_memory: return tensors in page-locked memory, from which copies to a GPU do not block the host.
         prefetch: prepare the next iteration in a background thread while the current one is used.
 
     Attributes:
@@ -91,7 +91,7 @@ class StepLoader:
         self._started = self._broken = self._closed = self._closing = False
         self._pool = ThreadPool(1) if prefetch else None
         self._pending: AsyncResult[tuple[list[Microbatch], dict[str, Any]]] | None = None
-        # Iterations that were waited for and not handed out yet.
+        # Iterations that are ready and not returned yet.
         self._ready: deque[tuple[list[Microbatch], dict[str, Any]]] = deque()
 
     def _encoder_batch(self, module: str, samples: StepSamples, index: int) -> EncoderBatch:
@@ -104,24 +104,21 @@ class StepLoader:
             pixels=needs[0].pixels,
         )
 
-    def _text_batch(self, samples: StepSamples, index: int) -> TextBatch | None:
-        lanes = [need.share.lane for need in self._needs if need.module == LANGUAGE]
-        return self._collate_text(samples[LANGUAGE, lanes[0]][index]) if lanes else None
-
     def _streams_now(self) -> dict[str, Any]:
         return self._source.state_dict(self._source.mark())
 
     def _produce(self) -> tuple[list[Microbatch], dict[str, Any]]:
-        """The next iteration, and the state of the streams after it.
+        """Return the next iteration, and the state of the streams after it.
 
-        The state is taken with every iteration: a save that asked the source later would wait until the iteration that
+        The state is taken with every iteration. A save that asked the source later would wait until the iteration that
         is then being read is complete.
         """
         samples = self._source.read()
         encoders = dict.fromkeys(need.module for need in self._needs if need.module != LANGUAGE)
+        text_lane = next((need.share.lane for need in self._needs if need.module == LANGUAGE), None)
         microbatches = [
             Microbatch(
-                text=self._text_batch(samples, index),
+                text=None if text_lane is None else self._collate_text(samples[LANGUAGE, text_lane][index]),
                 encoders={module: self._encoder_batch(module, samples, index) for module in encoders},
             )
             for index in range(self._num_microbatches)
@@ -131,11 +128,12 @@ class StepLoader:
         return microbatches, self._streams_now()
 
     def next_step(self) -> list[Microbatch]:
-        """The microbatches of one iteration, as host tensors.
+        """Return the microbatches of one iteration, as host tensors.
 
         Raises:
-            ValueError: a sample is wrong; the message names it. Any other error of the data set comes through with its
-                own type. After an error the loader stands between samples and only `load_state_dict` revives it.
+            ValueError: a sample is wrong; the message names it. Any other error of the data set is raised unchanged.
+                After an error, part of an iteration has been read, and only `load_state_dict` makes the loader usable
+                again.
             RuntimeError: the loader is closed, or failed before.
         """
         self.last_wait_s = 0.0
@@ -145,9 +143,9 @@ class StepLoader:
         return microbatches
 
     def peek(self, num_steps: int) -> list[list[Microbatch]]:
-        """The iterations that the next calls of `next_step` will hand out, which they still do: nothing is consumed.
+        """Return the iterations that the next calls of `next_step` will return, without consuming them.
 
-        Waits for all of them. Where lanes are routed, all ranks have to ask for as many.
+        This waits for all of them. Where lanes are routed, all ranks have to ask for the same number.
 
         Raises:
             ValueError, RuntimeError: as `next_step`.
@@ -156,7 +154,7 @@ class StepLoader:
         return [microbatches for microbatches, _ in islice(self._ready, num_steps)]
 
     def _have_ready(self, num_steps: int) -> None:
-        """Wait until so many iterations are ready; the background thread, if any, then works on one more."""
+        """Wait until this many iterations are ready, and let the background thread, if any, begin one more."""
         if self._closed or self._broken:
             raise RuntimeError("the loader is closed" if self._closed else "the loader failed in an earlier step")
         started = time.perf_counter()
@@ -177,9 +175,9 @@ class StepLoader:
         self.last_wait_s += time.perf_counter() - started
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands after the last step handed out; what was only prefetched or peeked at does not count.
+        """Return the position after the last iteration that `next_step` returned. Waits for nothing.
 
-        Waits for nothing.
+        Iterations that were only prefetched or peeked at do not count.
 
         Returns:
             `consumed_samples`, and `streams`: the state of each stream that this rank reads, by `module/lane`.
@@ -193,7 +191,8 @@ class StepLoader:
             ValueError: the data set cannot continue from the state.
         """
         if self._pending is not None:
-            self._pending.wait()  # the source belongs to the thread until it is done; what it read is dropped
+            # The source belongs to the thread until it is done. What it has read is dropped.
+            self._pending.wait()
             self._pending = None
         self._ready.clear()
         if state["streams"]:
@@ -209,15 +208,15 @@ class StepLoader:
     def status(self) -> LoaderStatus:
         """Describe what the loader does now. Another thread asks."""
         pending = self._pending
-        # While `next_step` waits it holds what is pending itself.
+        # While `next_step` waits, `_pending` is None.
         busy = self._closing or self._broken or (pending is not None and not pending.ready())
         return LoaderStatus(busy, self.describe(), self._source.waits_for)
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop the background thread. `next_step` raises from then on; calling it again does nothing.
+        """Stop the background thread. `next_step` raises from then on. A second call does nothing.
 
         Args:
-            failed: the run ends for an error, here or elsewhere: wait for nobody.
+            failed: the run ends because of an error, here or elsewhere, so wait for no other rank.
         """
         if self._closed:
             return
@@ -225,7 +224,8 @@ class StepLoader:
         if not failed and not self._broken:
             self._closing = True
             if self._pending is not None:
-                # Other ranks take part in what is under way. It is short: all of them have asked for it.
+                # Other ranks take part in the iteration that is being read. All of them have asked for it, so the wait
+                # is short.
                 self._pending.wait()
             self._source.close()
             self._closing = False
@@ -233,9 +233,6 @@ class StepLoader:
         if self._pool is not None:
             self._pool.terminate()
             self._pool = None
-
-
-# From flags to a rank's data: the source that gives it samples, and the loader that makes tensors of them.
 
 
 def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedDataProvider, data_config: Any,
@@ -248,11 +245,11 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
         rank: this process.
         data_provider: the data set.
         data_config: its flags.
-        request: what the run asks of it.
-        lane_loader: `routed` or `per-lane`, for a data set that costs something to read.
+        request: the run's request to the data set.
+        lane_loader: `routed` or `per-lane`, for a data set that is costly to read.
         num_microbatches: microbatches of an iteration.
         host: gloo group of the whole world, needed where lanes are routed over several ranks.
-        tag: tells this source's messages from those of others that are open on the group.
+        tag: distinguishes this source's messages from those of other open sources of the group.
 
     Raises:
         ValueError: the data set refuses the configuration.
@@ -276,7 +273,7 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
                 num_microbatches: int, seq_length: int, seed: int, split: str = "train",
                 lane_loader: str = DataConfig.lane_loader, host: dist.ProcessGroup | None = None, tag: int = 0,
                 **loader: Any) -> StepLoader:
-    """The data of one rank as microbatches. Collective over the world where lanes are routed.
+    """Open the data of one rank as microbatches. Collective over the world where lanes are routed.
 
     Args:
         layout: all grids; must be valid.

@@ -1,6 +1,7 @@
-"""Where the samples of a rank come from: its own streams, lanes that it reads, or another rank's reader.
+"""Sources of a rank's samples: its own streams, lanes that it reads, or another rank's reader.
 
-A step's samples are `{(module, lane): [samples of each microbatch]}`, each list the share of the module on this rank.
+The samples of an iteration are `{(module, lane): [samples of each microbatch]}`. Each list has the share of the lane
+that the module needs on this rank.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ StepSamples = dict[tuple[str, int], list[list[Sample]]]
 
 
 class Source(Protocol):
-    """The samples of one rank. One thread uses it at a time."""
+    """Samples of one rank. Only one thread uses a source at a time."""
 
     def start(self) -> None:
-        """Before the first `read`, from the main thread."""
+        """Start workers. Called once, before the first `read`, from the main thread."""
         ...
 
     def read(self) -> StepSamples:
-        """The samples of the next iteration."""
+        """Return the samples of the next iteration."""
         ...
 
     def mark(self) -> Any:
-        """Where it stands, taken after every iteration."""
+        """Note the present position. Called after every iteration, so it has to be cheap."""
         ...
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
-        """State of each open stream at one of the last marks, by the stream's name."""
+        """Return the state of each open stream at one of the last marks, by the stream's name."""
         ...
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
@@ -46,33 +47,28 @@ class Source(Protocol):
         ...
 
     def describe(self) -> str:
-        """Describe what a rank that waits for its data waits for."""
+        """Describe what `read` waits for, for messages."""
         ...
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """Ranks whose loaders it waits for now."""
+        """Ranks whose loaders `read` waits for now."""
         ...
 
     def close(self) -> None:
-        """Stop. Nobody reads any more."""
+        """Stop the workers. Nothing is read any more."""
         ...
 
 
-def _named(streams: Mapping[str, Any], name: str) -> Any:
-    """The state of stream `name`, or of any other: all streams of an indexed data set stand at the same sample."""
-    return streams[name] if name in streams else next(iter(streams.values()))
-
-
 class StreamSource:
-    """Streams that cost little to read: this rank opens every lane that it needs, and skips what others encode.
+    """Streams of an indexed data set: this rank opens every lane that it needs and skips what other ranks encode.
 
     Args:
         provider, config: the data set and its flags.
-        tokens: what the model takes.
-        needs: what this rank needs.
+        tokens: token ids and image sizes of the model.
+        needs: parts of lanes that this rank needs.
         lanes: number of lanes.
-        seed, split: of the sample order.
+        seed, split: seed and split of the sample order.
         micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
     """
 
@@ -81,7 +77,7 @@ class StreamSource:
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
         self._streams: dict[str, tuple[Need, SampleStream]] = {}
         for need in needs:
-            # A lane opened as the language side never builds images.
+            # A stream that is opened for the language side never decodes images.
             lane = Lane(need.module if need.pixels else LANGUAGE, need.share.lane, lanes, seed, split)
             self._streams[f"{need.module}/{need.share.lane}"] = need, provider.stream(config, tokens, lane)
 
@@ -89,7 +85,6 @@ class StreamSource:
         """Do nothing: there is nothing to start."""
 
     def read(self) -> StepSamples:
-        """The samples of the next iteration."""
         return {(need.module, need.share.lane): [self._microbatch(need, stream) for _ in range(self._num_microbatches)]
                 for need, stream in self._streams.values()}
 
@@ -103,25 +98,22 @@ class StreamSource:
         return samples
 
     def mark(self) -> Any:
-        """The states themselves: they are small."""
+        # The states themselves are small enough.
         return {name: stream.state_dict() for name, (_, stream) in self._streams.items()}
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
-        """State of each stream."""
         return dict(mark)
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """Every stream takes its own state or, where the layout changed, that of another."""
         for name, (_, stream) in self._streams.items():
-            stream.load_state_dict(_named(streams, name))
+            # All streams of an indexed data set are at the same sample, so any state will do after a change of layout.
+            stream.load_state_dict(streams[name] if name in streams else next(iter(streams.values())))
 
     def describe(self) -> str:
-        """The streams of this rank."""
         return f"streams {', '.join(self._streams)} of this rank"
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """No other rank."""
         return ()
 
     def close(self) -> None:
@@ -136,12 +128,12 @@ def _share(rows: Mapping[int, list[list[Sample]]], need: Need) -> list[list[Samp
 
 
 class ReaderSource:
-    """Lanes that this rank reads itself, whole.
+    """Lanes that this rank reads itself, as a whole.
 
     Args:
-        reader: reads `lanes`.
-        lanes: what it reads.
-        needs: what this rank needs of them.
+        reader: reader of `lanes`.
+        lanes: numbers of the lanes.
+        needs: parts of them that this rank needs.
         micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
     """
 
@@ -151,11 +143,10 @@ class ReaderSource:
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
 
     def start(self) -> None:
-        """Start the reader's workers."""
         self._reader.start()
 
     def read_lanes(self) -> dict[int, list[list[Sample]]]:
-        """All rows of the next iteration, by lane and microbatch. Lanes advance together, row by row."""
+        """Return all rows of the next iteration, by lane and microbatch. Lanes advance together, row by row."""
         rows: dict[int, list[list[Sample]]] = {lane: [] for lane in self._lanes}
         for _ in range(self._num_microbatches):
             for lane in self._lanes:
@@ -166,20 +157,17 @@ class ReaderSource:
         return rows
 
     def read(self) -> StepSamples:
-        """The samples of the next iteration."""
         rows = self.read_lanes()
         return {(need.module, need.share.lane): _share(rows, need) for need in self._needs}
 
     def mark(self) -> Any:
-        """Where the reader stands."""
         return self._reader.mark()
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
-        """State of each lane."""
         return {f"{SHARED_STREAM}/{lane}": state for lane, state in self._reader.state_dict(mark).items()}
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """Hand the reader the lanes of a checkpoint. Raises ValueError for another data set's, and as the reader."""
+        """Continue from the lanes of a checkpoint. Raises ValueError if the state is of another kind of data set."""
         other = [name for name in streams if not name.startswith(f"{SHARED_STREAM}/")]
         if other:
             raise ValueError(f"the checkpoint's data state ({', '.join(other)}) is of an indexed data set, this one is "
@@ -187,31 +175,28 @@ class ReaderSource:
         self._reader.load_state_dict({int(name.split("/")[1]): state for name, state in streams.items()})
 
     def describe(self) -> str:
-        """Describe what the reader is doing."""
         return self._reader.describe()
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """No other rank."""
         return ()
 
     def close(self) -> None:
-        """Stop the reader's workers."""
         self._reader.close()
 
 
 class RoutedSource:
-    """Lanes read once: each by one rank, which hands every other rank what that needs of it.
+    """Lanes that are read once each: by one rank, which sends every other rank the part that it needs.
 
-    Messages travel in the background, one iteration ahead of the one that is trained on. An error of a reader travels
-    in place of the samples, so no rank waits for a reader that has stopped.
+    Messages travel in the background, one iteration ahead of training. If a reader fails, it sends its error in place
+    of the samples, so that no rank waits for a reader that has stopped.
 
     Args:
-        local: the lanes that this rank reads; None where it reads none.
+        local: the lanes that this rank reads; None if it reads none.
         layout: all grids.
-        rank: this process.
+        rank: this rank.
         micro_batch_size: rows of a lane in a microbatch.
-        channel: to the other ranks.
+        channel: sends to and receives from the other ranks.
     """
 
     def __init__(self, local: ReaderSource | None, layout: Layout, rank: int, micro_batch_size: int,
@@ -230,15 +215,14 @@ class RoutedSource:
         self._waiting_for: int | None = None
 
     def start(self) -> None:
-        """Start the workers of the lanes that this rank reads."""
         if self._local is not None:
             self._local.start()
 
     def read(self) -> StepSamples:
-        """The samples of the next iteration.
+        """Return the samples of the next iteration.
 
         Raises:
-            ReportedElsewhereError: the reader of a lane has failed; it says why.
+            ReportedElsewhereError: the reader of a lane has failed; the message has its error.
         """
         samples = {} if self._local is None else self._serve(self._local)
         for reader, needs in self._from.items():
@@ -252,8 +236,8 @@ class RoutedSource:
         return samples
 
     def _serve(self, local: ReaderSource) -> StepSamples:
-        """Read this rank's lanes and send the others theirs."""
-        self._channel.flush()  # of the iteration before: at most one is under way
+        """Read this rank's lanes and send the other ranks their parts."""
+        self._channel.flush()  # at most one iteration's messages are under way
         try:
             rows = local.read_lanes()
         except Exception as error:  # whatever it is, the others wait for samples that will not come
@@ -266,20 +250,16 @@ class RoutedSource:
         return {(need.module, need.share.lane): _share(rows, need) for need in self._own}
 
     def mark(self) -> Any:
-        """Where this rank's reader stands; None where it reads no lane."""
         return None if self._local is None else self._local.mark()
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
-        """State of each lane that this rank reads."""
         return {} if self._local is None else self._local.state_dict(mark)
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """Continue this rank's lanes; nothing to do where it reads none."""
         if self._local is not None:
             self._local.load_state_dict(streams)
 
     def describe(self) -> str:
-        """Which rank's samples are missing, or what this rank's reader is doing."""
         reader = self._waiting_for
         if reader is not None:
             return f"samples of {_lanes(self._from[reader])} from rank {reader}, their reader"
@@ -287,7 +267,7 @@ class RoutedSource:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """The rank that has to send samples, or to take those of the iteration before."""
+        """The rank that has to send samples, or to receive those of the iteration before."""
         return self._channel.waits_for
 
     def close(self) -> None:
@@ -302,37 +282,37 @@ def _lanes(needs: Sequence[Need]) -> str:
     return f"lane{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-# The end of a run that has passed over too many bad samples.
+# A run ends if it has skipped too many bad samples.
 
-
+# Skipped samples that the error names.
 SHOWN = 3
 
 
 @runtime_checkable
 class SkippingDataProvider(Protocol):
-    """A data set that passes over bad samples (`mimo.protocols.Sample.skipped`), up to a number."""
+    """A data set that skips bad samples (`mimo.protocols.Sample.skipped`), up to a limit."""
 
     def max_bad_samples(self, config: Any) -> int:
-        """How many a run may pass over, over all its ranks and restarts."""
+        """Return how many samples a run may skip, over all its ranks and restarts."""
         ...
 
 
 def check_bad_samples(parts: TrainerParts, dataset: DataProvider | RoutedDataProvider, total: int,
                       microbatches: Sequence[Microbatch]) -> None:
-    """Stop every rank where a run has passed over more samples than its data set allows.
+    """Stop every rank if the run has skipped more samples than its data set allows.
 
-    A reader knows of its own lanes alone and starts over with the process, so only the total says it of the run.
-    Collective over the world where the run ends.
+    A reader counts only its own lanes, and only since the process started, so the run's total decides. Collective over
+    the world if the run ends.
 
     Args:
         parts: this rank's trainer.
         dataset: the data set.
-        total: samples that the run has passed over, earlier starts included; the same on all ranks.
+        total: samples that the run has skipped, earlier starts included; the same on all ranks.
         microbatches: this rank's side of the last iteration.
 
     Raises:
-        ValueError: on the first rank; names flag, values and the last samples that are known.
-        ReportedElsewhereError: as above, on the others.
+        ValueError: on the first rank; names the flag, its value and the last skipped samples.
+        ReportedElsewhereError: on the other ranks.
     """
     if not isinstance(dataset, SkippingDataProvider):
         return

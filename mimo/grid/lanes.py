@@ -1,4 +1,4 @@
-"""Which rank reads which lane, and which samples of a lane each rank needs. Pure: ranks and sizes only."""
+"""Assigns lanes to the ranks that read them, and samples of a lane to the ranks that need them, as plain data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Need:
     """One module's part of one lane on one rank.
 
     Attributes:
-        module: the module.
+        module: name of the module.
         share: the lane, and the samples of each of its microbatches.
-        pixels: whether the images are needed too: on the first pipeline stage of an encoder.
+        pixels: whether the images are needed, too, as on the first pipeline stage of an encoder.
     """
 
     module: str
@@ -27,11 +27,11 @@ class Need:
 
 
 def needs_of(layout: Layout, rank: int, micro_batch_size: int) -> tuple[Need, ...]:
-    """All that a rank needs, module by module, lanes in order.
+    """Return everything that a rank needs, module by module, lanes in order.
 
-    Language ranks need the text of their lane on every pipeline stage: only the first uses the tokens and only the last
-    the labels, but text is small, and one rule for all stages keeps keys and counts at hand everywhere. With encoder
-    windows the reader of a lane holds its pixels, and deals them to the replicas once all ranks know what there is.
+    Language ranks need the text of their lane on every pipeline stage. Only the first stage uses the tokens and only
+    the last one the labels, but text is small, and keys and counts are needed everywhere. With encoder windows, the
+    reader of a lane has its pixels, and deals them to the replicas once all ranks know the sizes of all images.
     """
     needs = []
     for module in layout.modules_of(rank):
@@ -50,10 +50,10 @@ def needs_of(layout: Layout, rank: int, micro_batch_size: int) -> tuple[Need, ..
 
 
 def reader_of(layout: Layout, lane: int) -> int:
-    """The one rank that reads a lane for all.
+    """Return the rank that reads a lane for all ranks.
 
-    On disjoint grids it is the rank of the first encoder that encodes the lane (its first samples, where several share
-    it), so pixels are decoded where they are used; elsewhere the lane's first language rank.
+    On disjoint grids, this is a rank of the first encoder: the one that encodes the lane's first samples. Pixels are
+    thus decoded where they are used. In the other layouts, it is the lane's first language rank.
     """
     if layout.encoders and layout.kind == "disjoint":
         encoder = layout.encoders[0]
@@ -62,7 +62,7 @@ def reader_of(layout: Layout, lane: int) -> int:
 
 
 def lanes_read_by(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The lanes of which `rank` is the reader, in order."""
+    """Return the lanes of which `rank` is the reader, in order."""
     return tuple(lane for lane in range(layout.num_lanes) if reader_of(layout, lane) == rank)
 
 
@@ -70,9 +70,6 @@ def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) ->
     """Select what `rank` needs of the lanes that `reader` reads, in the order of `needs_of`."""
     return tuple(need for need in needs_of(layout, rank, micro_batch_size)
                  if reader_of(layout, need.share.lane) == reader)
-
-
-# What a run asks of a data set that is read once for all ranks.
 
 
 def data_request(layout: Layout, model_provider: ModelProvider, model_config: Any, *, micro_batch_size: int,
@@ -86,7 +83,7 @@ def data_request(layout: Layout, model_provider: ModelProvider, model_config: An
 
 
 def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | None:
-    """A line that says how image files become pixels in a run; None where no such files are read."""
+    """Return a line on how image files become pixels in a run; None if it reads no such files."""
     dataset = config.find_dataset(config.data.dataset_provider)
     tokens = model_provider.token_spec(config.model_family)
     if not isinstance(dataset, ImageDataProvider) or not isinstance(dataset, RoutedDataProvider) or (

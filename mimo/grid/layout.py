@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 
+from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
@@ -99,10 +100,10 @@ def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
         value = getattr(config, field.name)
         least = 0 if field.name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:
-            raise ValueError(f"{_flag(field.name)} {value} is below {least}")
+            raise ValueError(f"{flag_name(field.name)} {value} is below {least}")
     if not grids:
         why = "--llm-only" if config.llm_only else "a model without encoder"
-        given = [f"{_flag(name)} {getattr(config, name)}" for name in ENCODER_FLAGS if getattr(config, name) != 1]
+        given = [f"{flag_name(name)} {getattr(config, name)}" for name in ENCODER_FLAGS if getattr(config, name) != 1]
         if given:
             raise ValueError(f"{why} has no encoder grid: leave out {', '.join(given)}")
         if config.layout != "disjoint":
@@ -111,8 +112,8 @@ def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
         taken = {"encoder_tp": config.llm_tp, "encoder_dp": config.llm_dp, "encoder_pp": 1}
         for name, value in taken.items():
             if getattr(config, name) not in (1, value):
-                raise ValueError(f"{_flag(name)} {getattr(config, name)}: in the homogeneous layout the encoder is "
-                                 f"split as the first language stage, {_flag(name)} {value}; leave it out")
+                raise ValueError(f"{flag_name(name)} {getattr(config, name)}: in the homogeneous layout the encoder is "
+                                 f"split as the first language stage, {flag_name(name)} {value}; leave it out")
     start = sum(grid.size for grid in grids) if config.layout == "disjoint" else 0
     if config.llm_offset not in (None, start):
         where = "there is no encoder"
@@ -314,12 +315,8 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
 def _axis_flag(grid: GridSpec, axis: str) -> str:
-    return _flag(f"{'llm' if grid.name == LANGUAGE else 'encoder'}_{axis}")
+    return flag_name(f"{'llm' if grid.name == LANGUAGE else 'encoder'}_{axis}")
 
 
 def _terms(grids: Iterable[GridSpec]) -> str:
