@@ -1,4 +1,4 @@
-"""The plan that `--dry-run` prints: who does what, how much each rank holds, what crosses the bridge."""
+"""Makes the plan that `--dry-run` prints: work and parameters of each rank, and bytes over the bridge."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from mimo.config.validate import num_microbatches
 from mimo.grid.lanes import describe_images
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.protocols import ModelProvider, ParameterShape
-
-# Sizes of a run from plain data: parameters per rank and bytes over the bridge.
 
 
 def total_parameters(shapes: Iterable[ParameterShape]) -> int:
@@ -58,9 +56,6 @@ def bridge_bytes(*, image_tokens: int, hidden_size: int, dtype_bytes: int) -> in
     return image_tokens * hidden_size * dtype_bytes
 
 
-# Tables, counts, sizes and ranges as text.
-
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 
 
@@ -72,7 +67,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun: `1 rank`, `2 ranks`."""
+    """Format a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
@@ -101,7 +96,7 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 def span(numbers: range) -> str:
-    """`none`, `3` or `3-7`."""
+    """Format a range: `none`, `3` or `3-7`."""
     if len(numbers) == 0:
         return "none"
     return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
@@ -111,11 +106,11 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 MAX_RANKS_LISTED = 16
 MAX_LINES = 10
 ANY_IMAGE_SIZE = 512
-"""Pixels a side of the example image for an encoder that takes any size; the next multiple below that it takes."""
+"""Pixels a side of the example image for an encoder that takes any size, rounded down to a size that it takes."""
 
 
 def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -> str:
-    """The plan of a run as text, a few dozen lines for any world size.
+    """Return the plan of a run as text, a few dozen lines for any world size.
 
     Args:
         config: the validated run.
@@ -130,18 +125,12 @@ def grid_parts(config: RunConfig, layout: Layout, provider: ModelProvider) -> li
     """Return the lines about the layout, the grids, their lanes and ranks, and the parameters, part by part."""
     return [
         [f"layout {layout.kind}, {counted(layout.world_size, 'rank')}, {counted(layout.num_lanes, 'lane')}"],
-        _grid_table(layout),
+        table([["grid", "ranks", *AXES], *([name, span(grid.ranks), *(str(getattr(grid, axis)) for axis in AXES)]
+                                           for name, grid in layout.grids.items())]),
         _lane_lines(config, layout),
         _rank_map(layout),
         _parameter_table(config, layout, provider),
     ]
-
-
-def _grid_table(layout: Layout) -> list[str]:
-    rows = [["grid", "ranks", *AXES]]
-    rows += [[name, span(grid.ranks), *(str(getattr(grid, axis)) for axis in AXES)]
-             for name, grid in layout.grids.items()]
-    return table(rows)
 
 
 def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
@@ -168,7 +157,7 @@ def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
 
 
 def _rank_map(layout: Layout) -> list[str]:
-    """Every rank of a small world; ranges of ranks per replica and stage of a big one."""
+    """List every rank of a small world, or the ranges of ranks of each replica and stage of a big one."""
     if layout.world_size <= MAX_RANKS_LISTED:
         return ["rank map", *(f"  rank {rank:>2}  " + "; ".join(_place(layout.grids[name], rank)
                                                                for name in layout.modules_of(rank))
@@ -252,7 +241,7 @@ def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, 
 
 
 def _shortened(lines: list[str]) -> list[str]:
-    """The first and last lines of a long list."""
+    """Return the first lines and the last line of a long list."""
     if len(lines) <= MAX_LINES:
         return lines
     return [*lines[: MAX_LINES - 2], f"  ... {len(lines) - MAX_LINES + 1} more ...", lines[-1]]

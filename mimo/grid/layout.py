@@ -199,7 +199,7 @@ def _check_experts(language: GridSpec, num_experts: int, sequence_parallel: bool
 
 
 def _check_disjoint(layout: Layout, micro_batch_size: int) -> None:
-    """The grids follow each other without gap or overlap and fill the world."""
+    """Check that the grids follow each other without gap or overlap and fill the world."""
     grids = sorted(layout.grids.values(), key=lambda grid: grid.offset)
     end, previous = 0, None
     for grid in grids:
@@ -222,7 +222,7 @@ def _check_disjoint(layout: Layout, micro_batch_size: int) -> None:
 
 
 def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
-    """Every grid spans the whole world from rank 0, encoders in one stage."""
+    """Check that every grid spans the whole world from rank 0, and that encoders have one stage."""
     for grid in layout.grids.values():
         if grid.pp > 1 and grid.name != LANGUAGE:
             raise ValueError(f"{_axis_flag(grid, 'pp')} {grid.pp}: in the colocated layout only the language model has "
@@ -241,7 +241,7 @@ def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
 
 
 def _check_homogeneous(layout: Layout, micro_batch_size: int) -> None:
-    """The language model spans the world from rank 0, and encoders its first stage, split alike."""
+    """Check that the language model spans the world from rank 0, and that encoders are split as its first stage."""
     language = layout.language
     if language.offset or language.size != layout.world_size:
         raise ValueError(f"the language grid needs {_count(language.size)} ({_terms([language])}), the world has "
@@ -253,7 +253,7 @@ def _check_homogeneous(layout: Layout, micro_batch_size: int) -> None:
 
 
 def _check_lanes(encoder: GridSpec, language: GridSpec, micro_batch_size: int) -> None:
-    """Each encoder data-parallel rank serves whole lanes or an equal share of one, and always has a sample."""
+    """Check that each encoder data-parallel rank serves whole lanes, or an equal share of one with a sample in it."""
     dp, lanes = _axis_flag(encoder, "dp"), language.dp
     if encoder.dp % lanes and lanes % encoder.dp:
         fit = _divisors(lanes) + [lanes * part for part in range(2, micro_batch_size + 1)]
@@ -268,7 +268,7 @@ def _check_lanes(encoder: GridSpec, language: GridSpec, micro_batch_size: int) -
 
 
 def _fitting(layout: Layout, micro_batch_size: int) -> str:
-    """The --encoder-dp and --llm-dp nearest to the given ones that tile the world with the other sizes as they are."""
+    """Suggest the nearest --encoder-dp and --llm-dp with which the grids tile the world."""
     language, world = layout.language, layout.world_size
     has_flags = bool(layout.encoders) and layout.kind != "homogeneous"
     if len(layout.encoders) > 1:
@@ -293,7 +293,7 @@ def _fitting(layout: Layout, micro_batch_size: int) -> str:
 
 def _fitting_encoder(layout: Layout, language_dp: int, ranks: int,
                      micro_batch_size: int) -> list[tuple[bool, int, int, str]]:
-    """The encoder grid on `ranks` ranks beside `language_dp` as one entry of `_fitting`, or nothing."""
+    """Return an encoder grid on `ranks` ranks beside `language_dp` as an entry of `_fitting`, or nothing."""
     encoder, language = layout.encoders[0], layout.language
     encoder_dp, left = divmod(ranks, encoder.tp * encoder.pp)
     pooled = layout.encoder_window is not None

@@ -1,4 +1,4 @@
-"""Grids and layouts as plain data: which rank does what. No torch, any world size.
+"""Grids and layouts of any world size as plain data, without torch.
 
 Rank order inside a grid is Megatron's `tp-cp-dp-pp` (the first varies fastest); the expert view of the same ranks is
 `expt_tp-ep-expt_dp-pp`.
@@ -49,7 +49,7 @@ class GridSpec:
         return range(self.offset, self.offset + self.size)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a global rank: `tp`, `cp`, `dp`, `pp`. Raises ValueError for a rank outside the grid."""
+        """Return the position of a global rank: `tp`, `cp`, `dp`, `pp`. Raises ValueError outside the grid."""
         if rank not in self.ranks:
             raise ValueError(
                 f"rank {rank} is not in grid {self.name!r} (ranks {self.ranks.start}-{self.ranks.stop - 1})"
@@ -62,7 +62,7 @@ class GridSpec:
         return position
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Global rank at a position, the inverse of `coordinates`. Negative `pp` counts from the last stage."""
+        """Return the global rank at a position, as the inverse of `coordinates`. Negative `pp` counts from the end."""
         pp %= self.pp
         return self.offset + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
@@ -102,7 +102,7 @@ class Layout:
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
 
     def describe(self, rank: int) -> str:
-        """A rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
+        """Describe a rank for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
         places = []
         for name in self.modules_of(rank):
             grid = self.grids[name]

@@ -1,4 +1,4 @@
-"""Reading a Megatron distributed checkpoint slice by slice, in one process and without a process group."""
+"""Reads a Megatron distributed checkpoint slice by slice, in one process and without a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face weights into a running trainer's modules, whatever the layout."""
+"""Loads Hugging Face weights into the modules of a running trainer, in any layout."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class HfPaths:
     language: str = ""
 
     def of(self, module: str) -> str:
-        """The folder that a module is loaded from; empty where it keeps what it has."""
+        """Return the folder from which a module is loaded; empty if it keeps its weights."""
         return (self.language if module == LANGUAGE else self.vision) or self.model
 
     def flag(self, path: str) -> str:
-        """The flag that names a folder, with its value."""
+        """Return the flag that names a folder, with its value."""
         flags = {self.model: "--load-hf", self.vision: "--load-vision-from", self.language: "--load-language-from"}
         return f"{flags[path]} {path}"
 
@@ -60,9 +60,9 @@ class LoadReport:
     """Result of a load.
 
     Attributes:
-        schemes: module -> kind of checkpoint that it came from.
-        absent: module -> Megatron names that the source does not have and may come without: they keep their values.
-        notes: for a person: what was not compared, and differences from config.json that --allow-difference names.
+        schemes: module -> naming scheme of its source.
+        absent: module -> Megatron names of tensors that the source may lack and does lack. They keep their values.
+        notes: lines for the log: what was not compared, and differences that --allow-difference names.
     """
 
     schemes: dict[str, str] = field(default_factory=dict)
@@ -75,23 +75,23 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
             allowed: Collection[str] = ()) -> LoadReport:
     """Fill the modules of every rank from Hugging Face folders. Collective over the world.
 
-    The optimizer's own copies of the parameters are the caller's to refresh. One rank reads the headers; of each piece
-    of a parameter one replica reads the tensors, and sends it to the others.
+    The caller refreshes the optimizer's copies of the parameters. One rank reads the headers. One replica of each piece
+    of a parameter reads the tensors and sends the piece to the other replicas.
 
     Args:
         built: this rank's model.
         grids: process groups.
         provider: the model family.
         family_config: its configuration.
-        paths: where the weights are.
-        allowed: fields of the configuration that config.json may have otherwise (--allow-difference).
+        paths: folders of the weights.
+        allowed: fields of the configuration that may differ from config.json (--allow-difference).
 
     Raises:
-        ValueError: on the first rank, before anything is read: config.json describes a model that computes something
-            else; before anything is written: all that is missing, unused, of another shape or dtype, not covered by
-            the weight map, or unreadable, and tensors that differ from those that they should repeat; after it, all
+        ValueError: raised on the first rank. Before anything is read: config.json describes a model that computes
+            something else. Before anything is written: tensors that are missing, unused, unreadable, of another shape
+            or dtype, not covered by the weight map, or that differ from those that they should repeat. Afterwards:
             values that are not finite.
-        ReportedElsewhereError: on the other ranks then.
+        ReportedElsewhereError: the same, on the other ranks.
     """
     maps = {module: provider.weight_map(family_config, module)
             for module in (*provider.encoders(family_config), LANGUAGE)}
@@ -121,11 +121,11 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
 
 
 def agree(grids: Grids, what: str, problems: list[str]) -> None:
-    """Stop every rank of the world where any of them has problems. Collective.
+    """Stop every rank of the world if any of them has problems. Collective.
 
     Raises:
-        ValueError: on the first rank, with the problems of all.
-        ReportedElsewhereError: on the others.
+        ValueError: on the first rank, with the problems of all ranks.
+        ReportedElsewhereError: on the other ranks.
     """
     lines = [line for of_rank in gather(grids, sorted(set(problems))) for line in of_rank]
     if lines and grids.rank != 0:
@@ -135,7 +135,7 @@ def agree(grids: Grids, what: str, problems: list[str]) -> None:
 
 def _compare_configurations(grids: Grids, provider: ModelProvider, family_config: Any, paths: HfPaths,
                             modules: Sequence[str], allowed: Collection[str]) -> list[str]:
-    """Notes on config.json of every folder, which the first rank reads. Collective; raises as `agree`."""
+    """Compare config.json of every folder, read by the first rank. Return notes. Collective; raises as `agree`."""
     problems, notes = [], []
     if grids.rank == 0:
         for folder in dict.fromkeys(paths.of(module) for module in modules):
@@ -152,7 +152,7 @@ def _compare_configurations(grids: Grids, provider: ModelProvider, family_config
 
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:
-    """Contents of each folder, read by the first rank."""
+    """Return the contents of each folder, which the first rank reads."""
     catalogs, error = {}, None
     if grids.rank == 0:
         try:
@@ -165,7 +165,7 @@ def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Cat
 
 def _plan(sources: Mapping[str, HfSource], maps: Mapping[str, WeightMap], folder_of: Mapping[str, str],
           paths: HfPaths) -> tuple[dict[str, ModuleMatch], list[str]]:
-    """Each module's match, and what is missing or unused."""
+    """Match each module with its source. Return the matches, and lines about missing and unused tensors."""
     plan: dict[str, ModuleMatch] = {}
     problems: list[str] = []
     for folder, source in sources.items():
@@ -214,7 +214,7 @@ def _fill(match: ModuleMatch, source: HfSource, pieces: list[ModelPiece], groups
     """Copy a module's tensors into its pieces, one global tensor at a time, in the same order on every rank.
 
     Returns:
-        What is wrong with the values that this rank has read.
+        Lines about wrong values that this rank has read.
     """
     problems = []
     by_name: dict[str, list[ModelPiece]] = {}
@@ -243,7 +243,7 @@ def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[
         buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
         if whole is not None:
             buffer.copy_(whole[piece.box.slices])
-        # As bytes: every backend sends those.
+        # Every backend can send bytes.
         dist.broadcast(buffer.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
         piece.tensor.copy_(buffer)
     return problems

@@ -1,4 +1,4 @@
-"""Which source tensors make which Megatron tensors, and every way in which the two do not fit."""
+"""Matches source tensors with Megatron tensors, and describes every way in which they do not fit."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from mimo.boxes import Box
 from mimo.weights.rules import NamingScheme, PaddedRows, Rule, WeightMap, global_name, is_expert
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 
-# What a conversion of tensors of other shapes raises: its own ValueError, or torch's for a cat or a reshape.
+# Errors of a conversion whose tensors have wrong shapes: its own ValueError, or torch's error of a cat or a reshape.
 SHAPE_ERRORS = (ValueError, RuntimeError, IndexError)
-# Rows that are compared at once.
+# Number of rows that are compared at once.
 COMPARED_ROWS = 8192
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
 class ModuleMatch:
-    """How one module is made from one source.
+    """Match of a module with a source.
 
     Attributes:
-        module: its name.
-        scheme: of the source's names.
+        module: name of the module.
+        scheme: naming scheme of the source.
         rules: rules of the tensors to load, by Megatron name, in the map's order.
-        absent: Megatron names of rules that this kind of source may come without, and does.
+        absent: Megatron names of the rules whose tensors this kind of source may lack, and does lack.
     """
 
     module: str
@@ -51,13 +51,12 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
     """Match a source's names with the maps of the modules that are loaded from it.
 
     Args:
-        catalog: what the source holds.
+        catalog: contents of the source.
         wanted: map of each module to load from it.
-        others: maps of the model's other modules, whose tensors may be in the source too.
+        others: maps of the model's other modules, whose tensors may be in the source, too.
 
     Returns:
-        A match for each wanted module, and a line for each tensor that is wanted and missing, and for each that is
-        there and used by nothing.
+        A match for each wanted module, and a line for each tensor that is missing or that nothing uses.
     """
     matches, problems = {}, []
     known: set[str] = set()
@@ -105,12 +104,12 @@ def _same_values(source: HfSource, first: str, second: str) -> bool:
 
 
 def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> list[str]:
-    """Return a line where a floating-point tensor is not finite, or would not be in another dtype.
+    """Return a line if a floating-point tensor is not finite, or would not be after a conversion.
 
     Args:
-        name: of the tensor, for the message.
-        tensor: its values.
-        dtype: what they will be converted to.
+        name: name of the tensor, for the message.
+        tensor: the tensor.
+        dtype: the dtype to which it will be converted.
     """
     if tensor.dtype not in FLOAT_DTYPES or not tensor.numel():
         return []
@@ -149,15 +148,15 @@ def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequen
         match: the module's match.
         rule: one of its rules.
         catalog: the source.
-        shape: the model's whole tensor; None where no model says it and only the rule's own word is left.
-        dtype: the model's.
+        shape: shape of the model's whole tensor; None if there is no model, so that only the rule decides.
+        dtype: dtype of the model's tensor.
     """
     names = match.sources(rule)
     if any(name not in catalog.tensors for name in names):
         return []
     entries = [catalog.tensors[name] for name in names]
     problems = []
-    if rule.rows is None or rule.rows.first == 0:  # one of the rules that share a tensor tells
+    if rule.rows is None or rule.rows.first == 0:  # only one of the rules that share a tensor reports it
         problems += [f"dtype: {name} is {entry.dtype_name} ({entry.file}); {match.module} {rule.megatron} is "
                      f"{str(dtype).removeprefix('torch.')}{_dtype_hint(entry)}"
                      for name, entry in zip(names, entries, strict=True) if not _dtype_fits(entry.dtype, dtype)]
@@ -168,7 +167,7 @@ def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequen
 
 
 def fitted(rule: Rule, shape: Sequence[int]) -> Rule:
-    """The rule for a vocabulary padded to another number of rows, which depends on the tensor-parallel size."""
+    """Adapt the rule of a padded vocabulary, whose number of rows depends on the tensor-parallel size."""
     convert = rule.convert
     if not isinstance(convert, PaddedRows) or not shape or shape[0] < convert.rows:
         return rule
@@ -177,14 +176,14 @@ def fitted(rule: Rule, shape: Sequence[int]) -> Rule:
 
 def check_shape(match: ModuleMatch, rule: Rule, entries: Sequence[SourceTensor],
                 shape: Sequence[int] | None) -> list[str]:
-    """The lines of `check_tensor` about shapes."""
+    """Return the lines of `check_tensor` about shapes."""
     names, have, made = match.sources(rule), [entry.shape for entry in entries], f"{match.module} {rule.megatron}"
     try:
         if shape is None:
             shape = rule.convert.to_megatron(_meta(rule.part_shapes(have))).shape
-        # What the model's tensor splits into tells which of several source tensors is the odd one.
+        # The parts of the model's tensor show which of several source tensors has the wrong shape.
         takes = [rule.tensor_shape(part.shape) for part in rule.convert.to_hf(*_meta([shape]))]
-        # The rules that share a tensor say the same of it.
+        # Rules that share a tensor must produce the same line.
         what = f"{made} {list(shape)}" if rule.rows is None else match.module
         wrong = [f"shape: {name} is {list(entry.shape)} ({entry.file}); {what} takes {list(size)}"
                  for name, entry, size in zip(names, entries, takes, strict=True) if entry.shape != size]
@@ -206,7 +205,7 @@ def _listed(names: Iterable[str], shapes: Iterable[Sequence[int]]) -> str:
 
 
 def _dtype_fits(source: torch.dtype | None, target: torch.dtype) -> bool:
-    """Floats are cast into each other; everything else must be the same."""
+    """Whether a dtype can be loaded as another: floating-point dtypes are cast, others must be equal."""
     if target in FLOAT_DTYPES:
         return source in FLOAT_DTYPES
     return source == target
@@ -222,19 +221,16 @@ def report(what: str, problems: Iterable[str]) -> None:
     """Raise one ValueError with every line, once each, grouped by kind.
 
     Args:
-        what: the first line, what is wrong and where.
-        problems: the lines; nothing happens where there are none.
+        what: the first line, which says what is wrong and where.
+        problems: the other lines.
 
     Raises:
-        ValueError: there are some.
+        ValueError: there are problems.
     """
     lines = sorted(set(problems))
     if lines:
         raise ValueError(f"{what} ({len(lines)} {'problem' if len(lines) == 1 else 'problems'}):\n  "
                          + "\n  ".join(lines))
-
-
-# The parts of global tensors that a rank holds, as Megatron Core's sharded state dict tells them.
 
 
 @dataclass
@@ -244,8 +240,8 @@ class ModelPiece:
     Attributes:
         name: global name, as in `Rule.megatron`.
         shape: shape of the whole tensor.
-        box: this piece in it.
-        tensor: a view of the parameter or buffer: copying into it changes the model.
+        box: box of this piece in the whole tensor.
+        tensor: view of the parameter or buffer, so that copying into it changes the model.
         is_main: whether this is the copy that a checkpoint would save.
     """
 
@@ -257,7 +253,7 @@ class ModelPiece:
 
 
 def module_pieces(module: torch.nn.Module, groups: ProcessGroupCollection) -> list[ModelPiece]:
-    """Every parameter and saved buffer of a rank's part of a module; gate and up halves are pieces of their own.
+    """Return every parameter and saved buffer of a rank's part of a module. Gate and up halves are separate pieces.
 
     Args:
         module: a module of the model, wrapped or not.
@@ -273,7 +269,7 @@ def module_pieces(module: torch.nn.Module, groups: ProcessGroupCollection) -> li
 
 
 def replica_group(piece: ModelPiece, groups: ProcessGroupCollection) -> Any:
-    """The ranks that hold the same piece: data parallel ranks, of the experts' own kind for an expert's tensor."""
+    """Return the group of the ranks that hold the same piece: the module's or the experts' data-parallel group."""
     return groups.expt_dp if is_expert(piece.name) else groups.dp_cp
 
 

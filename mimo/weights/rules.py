@@ -1,8 +1,8 @@
-"""The weight map: which Hugging Face tensors are the same numbers as which Megatron tensor.
+"""The weight map: rules that assign Hugging Face tensors to Megatron tensors with the same values.
 
-A rule speaks of whole tensors under global layer and expert numbers. Which slice of one a rank holds (tensor, pipeline
-and expert parallelism, gate and up halves) is not repeated here: Megatron Core's `sharded_state_dict` says it for every
-parameter, for loading, exporting and refitting alike.
+A rule is about whole tensors under global layer and expert numbers. Megatron Core's `sharded_state_dict` says which
+slice of a tensor a rank holds (tensor, pipeline and expert parallelism, gate and up halves), for loading, exporting and
+refitting alike.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Protocol
 
 import torch
 
-# Names of global tensors and the keys, with stacked axes, under which Megatron Core's checkpoints hold them.
+# Names of global tensors, and the keys with stacked axes under which Megatron Core's checkpoints hold them.
 #
-# Megatron Core stacks equal layers of a transformer block on a leading axis (`decoder.layers.7.x` is row 7 of
-# `decoder.layers.x`), unless the block's layers differ or are those of a hybrid stack, which never does it; experts
-# of a layer are stacked likewise (`mlp.experts.3.y` is row 3 of `mlp.experts.experts.y`). This is the one place that
-# knows it.
+# Megatron Core stacks equal layers of a transformer block on a leading axis: `decoder.layers.7.x` is row 7 of
+# `decoder.layers.x`. It does not if the layers differ, and never in a hybrid stack. Experts of a layer are stacked
+# likewise: `mlp.experts.3.y` is row 3 of `mlp.experts.experts.y`. No other module knows about this.
 
 
 _LAYER = re.compile(r"(?P<block>(?:.*\.)?decoder\.layers\.)(?P<number>\d+)\.(?P<rest>.+)")
@@ -32,12 +31,12 @@ _STACKED_EXPERTS = re.compile(r"(?P<experts>.*\.experts\.)experts\.(?P<rest>.+)"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a checkpoint holds a global tensor.
+    """Place of a global tensor in a checkpoint.
 
     Attributes:
         key: Megatron Core's key, without the module's name.
-        index: position on the stacked axes; empty for a tensor of its own.
-        axes: sizes of the stacked axes, as many.
+        index: position on the stacked axes; empty for a tensor that is not stacked.
+        axes: size of each stacked axis.
     """
 
     key: str
@@ -46,7 +45,7 @@ class StoredTensor:
 
 
 def global_name(key: str, index: Sequence[int | str]) -> str:
-    """The global name of the tensor at `index` (numbers, or what stands for them) on the stacked axes of `key`.
+    """Return the global name of the tensor at `index` (numbers or placeholders) on the stacked axes of `key`.
 
     >>> global_name("decoder.layers.mlp.experts.experts.linear_fc1.weight", (7, 3))
     'decoder.layers.7.mlp.experts.3.linear_fc1.weight'
@@ -65,12 +64,12 @@ def global_name(key: str, index: Sequence[int | str]) -> str:
 
 
 def num_stacked_axes(key: str) -> int:
-    """How many leading axes of the tensor at `key` number layers and experts."""
+    """Count the leading axes of the tensor at `key` that number layers and experts."""
     return sum(pattern.fullmatch(key) is not None for pattern in (_STACKED_LAYERS, _STACKED_EXPERTS))
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """The block, the layer's number and the rest of a global name; None outside of a block.
+    """Split a global name into block, number of the layer and rest; None outside of a block.
 
     >>> split_layer("decoder.layers.7.mlp.linear_fc1.weight")
     ('decoder.layers.', 7, 'mlp.linear_fc1.weight')
@@ -85,12 +84,12 @@ def is_expert(name: str) -> bool:
 
 
 def stored_tensors(names: Iterable[str], stacked_layers: bool = True) -> dict[str, StoredTensor]:
-    """Return where a checkpoint of a model with exactly these global tensors holds each of them.
+    """Return the place of each tensor in a checkpoint of a model with exactly these global tensors.
 
     Args:
-        names: of all of them.
-        stacked_layers: layers of a block are stacked where all of them have tensors of the same names, as Megatron Core
-            does it for a transformer block without a pattern of dense and MoE layers; else never.
+        names: names of all tensors.
+        stacked_layers: whether layers of a block are stacked if all of them have tensors of the same names, as Megatron
+            Core does for a transformer block without a pattern of dense and MoE layers.
     """
     names = list(names)
     blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -130,7 +129,7 @@ class Segment:
 
     Attributes:
         first: number of the first row in the Megatron tensor.
-        count: how many.
+        count: number of rows.
         part: number of the part.
         part_first: number of the first row in the part.
     """
@@ -142,21 +141,21 @@ class Segment:
 
 
 class Conversion(Protocol):
-    """How the Hugging Face parts of a tensor and the Megatron tensor turn into each other. Works on meta tensors."""
+    """Conversion between the Hugging Face parts of a tensor and the Megatron tensor. Works on meta tensors, too."""
 
     def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole Megatron tensor. Raises ValueError for parts of another shape, naming the shapes."""
+        """Make the whole Megatron tensor. Raises ValueError, which names the shapes, if the parts do not fit."""
         ...
 
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts, in the rule's order; views or copies. Raises ValueError for another shape."""
+        """Make the parts, in the rule's order, as views or copies. Raises ValueError if the shape does not fit."""
         ...
 
     def segments(self, rows: int) -> list[Segment] | None:
         """Describe what `to_hf` does with the rows of a Megatron tensor of `rows` rows, in their order.
 
-        Rows in no segment belong to no part. None where a row of the Megatron tensor is not a row of a part: then there
-        is one part, the whole tensor in another shape.
+        Rows in no segment belong to no part. None if a row of the Megatron tensor is not a row of a part; then the only
+        part is the whole tensor in another shape.
         """
         ...
 
@@ -174,17 +173,14 @@ class Direct:
     megatron_shape: tuple[int, ...] | None = None
 
     def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The part, reshaped."""
         (part,) = parts
         return _reshaped(part, self.hf_shape, self.megatron_shape)
 
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor, reshaped."""
         return [_reshaped(tensor, self.megatron_shape, self.hf_shape)]
 
     def segments(self, rows: int) -> list[Segment] | None:
-        """All rows, unless a reshape mixes them with other axes."""
-        if self.hf_shape is not None and self.hf_shape[:1] != (rows,):
+        if self.hf_shape is not None and self.hf_shape[:1] != (rows,):  # the reshape mixes rows with other axes
             return None
         return [Segment(0, rows, 0, 0)]
 
@@ -205,7 +201,6 @@ class Fused:
     rows: tuple[int, ...]
 
     def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The parts' rows, interleaved."""
         if len(parts) != len(self.rows):
             raise ValueError(f"{len(parts)} parts for {len(self.rows)}")
         for part, rows in zip(parts, self.rows, strict=True):
@@ -216,14 +211,12 @@ class Fused:
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Each part's rows, gathered from all groups."""
         if tensor.shape[0] != self.groups * sum(self.rows):
             raise ValueError(f"shape {list(tensor.shape)} does not have {self.groups * sum(self.rows)} rows")
         grouped = tensor.reshape(self.groups, sum(self.rows), *tensor.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split(list(self.rows), dim=1)]
 
     def segments(self, rows: int) -> list[Segment]:
-        """Return the rows of each part of each group."""
         starts = [0, *accumulate(self.rows)]
         return [Segment(group * starts[-1] + starts[part], count, part, group * count)
                 for group in range(self.groups) for part, count in enumerate(self.rows)]
@@ -231,7 +224,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """A vocabulary: the Megatron tensor has more rows, of zeros after an import and never exported.
+    """Vocabulary whose Megatron tensor has more rows. They are zeros after an import and are never exported.
 
     Attributes:
         rows: rows on the Hugging Face side.
@@ -242,34 +235,31 @@ class PaddedRows:
     padded_rows: int
 
     def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The part with rows of zeros after its own."""
         (part,) = parts
         if part.shape[0] != self.rows:
             raise ValueError(f"shape {list(part.shape)} does not have {self.rows} rows")
         return torch.cat([part, part.new_zeros(self.padded_rows - self.rows, *part.shape[1:])])
 
     def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The rows that stand for tokens."""
         if tensor.shape[0] != self.padded_rows:
             raise ValueError(f"shape {list(tensor.shape)} does not have {self.padded_rows} rows")
         return [tensor[: self.rows]]
 
     def segments(self, rows: int) -> list[Segment]:
-        """The rows that stand for tokens."""
         return [Segment(0, self.rows, 0, 0)]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a Hugging Face tensor; the others belong to other rules.
+    """Some rows of a Hugging Face tensor. The other rows belong to other rules.
 
-    Megatron keeps apart what lies one above the other there (z, x, B, C and dt of a Mamba layer's projection), since
-    tensor parallelism splits each by itself. The rules that share a tensor divide its first axis among them; whoever
-    writes such a tensor, to a file or to an engine, has all of it when every one of these rules has given its rows.
+    Megatron has separate tensors for parts of such a tensor (z, x, B, C and dt of a Mamba layer's projection), because
+    tensor parallelism splits each of them by itself. The rules that share a tensor divide its first axis among them.
+    The tensor can be written to a file or an engine once all these rules have given their rows.
 
     Attributes:
         first: number of the first row.
-        count: how many.
+        count: number of rows.
         total: rows of the whole tensor.
     """
 
@@ -280,16 +270,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Rule:
-    """One global Megatron tensor and the Hugging Face tensors it is made of.
+    """A global Megatron tensor and the Hugging Face tensors that it is made of.
 
     Attributes:
         megatron: name inside the module, layers and experts under their global numbers and as in Megatron
             Core's checkpoints: `decoder.layers.7.self_attention.linear_qkv.layer_norm_weight`,
             `decoder.layers.7.mlp.experts.3.linear_fc1.weight`.
         hf: names in the component's own naming scheme (`model.layers.7.self_attn.q_proj.weight`); see `NamingScheme`.
-        convert: how they turn into each other.
-        keep_fp32: float32 on both sides whatever the model's precision (a router's bias).
-        rows: where the one Hugging Face tensor is made by several rules: the rows that `convert` is about.
+        convert: conversion between them.
+        keep_fp32: whether both sides are float32 whatever the model's precision is, as a router's bias is.
+        rows: rows that `convert` is about if several rules make the Hugging Face tensor; otherwise None.
     """
 
     megatron: str
@@ -307,7 +297,7 @@ class Rule:
         return None if self.rows is None else slice(self.rows.first, self.rows.first + self.rows.count)
 
     def part_shapes(self, shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-        """Shapes of the parts that `convert` takes, from those of the Hugging Face tensors.
+        """Return the shapes of the parts that `convert` takes, given those of the Hugging Face tensors.
 
         Raises:
             ValueError: a tensor has another number of rows than the rules that share it.
@@ -318,17 +308,17 @@ class Rule:
         return [_with_rows(shape, self.rows.total, self.rows.count)]
 
     def tensor_shape(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the Hugging Face tensor that a part of `convert` belongs to. Raises ValueError as `part_shapes`."""
+        """Return the shape of the Hugging Face tensor of a part of `convert`. Raises ValueError as `part_shapes`."""
         return tuple(part) if self.rows is None else _with_rows(part, self.rows.count, self.rows.total)
 
 
 def split_rules(megatron: Iterable[str], hf: str, counts: Iterable[int]) -> list[Rule]:
-    """Rules of Megatron tensors that are one Hugging Face tensor, one above the other.
+    """Return rules for Megatron tensors that are consecutive rows of one Hugging Face tensor.
 
     Args:
-        megatron: their names.
-        hf: its name.
-        counts: rows of each.
+        megatron: names of the Megatron tensors, in the order of the rows.
+        hf: name of the Hugging Face tensor.
+        counts: rows of each Megatron tensor.
     """
     counts = list(counts)
     return [Rule(name, (hf,), rows=Rows(sum(counts[:number]), counts[number], sum(counts)))
@@ -340,11 +330,12 @@ class NamingScheme:
     """Hugging Face names of a module's tensors in one kind of checkpoint.
 
     Attributes:
-        name: for messages, for example `LlavaForConditionalGeneration`.
-        rewrites: (regular expression, replacement) of `re.sub`; the first that matches the start of a rule's name is
-            applied.
-        optional: regular expressions, `re.search`ed in rules' own names, of tensors that this kind of checkpoint may
-            lack (a projector, in a vision tower's): a rule all of whose tensors are optional and absent is left out.
+        name: name of the scheme for messages, for example `LlavaForConditionalGeneration`.
+        rewrites: pairs of regular expression and replacement for `re.sub`. The first one that matches the start of a
+            rule's name is applied.
+        optional: regular expressions, for `re.search` in rules' own names, of tensors that this kind of checkpoint may
+            lack, such as the projector in that of a vision tower. A rule is left out if all its tensors are optional
+            and absent.
     """
 
     name: str
@@ -352,14 +343,14 @@ class NamingScheme:
     optional: tuple[str, ...] = ()
 
     def apply(self, name: str) -> str:
-        """A rule's name as this kind of checkpoint has it."""
+        """Return a rule's name in this scheme."""
         for pattern, replacement in self.rewrites:
             if re.match(pattern, name):
                 return re.sub(pattern, replacement, name, count=1)
         return name
 
     def may_lack(self, rule: Rule) -> bool:
-        """Whether this kind of checkpoint may come without any of a rule's tensors."""
+        """Whether this kind of checkpoint may lack all of a rule's tensors."""
         return all(any(re.search(pattern, name) for pattern in self.optional) for name in rule.hf)
 
 
@@ -368,7 +359,7 @@ class Repeated:
     """Source tensors that repeat another one, such as the output layer of a model with tied embeddings.
 
     Attributes:
-        pattern: regular expression of their names in a naming scheme, `re.search`ed.
+        pattern: regular expression of their names in a naming scheme, for `re.search`.
         megatron: Megatron name of the rule whose source tensor they repeat.
         why: why they have the same values, and how to load a model in which they do not.
     """
@@ -380,16 +371,16 @@ class Repeated:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Every tensor of one module.
+    """Rules for every tensor of a module.
 
     Attributes:
-        rules: one for each global Megatron tensor; tied embeddings have one.
-        schemes: known naming schemes, the one to export first.
-        ignored: (regular expression, reason) of source tensors that the model has no use for:
-            the named allow-list of an import. `re.search`ed.
-        repeated: source tensors that repeat others: passed over like `ignored` ones where they have the same values,
-            refused where they do not, and never copied into an export.
-        stacked_layers: whether checkpoints of the module stack layers that are alike, see `mimo.weights.rules`.
+        rules: one rule for each global Megatron tensor; tied embeddings have one.
+        schemes: known naming schemes. Exports use the first.
+        ignored: pairs of regular expression, for `re.search`, and reason, for source tensors that the model does not
+            use. An import refuses all other unused tensors.
+        repeated: source tensors that repeat others. They are ignored if they have the same values, refused if they do
+            not, and never copied into an export.
+        stacked_layers: whether checkpoints of the module stack equal layers, see `stored_tensors`.
     """
 
     rules: tuple[Rule, ...]
@@ -411,7 +402,7 @@ class WeightMap:
             assert row == parts[0].total, f"{name}: rows {parts} are not all of it"
 
     def stored(self) -> dict[str, StoredTensor]:
-        """Where a checkpoint holds each rule's tensor, by Megatron name."""
+        """Return the place of each rule's tensor in a checkpoint, by Megatron name."""
         return stored_tensors((rule.megatron for rule in self.rules), self.stacked_layers)
 
     def best_scheme(self, names: Iterable[str]) -> NamingScheme:
