@@ -1,4 +1,4 @@
-"""Loading: check everything against the checkpoint's index first, then load in place, then check what was loaded."""
+"""Loads a checkpoint in place, after checking everything against its index, and checks the loaded values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from mimo.weights.rules import global_name
 
 logger = logging.getLogger(__name__)
 
-# Another checkpoint is read in full, to say that it is whole, up to this size.
+# Largest checkpoint that is read in full to find out whether it is undamaged.
 COMPARED_BYTES = 32 << 30
 # Keys of the layers of multi-token prediction.
 MTP = f"{LANGUAGE}.mtp."
@@ -57,9 +57,9 @@ class Loaded:
 
     Attributes:
         folder: the checkpoint.
-        progress: how far its run was; the beginning with --finetune.
-        streams: state for the data loader; None where the data starts anew.
-        notes: what differs from the checkpoint, for a person.
+        progress: progress of its run; the beginning with --finetune.
+        streams: state for the data loader; None if the data starts anew.
+        notes: lines for the log on what differs from the checkpoint.
     """
 
     folder: Path
@@ -69,13 +69,13 @@ class Loaded:
 
 
 def find_checkpoint(state: RunState) -> Source | None:
-    """The checkpoint that a run with --load starts from, the same on every rank; None where it starts fresh.
+    """Find the checkpoint that a run with --load starts from, the same on every rank; None if it starts fresh.
 
-    Where --load is another folder than --save and --save has a checkpoint of this run already, that one wins: a job
-    that was stopped and is started again by the same command goes on.
+    If --save is another folder than --load and already has a checkpoint of this run, the run continues from that one.
+    So a job that was stopped continues when the same command starts it again.
 
     Raises:
-        ValueError: there is none although one was asked for, or --save has checkpoints of another run.
+        ValueError: --load has no checkpoint, or --save has checkpoints of another run.
     """
     flags, error, source = state.config.checkpoint, None, None
     if flags.load is None:
@@ -91,11 +91,11 @@ def find_checkpoint(state: RunState) -> Source | None:
 
 
 def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
-    """Return the checkpoint that a run starts from, as `find_checkpoint`. For one rank, which needs no model.
+    """Find the checkpoint that a run starts from, as `find_checkpoint` does, on one rank and without a model.
 
     Args:
-        flags: of the run.
-        root: --load.
+        flags: flags of the run.
+        root: folder of --load.
     """
     own = _own_checkpoint(flags)
     if own is not None:
@@ -110,7 +110,7 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
 
 
 def _own_checkpoint(flags: CheckpointConfig) -> Path | None:
-    """The latest checkpoint in --save of a run that began with --load, another folder; None before its first.
+    """Find the latest checkpoint in --save if --load is another folder; None if the run has not saved yet.
 
     Raises:
         ValueError: another run has saved there, or the latest checkpoint is not complete.
@@ -120,7 +120,7 @@ def _own_checkpoint(flags: CheckpointConfig) -> Path | None:
     assert flags.load is not None and flags.save is not None
     root = Path(flags.save)
     folder = paths.find(root, None, "--save")
-    # Imported weights are what a run begins with, not what it has made of them.
+    # Imported weights are not a result of this run.
     if folder is None or folder.name == paths.RELEASE:
         return None
     began: str | None = flat_config(read_common(folder).get("config", "")).get("load")
@@ -138,20 +138,20 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
     """Load what the flags ask for, in place. Collective over the world.
 
     Args:
-        state: the run.
+        state: state of the run.
         folder: the checkpoint.
         watchdog: told about the wait.
-        flag: that names the folder, as in `Source`. With `--save` the run goes on from its own checkpoint, and all
-            of it is taken: what the flags leave out is left out of --load.
+        flag: flag that names the folder, as in `Source`. With `--save`, the run continues from its own checkpoint and
+            loads all of it, because flags such as --no-load-optim are about --load.
 
     Raises:
-        ValueError: everything that is missing, left over or of another shape or dtype, or what is damaged. Nothing was
-            changed unless the checkpoint is damaged.
+        ValueError: tensors are missing, left over or of another shape or dtype, all of which the message lists, or
+            something is damaged. Nothing was changed unless the checkpoint is damaged.
     """
     with watchdog.on_files("checkpoint to load", folder=str(folder)):
         common, index, notes = _open(state, folder, flag)
         flags = state.config.checkpoint
-        if flag != "--load":  # a run that goes on from its own checkpoint takes all of it
+        if flag != "--load":  # the run continues from its own checkpoint
             flags = replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True, load_data=True)
         weights_only = flags.finetune or folder.name == paths.RELEASE
         saved = state.saved()
@@ -167,7 +167,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         objects = {} if weights_only else _objects(state, flags, index, notes)
         if "loader" in objects:
             notes += _check_data(state, common, f"{flag} {folder}")
-        # One replica of each weight reads it, as one wrote it, and the network carries it to the others.
+        # One replica reads each weight, just as one wrote it, and sends it to the others.
         read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
         loaded = _load(state, folder, {**entries, "model": read, **objects}, flag)
         broadcast_from_writers(saved, state.grids)
@@ -175,7 +175,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         _finish_optimizer(state, common, held, continued, folder)
     for module, parts in sorted((fresh or {}).items()):
         notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]
-    # Each rank knows of its own modules; one rank shows the notes of all.
+    # Each rank has notes on its own modules.
     notes = list(dict.fromkeys(note for of_rank in gather(state.grids, notes) for note in of_rank))
     progress, streams = Progress(), None
     if not weights_only:
@@ -184,13 +184,13 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
 
 
 def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -> None:
-    """Load weights and buffers in place, and nothing else: optimizers keep their copies. Collective over the world.
+    """Load only weights and buffers, in place. Optimizers keep their copies. Collective over the world.
 
     Args:
-        state: the run.
+        state: state of the run.
         folder: the checkpoint.
         watchdog: told about the wait.
-        flag: that names the folder, for messages.
+        flag: flag that names the folder, for messages.
 
     Raises:
         ValueError: as `load_checkpoint`.
@@ -209,10 +209,10 @@ def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -
 
 
 def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Metadata, list[str]]:
-    """The checkpoint's common state and index, and notes on how its model differs from the run's.
+    """Read the checkpoint's common state and index, with notes on how its model differs from the run's.
 
     Raises:
-        ValueError: it cannot be read, or its model computes something else.
+        ValueError: the checkpoint cannot be read, or its model computes something else.
     """
     error, common, index, notes = None, {}, None, list[str]()
     try:
@@ -251,10 +251,10 @@ def _compare_model(state: RunState, common: dict[str, Any], source: str) -> tupl
 
 
 def _check_data(state: RunState, common: dict[str, Any], source: str) -> list[str]:
-    """Notes on how the data differs from the checkpoint's. Collective.
+    """Compare the data with the checkpoint's and return notes. Collective.
 
     Raises:
-        ValueError: the streams cannot go on without losing or repeating samples.
+        ValueError: the streams cannot continue without losing or repeating samples.
     """
     error, notes = None, list[str]()
     if state.grids.rank == 0 and not common.get("data"):
@@ -273,7 +273,7 @@ def _check_data(state: RunState, common: dict[str, Any], source: str) -> list[st
 
 
 def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized], flag: str) -> dict[str, set[str]]:
-    """Parts that train now and were frozen when the checkpoint was made, by module.
+    """Return the parts that train now and were frozen when the checkpoint was made, by module.
 
     Raises:
         ValueError: the checkpoint has no optimizer, or lacks that of a part which trained.
@@ -302,10 +302,10 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized],
 def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadata,
            entries: dict[str, dict[str, ShardedTensor]], *, wants_optimizer: bool, weights_only: bool,
            flag: str = "--load") -> list[str]:
-    """Compare what this run asks for with what the checkpoint holds; one error lists everything.
+    """Compare what this run loads with what the checkpoint holds. One error lists everything that does not fit.
 
     Returns:
-        On the first rank a note on what is passed over.
+        Notes on ignored tensors, on the first rank.
     """
     missing, clashes, notes = set(), set(), []
     metadata = index.state_dict_metadata
@@ -341,7 +341,7 @@ def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadat
 def _concerns(key: str, state: RunState, common: dict[str, Any], wants_optimizer: bool) -> bool:
     """Whether a stored tensor belongs to something that this run loads, so that it must not be left over.
 
-    Optimizer state of parts that are frozen now, and modules that this run does not have, may be.
+    Optimizer state of parts that are frozen now may be left over, and so may modules that this run does not have.
     """
     modules = state.grids.layout.grids
     if key.startswith("mimo."):
@@ -363,7 +363,7 @@ def _listing(source: str, missing: set[str], clashes: set[str], left: set[str], 
 
 
 def _objects(state: RunState, flags: CheckpointConfig, index: Metadata, notes: list[str]) -> dict[str, Any]:
-    """Generator and data stream states to ask for: those that the checkpoint has for this rank."""
+    """Return entries for the states of generators and data streams that the checkpoint has for this rank."""
     stored, objects = set(index.state_dict_metadata), {}
     if flags.load_rng:
         wanted = rng_objects(None, state.grids)
@@ -386,10 +386,10 @@ def _objects(state: RunState, flags: CheckpointConfig, index: Metadata, notes: l
 
 
 def _wanted_streams(own: list[str], stored: list[str], num_lanes: int) -> list[str]:
-    """The stored streams from which this rank's, `own`, can go on.
+    """Return the stored streams from which this rank's streams, `own`, can continue.
 
-    Streams of an indexed data set all stand at one sample, so any of them will do for one that is missing. Lanes that
-    are read once for all modules each stand at their own: where their number changed, their reader needs all of them.
+    All streams of an indexed data set are at the same sample, so any of them can replace a missing one. Lanes that are
+    read once for all modules are at different samples. If their number has changed, their reader needs all of them.
     """
     shared = [name for name in stored if name.startswith(f"{paths.SHARED_STREAM}/")]
     if own and shared and len(shared) != num_lanes:
@@ -402,7 +402,7 @@ def _wanted_streams(own: list[str], stored: list[str], num_lanes: int) -> list[s
 
 def _load(state: RunState, folder: Path, entries: dict[str, Any], flag: str = "--load") -> dict[str, Any]:
     strategy = DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify)
-    # Loading leaves the entries' tensors in place; what comes back matters for objects only.
+    # Tensors are loaded in place. Only objects are taken from what `load` returns.
     error, loaded = None, {}
     try:
         loaded = dist_checkpointing.load(
@@ -415,7 +415,7 @@ def _load(state: RunState, folder: Path, entries: dict[str, Any], flag: str = "-
 
 
 def _stop_for_damage(state: RunState, folder: Path, error: str | None, flag: str) -> None:
-    """Stop every rank where any has an error, which says what else can be loaded. Collective over the world."""
+    """Stop every rank if any has an error, and name a checkpoint that can be loaded. Collective over the world."""
     errors = gather(state.grids, error)
     failed = [rank for rank, message in enumerate(errors) if message is not None]
     if failed and failed[0] == state.grids.rank:
@@ -424,25 +424,25 @@ def _stop_for_damage(state: RunState, folder: Path, error: str | None, flag: str
 
 
 def _whole_one_before(folder: Path, flag: str) -> str:
-    """Name the newest whole checkpoint that is older than a damaged one, beside it, and the flags that load it."""
+    """Name the newest whole checkpoint before a damaged one in the same folder, and the flags that load it."""
     root = folder.parent
     own = [step for step in paths.saved_iterations(root) if paths.iteration_dir(root, step) == folder]
     older = [step for step in paths.saved_iterations(root) if own and step < own[0]]
     for step in reversed(older):
         one = paths.iteration_dir(root, step)
         if damage_of(one, COMPARED_BYTES) is None:
-            # --ckpt-step counts for --load alone.
+            # --ckpt-step is only for --load.
             given = f"--load {root} --ckpt-step {step}" if flag in ("--load", "--save") else f"{flag} {one}"
             return f"\nThe newest whole checkpoint before it is that of iteration {step}: give {given}"
     return f"\nThere is no whole checkpoint before it in {root}" if own else ""
 
 
 def check_finite(state: RunState, saved: list[Saved], folder: Path) -> None:
-    """Stop every rank where loaded weights are not finite. Collective over the world."""
+    """Stop every rank if loaded weights are not finite. Collective over the world."""
     wrong = {global_name(piece.key, piece.global_offset[:piece.prepend_axis_num])
              for tensor in saved for piece in tensor.pieces
              if piece.data.is_floating_point() and piece.data.numel()
-             # Minimum and maximum are NaN where any value is, and take a fraction of the time of `isfinite` on CPUs.
+             # Minimum and maximum are NaN if any value is. On CPUs they take a fraction of the time of `isfinite`.
              and not bool(torch.stack(torch.aminmax(piece.data)).isfinite().all())}
     reports: list[set[str]] = gather(state.grids, wrong)
     names = sorted(set().union(*reports))
@@ -468,13 +468,13 @@ def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimi
 
 def _restore(state: RunState, flags: CheckpointConfig, common: dict[str, Any], loaded: dict[str, Any], *,
              has_streams: bool) -> tuple[Progress, dict[str, Any] | None]:
-    """Set schedule and generators; how far the run is, and state for the data loader."""
+    """Restore schedule and generators. Return the progress of the run and the state for the data loader."""
     if flags.load_scheduler:
         state.scheduler.step(increment=int(common["scheduler"]["num_steps"]))
     if loaded.get("rng"):
         restore_rng(state.platform, list(loaded["rng"].values())[-1])
     streams = None
     if has_streams:
-        # A rank that reads nothing itself counts samples all the same.
+        # A rank that reads no stream counts samples, too.
         streams = {"consumed_samples": common["loader_samples"], "streams": loaded.get("loader", {})}
     return Progress.of(common), streams

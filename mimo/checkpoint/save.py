@@ -1,9 +1,9 @@
-"""Saving: plan with Megatron Core once, copy and write here, publish only what is complete on every rank.
+"""Saves checkpoints: plans with Megatron Core once, copies and writes, and publishes what is complete on every rank.
 
-A save passes three stages. `save` agrees on what is written and copies it; a thread of each rank writes its files; once
-all are written a thread of rank 0 publishes the checkpoint. With --async-save training goes on during both threads, and
-`poll` moves from one stage to the next. The structure of a checkpoint does not change during a run: the second save and
-those after it reuse the plan of the first, for as long as every tensor is where it was.
+A save has three stages. `save` agrees on what is written and copies it. A thread of each rank writes its files. Once
+all files are written, a thread of rank 0 publishes the checkpoint. With --async-save, training continues during the
+last two stages, and `poll` moves from one to the next. Later saves of a run use the plan of the first one, as long as
+every tensor stays in the same memory.
 """
 
 from __future__ import annotations
@@ -45,11 +45,8 @@ from mimo.checkpoint.writer import HostBuffer, Plan, Write, make_plan, serialize
 from mimo.comm.host import gather, raise_known_errors, raise_on_any_rank
 from mimo.watchdog.watchdog import Watchdog
 
-# The last part of a save, on rank 0: the index, checksums and common state are written, then the folder is named.
-
-
 CONFIG_FILE = "run_config.toml"
-# Seconds that the publishing thread leaves to the one that has started it.
+# Seconds for which the publishing thread lets the thread that started it go first.
 START_S = 0.001
 
 
@@ -59,8 +56,8 @@ class Content:
 
     Attributes:
         metadata: the index, without places in files.
-        written: what each rank has written, `Write.written` of each.
-        common: what is the same on every rank.
+        written: `Write.written` of each rank.
+        common: the common state, which is the same on every rank.
     """
 
     metadata: Metadata
@@ -69,13 +66,15 @@ class Content:
 
 
 class Publication:
-    """Publishes one checkpoint in a thread of its own: training does not wait for the disk.
+    """Publishes a checkpoint in a thread of its own, so that training does not wait for the disk.
+
+    The index, checksums and common state are written, then the folder gets its name.
 
     Args:
         root: folder of the run's checkpoints.
-        iteration: of the checkpoint.
-        content: what is still to be written.
-        keep_last: complete checkpoints to keep; None keeps all.
+        iteration: iteration of the checkpoint.
+        content: the files that are still missing.
+        keep_last: number of complete checkpoints to keep; None keeps all.
     """
 
     def __init__(self, root: Path, iteration: int, content: Content, keep_last: int | None) -> None:
@@ -86,16 +85,16 @@ class Publication:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is still at it."""
+        """Whether the thread is still working."""
         return self._thread.is_alive()
 
     def wait(self) -> str | None:
-        """Wait for the thread. Returns what went wrong, or None."""
+        """Wait for the thread. Return the error, or None."""
         self._thread.join()
         return self._error
 
     def _run(self) -> None:
-        # Whoever has started this thread goes on first. It would wait a whole switch interval of the interpreter.
+        # The thread that has started this one goes first. Otherwise it would wait a whole switch interval.
         time.sleep(START_S)
         try:
             _write_content(paths.unfinished_dir(self._root, self._iteration), self._content)
@@ -128,7 +127,7 @@ def _write_content(folder: Path, content: Content) -> None:
 
 logger = logging.getLogger(__name__)
 
-# Files that a rank writes side by side.
+# Number of files that a rank writes in parallel.
 WRITERS_PER_RANK = 2
 
 
@@ -283,7 +282,7 @@ class Saver:
         raise_on_any_rank(grids, error)
 
     def _prepare(self, progress: Progress) -> tuple[Write, dict[str, Any]]:
-        """Make the folder and the plan; whatever the ranks have to tell each other for a save goes in one message."""
+        """Make the folder and the plan. All that the ranks exchange for a save is in one message."""
         state, grids, iteration = self._state, self._state.grids, progress.iteration
         objects: dict[str, Any] = {"loader": self._stream_objects()}
         if self._flags.save_rng:

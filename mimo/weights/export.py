@@ -1,4 +1,4 @@
-"""Hugging Face folders from a checkpoint, in one process, or from a running trainer."""
+"""Exports a checkpoint as a Hugging Face folder, in one process."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from mimo.weights.safetensors_io import (
     write_index,
 )
 
-# Values of the dtype option.
+# Keys of the dtype in config.json.
 DTYPE_KEYS = ("dtype", "torch_dtype")
+# Values of --dtype.
 EXPORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class PlannedRule:
-    """One rule's tensors as they will be written; `infos` are of whole tensors, rows of other rules included."""
+    """A rule and the tensors that it writes. `infos` are of whole tensors, which may have rows of other rules, too."""
 
     rule: Rule
     infos: tuple[TensorInfo, ...]
 
     def convert(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor, int]]:
-        """The whole Megatron tensor as Hugging Face tensors of the planned dtype: name, rows, number of the first."""
+        """Convert a whole Megatron tensor to Hugging Face tensors: name, rows, and number of the first row."""
         parts, first = self.rule.convert.to_hf(tensor), 0 if self.rule.rows is None else self.rule.rows.first
         return [(info.name, part.to(info.dtype), first) for info, part in zip(self.infos, parts, strict=True)]
 
@@ -57,14 +58,14 @@ class PlannedRule:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written.
+    """Options of an export.
 
     Attributes:
-        base: folder of the Hugging Face model that this one was made from: its configuration, tokenizer and processor
-            files are carried along, its naming scheme is used, and its tensors that training has no use for are
-            copied. Empty: the provider writes the configuration.
-        dtype: `bfloat16`, `float16`, `float32`; empty: each tensor as it is.
-        max_shard_bytes: data of a file, at most.
+        base: folder of the Hugging Face model that this one was made from. Its configuration, tokenizer and processor
+            files and its tensors that training does not use are copied, and its naming scheme is used. Empty: the
+            provider writes the configuration.
+        dtype: `bfloat16`, `float16` or `float32`; empty: each tensor keeps its dtype.
+        max_shard_bytes: largest size of a file's tensors.
     """
 
     base: str = ""
@@ -76,7 +77,7 @@ class ExportOptions:
             raise ValueError(f"export dtype {self.dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
 
     def dtype_of(self, rule: Rule | None, dtype: torch.dtype) -> torch.dtype:
-        """dtype that a tensor of `dtype` is written in."""
+        """Return the dtype in which a tensor of `dtype` is written."""
         if rule is not None and rule.keep_fp32:
             return torch.float32
         return EXPORT_DTYPES[self.dtype] if self.dtype and dtype in FLOAT_DTYPES else dtype
@@ -84,15 +85,15 @@ class ExportOptions:
 
 @dataclass
 class ExportPlan:
-    """Everything that an export writes, worked out before the first tensor is read. One for both kinds of export.
+    """Everything that an export writes, known before the first tensor is read.
 
     Attributes:
         maps: each module's weight map, encoders first.
-        options: how the model is written.
-        base: the model that this one was made from; None without.
-        configuration: contents of config.json; None where the base has none.
+        options: options of the export.
+        base: the model that this one was made from; None without one.
+        configuration: contents of config.json; None if the base has none.
         rules: module -> its rules, in the map's order.
-        extras: the base's tensors that are copied.
+        extras: tensors of the base that are copied.
     """
 
     maps: Mapping[str, WeightMap]
@@ -103,7 +104,7 @@ class ExportPlan:
     extras: list[TensorInfo] = field(default_factory=list)
 
     def open_base(self, out: Path, provider: ModelProvider, family_config: Any) -> None:
-        """Look at the folder to write, at the base and at its configuration.
+        """Check the folder to write, and open the base and its configuration.
 
         Raises:
             ValueError: the folder has weights already, or the base is no folder of weights or another model.
@@ -114,11 +115,11 @@ class ExportPlan:
                                                     self.maps)
 
     def add_module(self, module: str, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> list[str]:
-        """Plan a module's rules under the base's naming scheme. Returns a line for each rule that does not fit.
+        """Plan a module's rules under the base's naming scheme. Return a line for each rule that does not fit.
 
         Args:
-            module: its name.
-            tensors: shape and dtype of the whole tensors that there are, by Megatron name.
+            module: name of the module.
+            tensors: shape and dtype of the existing whole tensors, by Megatron name.
         """
         weight_map = self.maps[module]
         scheme = weight_map.best_scheme(self.base.tensors) if self.base else weight_map.schemes[0]
@@ -126,17 +127,17 @@ class ExportPlan:
         return unfit
 
     def add_base_tensors(self) -> None:
-        """Plan the copies from the base. Raises ValueError where the base is another model."""
+        """Plan the copies from the base. Raises ValueError if the base is another model."""
         if self.base is not None:
             self.extras = base_extras(self.base, self.maps.values(), self.infos, self.options)
 
     @property
     def infos(self) -> list[TensorInfo]:
-        """Every tensor that rules write."""
+        """Tensors that rules write."""
         return [info for rules in self.rules.values() for info in infos_of(rules)]
 
     def base_tensors(self, problems: list[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """Read the tensors to copy, one at a time, as `converted` gives those of rules; notes wrong values."""
+        """Yield the tensors to copy, in the form of `converted`, and note wrong values."""
         for info in self.extras:
             assert self.base is not None
             copied = self.base.read(info.name)
@@ -145,7 +146,7 @@ class ExportPlan:
                 yield info.name, copied.to(info.dtype), 0
 
     def finish(self, out: Path, shards: Iterable[Shard]) -> None:
-        """Write the index and everything beside the weights, once all files have their names."""
+        """Write the index and all other files besides the weights, once the files of weights have their names."""
         write_index(out, shards)
         write_companions(out, self.base, self.configuration, self.infos)
 
@@ -187,24 +188,24 @@ def write_tensors(writer: ShardWriter, tensors: Iterable[tuple[str, torch.Tensor
 
 def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider: ModelProvider, family_config: Any,
                       options: ExportOptions | None = None, progress: Progress | None = None) -> int:
-    """Write the weights of a checkpoint as a Hugging Face folder, holding one tensor group at a time.
+    """Write the weights of a checkpoint as a Hugging Face folder, with the tensors of one rule in memory at a time.
 
     Args:
         checkpoint_dir: the checkpoint's own folder (`SAVE/iter_0000010`).
         out_dir: folder to write; may exist, without weights.
         provider: the model family.
         family_config: the configuration that the checkpoint was trained with.
-        options: how.
-        progress: told after each tensor.
+        options: options of the export.
+        progress: called after each tensor.
 
     Returns:
         Number of tensors written.
 
     Raises:
-        ValueError: the checkpoint lacks tensors of the model, has more, or has them in other shapes; the base is
-            another model; the folder has weights already; values are not finite, or would not be in the dtype that
-            is asked for. Everything that does not fit is listed.
-        OSError: the folder cannot be written, because the disk is full for example.
+        ValueError: the checkpoint lacks tensors of the model, has others, or has them in other shapes; the base is
+            another model; the folder has weights already; values are not finite, or would not be in the new dtype. The
+            message lists everything that does not fit.
+        OSError: the folder cannot be written, for example because the disk is full.
     """
     options, out = options or ExportOptions(), Path(out_dir)
     reader = CheckpointTensors(Path(checkpoint_dir))
@@ -241,7 +242,7 @@ def unwritable(source: str | Path, options: ExportOptions) -> str:
 
 def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: str,
            weight_map: WeightMap) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Find where a checkpoint holds each of a module's tensors, with a line for each that is missing or left over."""
+    """Find the places of a module's tensors in a checkpoint, with a line for each that is missing or left over."""
     stored = weight_map.stored()
     places, problems = {}, []
     for name, place in stored.items():
@@ -265,11 +266,11 @@ def plan_rules(module: str, weight_map: WeightMap, scheme: NamingScheme,
     """List the tensors that a module's rules write, and a line for each rule that does not take its tensor.
 
     Args:
-        module: its name.
-        weight_map: its map.
-        scheme: of the Hugging Face names.
-        tensors: shape and dtype of the whole tensors there are, by Megatron name; rules of others are passed over.
-        options: how.
+        module: name of the module.
+        weight_map: its weight map.
+        scheme: naming scheme of the Hugging Face names.
+        tensors: shape and dtype of the existing whole tensors, by Megatron name. Rules of other tensors are left out.
+        options: options of the export.
     """
     planned, problems = [], []
     for rule in weight_map.rules:
@@ -289,7 +290,7 @@ def plan_rules(module: str, weight_map: WeightMap, scheme: NamingScheme,
 
 
 def infos_of(planned: Iterable[PlannedRule]) -> list[TensorInfo]:
-    """Every tensor that rules write, once where several make it."""
+    """Return the tensors that rules write, each once even if several rules make it."""
     infos: list[TensorInfo] = []
     shared: set[TensorInfo] = set()
     for rule in planned:
@@ -301,10 +302,10 @@ def infos_of(planned: Iterable[PlannedRule]) -> list[TensorInfo]:
 
 def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[TensorInfo],
                 options: ExportOptions) -> list[TensorInfo]:
-    """The base's tensors that no rule makes and that are allowed to be there: they are copied.
+    """Return the tensors of the base that are copied: those that no rule makes and that a weight map ignores.
 
     Raises:
-        ValueError: the base is another model: it lacks tensors, has others, or has them in other shapes.
+        ValueError: the base is another model, because it lacks tensors, has others, or has them in other shapes.
     """
     written = {info.name: info for info in infos}
     maps = list(maps)
@@ -330,13 +331,13 @@ def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[Tenso
 
 def write_companions(out: Path, base: HfSource | None, configuration: Mapping[str, Any] | None,
                      infos: Iterable[TensorInfo]) -> None:
-    """Write everything beside the weights: the base's other files, and config.json with the weights' dtype.
+    """Write everything besides the weights: the base's other files, and config.json with the dtype of the weights.
 
     Args:
         out: the folder.
-        base: where the files come from; None: there is config.json alone.
-        configuration: contents of config.json; None where the base has none.
-        infos: what has been written.
+        base: source of the other files; None: only config.json is written.
+        configuration: contents of config.json; None if the base has none.
+        infos: tensors that have been written.
     """
     config_file = out / "config.json"
     if base is not None:
@@ -356,7 +357,7 @@ def write_companions(out: Path, base: HfSource | None, configuration: Mapping[st
 
 
 def _with_dtype(configuration: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A config.json with the dtype of its weights, also in the parts that name one; transformers 4 says torch_dtype."""
+    """Set the dtype in a config.json, and in its parts that name one. In transformers 4, the key is torch_dtype."""
     changed: dict[str, Any] = {
         key: _with_dtype(value, dtype) if key.endswith("_config") and isinstance(value, dict)
         and not value.keys().isdisjoint(DTYPE_KEYS) else value for key, value in configuration.items()}

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder: safetensors, read one at a time. Nothing else is ever unpickled or fetched."""
+"""Reads and writes the tensors of a Hugging Face folder one at a time. Only safetensors, and only local files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 ADAPTER = "adapter_config.json"
-# Formats of weights that are recognised, to say that they are not read and to leave them out of copies.
+# Other formats of weights. They are not read, which errors say, and not copied.
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 MAX_OPEN_FILES = 2
-# Names of the safetensors format.
+# Names of dtypes in the safetensors format.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -34,13 +34,13 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """Entry of one tensor in a file's header.
+    """Entry of a tensor in a file's header.
 
     Attributes:
-        shape: its sizes.
-        dtype: its dtype; None for one that torch has no equal of.
-        dtype_name: as the file has it.
-        file: file name inside the folder.
+        shape: sizes of the tensor.
+        dtype: dtype of the tensor; None if torch does not have it.
+        dtype_name: name of the dtype in the file.
+        file: name of the file inside the folder.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Everything a folder holds, without its data: what one rank reads and tells the others.
+    """Contents of a folder without data, which one rank reads and sends to the others.
 
     Attributes:
         path: the folder.
@@ -65,15 +65,15 @@ class Catalog:
 
 
 class HfSource:
-    """A folder of safetensors: headers are read at once, tensors when they are asked for.
+    """A folder of safetensors. Its headers are read at once, its tensors by `read`.
 
     Args:
         path: folder with `model.safetensors`, `model.safetensors.index.json` or any other `*.safetensors`.
-        catalog: what the folder holds where that is known already; else every header is read.
+        catalog: contents of the folder if they are known; otherwise every header is read.
 
     Raises:
-        ValueError: no such folder, no safetensors in it, a file that the index names is missing, a file is truncated or
-            is not in the format, a tensor is not in the file that the index names. Names the file.
+        ValueError: names the file: there is no such folder, it has no safetensors, a file of the index is missing, a
+            file is truncated or not in the format, or a tensor is not in the file that the index names.
     """
 
     def __init__(self, path: str | Path, catalog: Catalog | None = None) -> None:
@@ -86,14 +86,14 @@ class HfSource:
         return self.catalog.tensors
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A tensor on the CPU, in the file's dtype.
+        """Read a tensor to the CPU, in the file's dtype.
 
         Args:
             name: one of `tensors`.
             rows: part of the first axis; None for all of it.
 
         Raises:
-            ValueError: the file is gone or was changed since its header was read.
+            ValueError: the file is missing or was changed since its header was read.
         """
         entry = self.tensors[name]
         file = self._handle(entry.file)
@@ -108,7 +108,7 @@ class HfSource:
         return tensor
 
     def missing_files(self) -> list[str]:
-        """Compare the files here with the catalogue: a line for each that is absent or of another size."""
+        """Return a line for each file of the catalog that is missing here or has another size."""
         problems = []
         for name, size in self.catalog.file_bytes.items():
             file = self.path / name
@@ -119,7 +119,7 @@ class HfSource:
         return problems
 
     def close(self) -> None:
-        """Let go of the open files; reading opens them again."""
+        """Close the open files. Reading opens them again."""
         self._open.clear()
 
     def _handle(self, name: str) -> Any:
@@ -133,12 +133,12 @@ class HfSource:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files of safetensors in a folder, without their index."""
+    """Return the files of safetensors in a folder, without their index."""
     return sorted(folder.glob("*.safetensors"))
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file name is one of weights, in any format, or of their index."""
+    """Whether a file name is that of weights, in any format, or of their index."""
     return name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json", *OTHER_FORMATS))
 
 
@@ -163,7 +163,7 @@ def _read_catalog(folder: Path) -> Catalog:
 
 
 def _index(folder: Path) -> dict[str, str] | None:
-    """Tensor name to file name; None where the folder has no index."""
+    """Read the index: tensor name to file name; None if the folder has none."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -177,7 +177,7 @@ def _index(folder: Path) -> dict[str, str] | None:
     if missing:
         raise ValueError(f"{path} names files that are not there: {', '.join(missing)}")
     if (folder / SINGLE).is_file() and SINGLE not in located.values():
-        # transformers reads the one and vLLM the other.
+        # transformers would read one of them and vLLM the other.
         raise ValueError(f"{folder} has {SINGLE} and {INDEX}, which does not name it: these are two sets of weights; "
                          "remove one of them")
     return located
@@ -218,21 +218,20 @@ def _header(folder: Path, name: str) -> dict[str, SourceTensor]:
     return entries
 
 
-# Safetensors files written tensor by tensor: the format of https://github.com/huggingface/safetensors#format.
+# Safetensors files are written tensor by tensor (https://github.com/huggingface/safetensors#format).
 #
 # A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes without gaps.
-# Everything about a tensor but its values is known in advance, so the header comes first and one tensor at a time is
-# held. The writers that libraries have hold all tensors of a file, up to `MAX_SHARD_BYTES`, in memory: `save_file` of
-# safetensors takes a dictionary of them, as do `save_torch_state_dict` of huggingface_hub and torch's
-# `HuggingFaceStorageWriter`. None of them takes rows of a tensor as they are gathered, or numbers the files of several
-# ranks through.
+# Everything about a tensor but its values is known in advance, so the header is written first, and only one tensor is
+# in memory at a time. The writers of libraries keep all tensors of a file in memory, up to `MAX_SHARD_BYTES`:
+# `save_file` of safetensors takes a dictionary of them, as do `save_torch_state_dict` of huggingface_hub and torch's
+# `HuggingFaceStorageWriter`. None of them takes some rows of a tensor at a time, or numbers the files of several ranks.
 
 
 MAX_SHARD_BYTES = 5_000_000_000
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Progress = Callable[[int, int, str], None]
-"""Told after each tensor: how many are done, how many there are, the name of this one."""
+"""Called after each tensor: number of tensors done, number of all tensors, name of this one."""
 
 
 @dataclass(frozen=True)
@@ -250,24 +249,24 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file and what it holds."""
+    """A file and its tensors."""
 
     file: str
     tensors: tuple[TensorInfo, ...]
 
 
 def plan_shards(parts: Sequence[Sequence[TensorInfo]], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[list[Shard]]:
-    """Files for the tensors of several writers, numbered through.
+    """Divide the tensors of several writers among files, numbered consecutively over all writers.
 
     Args:
-        parts: each writer's tensors, in the order in which they are to lie in its files.
-        max_shard_bytes: data of a file, at most; a larger tensor gets a file of its own.
+        parts: each writer's tensors, in the order of its files.
+        max_shard_bytes: largest size of a file's tensors. A larger tensor gets a file of its own.
 
     Returns:
-        Each writer's files; `model.safetensors` where one holds everything.
+        Each writer's files. If one file has everything, it is `model.safetensors`.
 
     Raises:
-        ValueError: a name occurs twice, a dtype the format does not know, no positive limit.
+        ValueError: a name occurs twice, the format does not know a dtype, or the limit is not positive.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"a shard of at most {max_shard_bytes} bytes holds nothing")
