@@ -1,4 +1,4 @@
-"""Which flags, which model and which data of a run differ from those of a checkpoint."""
+"""Compares the flags, the model and the data of a run with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ PROGRAM = "program"
 UNUSED = "without effect"
 
 Differences = dict[str, tuple[Any, Any]]
+"""Field -> its value in the run and in the checkpoint."""
 
 # Flags of one start of a run, which say nothing about the run itself; as those that say what it loads.
 _OF_A_START = frozenset({
@@ -31,12 +32,12 @@ _OF_A_START = frozenset({
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """A configuration as TOML by flag name. Raises ValueError as `sections_of`."""
+    """Return the values of a configuration in TOML, by flag name. Raises ValueError like `sections_of`."""
     return _flat(sections_of(text))
 
 
 def sections_of(text: str) -> dict[str, Any]:
-    """A configuration as TOML by section. Raises ValueError for what is not TOML."""
+    """Parse a configuration in TOML, by section. Raises ValueError if it is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -48,9 +49,10 @@ def _flat(sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_differences(saved: str, config: RunConfig) -> list[str]:
-    """One line for each flag whose value is not the checkpoint's.
+    """Return a line for each flag whose value is not the checkpoint's.
 
-    Left out are flags of a single start, and sections that one of the two has not: those of another program's.
+    Flags that concern a single start do not count, nor do sections that only one of the two has, because it is a
+    configuration of another program.
     """
     theirs, own = sections_of(saved), sections_of(to_toml(config))
     before, now = (_flat({name: each[name] for name in theirs.keys() & own.keys()}) for each in (theirs, own))
@@ -67,8 +69,10 @@ def config_differences(saved: str, config: RunConfig) -> list[str]:
 
 
 def model_fields(provider: ModelProvider, family_config: Any) -> dict[str, Any]:
-    """Every field of a model's configuration as plain data; the values of a config.json (`--hf-config`) stand in the
-    fields, so that the file may change or go."""
+    """Return every field of a model's configuration as plain data.
+
+    The fields contain the values of a config.json (`--hf-config`), so that the file may change or be deleted.
+    """
     resolved = provider.resolved(family_config) if isinstance(provider, ComparableProvider) else family_config
     return _plain_fields(resolved)
 
@@ -80,10 +84,10 @@ def _plain_fields(config: Any) -> dict[str, Any]:
 
 def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_config: Any,
                       modules: Iterable[str]) -> Differences:
-    """Fields that decide what the modules compute and whose value was another in the checkpoint's model.
+    """Find the fields that affect what the modules compute and that differ from those of the checkpoint's model.
 
-    All fields count if the provider does not say which of them decide, except for the one that names the checkpoint to
-    start from.
+    If the provider does not say which fields do, all count, except for the field that names the checkpoint to start
+    from.
 
     Args:
         saved: `model_fields` of the checkpoint.
@@ -112,7 +116,7 @@ def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_
 
 
 def _names_of_starts(provider: ModelProvider, *family_configs: Any) -> set[str]:
-    """Names of the fields that say where a provider's weights come from (`mimo.protocols.MegatronSource`)."""
+    """Return the fields that name the source of a provider's weights (`mimo.protocols.MegatronSource`)."""
     if not isinstance(provider, MegatronSourceProvider):
         return set()
     sources = [provider.megatron_source(config) for config in family_configs]
@@ -120,7 +124,7 @@ def _names_of_starts(provider: ModelProvider, *family_configs: Any) -> set[str]:
 
 
 def data_fields(config: RunConfig) -> dict[str, Any]:
-    """Fields that decide the samples of a run and their order, as plain data. Reads the files that flags name."""
+    """Return what decides the samples of a run and their order, as plain data. Reads the files that flags name."""
     name = config.data.dataset_provider
     provider = config.find_dataset(name)
     fields = provider.stream_fields(config.dataset) if isinstance(provider, RecordedData) else (
@@ -130,7 +134,7 @@ def data_fields(config: RunConfig) -> dict[str, Any]:
                "dataset_provider": next((known for known, target in built_in.items() if target == name), name),
                "seed": config.train.seed}
     if isinstance(provider, RoutedDataProvider):
-        fields["seq_length"] = config.train.seq_length  # longer samples are passed over
+        fields["seq_length"] = config.train.seq_length  # longer samples are skipped
     if isinstance(config, RlRunConfig):
         fields["skip_long_prompts"] = config.data.skip_long_prompts
         if config.data.skip_long_prompts:
@@ -140,20 +144,20 @@ def data_fields(config: RunConfig) -> dict[str, Any]:
 
 
 def data_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differences:
-    """Fields that decide the samples and that the checkpoint's run had otherwise; both as `data_fields`.
+    """Compare two results of `data_fields`: the checkpoint's and the run's own.
 
-    None of them where the two are of different programs, train_hetero.py and train_rl.py: the data's state says so.
+    Runs of train_hetero.py and train_rl.py are not compared; loading the data's state refuses that.
     """
     if own.get(PROGRAM) != saved.get(PROGRAM):
         return {}
-    if own["dataset_provider"] != saved["dataset_provider"]:  # no flag of the one is comparable
+    if own["dataset_provider"] != saved["dataset_provider"]:  # their flags cannot be compared
         return {"dataset_provider": (own["dataset_provider"], saved["dataset_provider"])}
     return {name: (own.get(name, "not set"), saved.get(name, "not set")) for name in {**own, **saved}
             if own.get(name, "not set") != saved.get(name, "not set")}
 
 
 def refused(differences: Differences, allowed: Collection[str]) -> tuple[list[str], list[str]]:
-    """A line for each difference that is refused, and one for each that --allow-difference names."""
+    """Return a line for each difference that is refused, and one for each that --allow-difference names."""
     lines: tuple[list[str], list[str]] = ([], [])
     for name, (ours, theirs) in sorted(differences.items()):
         own, saved = ("not set" if value in (None, "") else value for value in (ours, theirs))

@@ -1,8 +1,8 @@
-"""Named slices of global tensors that a checkpoint holds of the modules on this rank.
+"""Slices of global tensors that a checkpoint holds of this rank's modules.
 
 Megatron Core's `sharded_state_dict` says which slice of which global tensor every parameter and saved buffer is. Keys
-are `{module}.` and Megatron Core's key of the unwrapped module: whether a module trains (and so has a DDP wrapper) and
-where its ranks lie does not show in them.
+consist of the module's name and Megatron Core's key inside the unwrapped module. Therefore they do not depend on the
+layout, or on whether the module trains and has a DDP wrapper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROJECTOR = "projector"
 
 @dataclass
 class Saved:
-    """One parameter or buffer of this rank and the global slices it consists of.
+    """A parameter or buffer of this rank and the global slices that it consists of.
 
     Attributes:
         module: the module it belongs to.
@@ -36,7 +36,7 @@ class Saved:
         tensor: the parameter or buffer itself.
         pieces: contiguous views of `tensor`, in its order, with their places in global tensors; several where Megatron
             Core splits it (gate and up halves).
-        is_expert: replicated over the expert data-parallel group instead of the dense one.
+        is_expert: whether it is replicated over the expert data-parallel group instead of the dense one.
     """
 
     module: str
@@ -47,12 +47,12 @@ class Saved:
 
     @property
     def part(self) -> str:
-        """Name of its part in --freeze: the module, or `projector`."""
+        """Name of its part in --freeze: the module's name, or `projector`."""
         return PROJECTOR if "input_projections." in self.name else self.module
 
 
 def saved_tensors(model: HeteroModel, grids: Grids) -> list[Saved]:
-    """Every parameter and persistent buffer of this rank, modules in the model's order."""
+    """Return every parameter and persistent buffer of this rank, modules in the model's order."""
     return [saved for name, part in named_modules_of(model) for saved in _of_module(name, part, grids)]
 
 
@@ -87,15 +87,15 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTens
 def flat_range(
     saved: Saved, begin: int, end: int, values: torch.Tensor, key: str, *, owned: bool
 ) -> list[ShardedTensor]:
-    """A flat range of a parameter, such as a distributed optimizer owns, as slices of global tensors.
+    """Return a flat range of a parameter, such as a distributed optimizer owns, as slices of global tensors.
 
     Args:
         saved: the parameter.
-        begin: first element of it, in row-major order.
-        end: element after the last.
-        values: one value for each element, contiguous; the slices are views of it.
-        key: put in place of the module's name in the keys.
-        owned: no other data-parallel rank has these elements.
+        begin: first element of the range, in row-major order.
+        end: one past its last element.
+        values: one value for each element, contiguous. The slices are views of it.
+        key: replaces the module's name in the keys.
+        owned: whether no other data-parallel rank has these elements.
     """
     flat, found = values.view(-1), []
     assert flat.numel() == end - begin, (saved.name, flat.numel(), begin, end)
@@ -104,7 +104,7 @@ def flat_range(
         origin = piece.data.storage_offset() - start
         low, high = max(begin, origin), min(end, origin + piece.data.numel())
         ones = (1,) * piece.prepend_axis_num
-        at = low - begin  # where the box's values start in `flat`
+        at = low - begin  # start of the box's values in `flat`
         for box in flat_range_boxes(piece.data.shape, low - origin, high - origin):
             place = (*(0,) * piece.prepend_axis_num, *box.starts)
             found.append(ShardedTensor(
@@ -120,9 +120,10 @@ def flat_range(
 
 
 def spread_replicas(saved: Iterable[Saved], grids: Grids) -> list[ShardedTensor]:
-    """The pieces of `saved`, each with one writer among its data-parallel replicas, so that all write alike.
+    """Choose one writer for each piece among its data-parallel replicas, so that all ranks write about equally much.
 
-    The writer's copy has 0 as the last number of its replica id.
+    Returns:
+        The pieces. The last number of the replica id is 0 on the writer.
     """
     pieces = []
     for piece, group, writer in _with_writers(saved, grids):
@@ -136,16 +137,17 @@ def broadcast_from_writers(saved: Iterable[Saved], grids: Grids) -> None:
     """Send each piece from the replica that `spread_replicas` chose to the others. Collective over each module."""
     for piece, group, writer in _with_writers(saved, grids):
         if group.size() > 1:
-            # As bytes, which every backend sends.
+            # Every backend can send bytes.
             dist.broadcast(piece.data.view(-1).view(torch.uint8), src=dist.get_global_rank(group, writer), group=group)
 
 
 def _with_writers(
     saved: Iterable[Saved], grids: Grids
 ) -> Iterator[tuple[ShardedTensor, dist.ProcessGroup, int]]:
-    """(piece, its replicas' group, rank of the chosen one in it): always the one that has least so far.
+    """Yield each piece with the group of its replicas and the rank of its writer in the group.
 
-    The replicas of a rank hold the same pieces in the same order, so each finds the same choice without a message.
+    The writer is the replica that has the fewest bytes so far. All replicas have the same pieces in the same order, so
+    they make the same choice without a message.
     """
     loads: dict[tuple[str, bool], list[int]] = {}
     for tensor in saved:

@@ -1,8 +1,8 @@
-"""Optimizer state as slices of global tensors: every layout can load what any layout has saved.
+"""Optimizer state as slices of global tensors, so that every layout can load what any layout has saved.
 
-Megatron Core's formats either follow its gradient buckets (loadable on another data-parallel size only) or gather a
-whole optimizer over its data-parallel ranks first. Here each rank saves the flat ranges it owns as boxes of the
-global tensors, without a message, and loads whatever part of them it needs.
+Megatron Core's formats either follow its gradient buckets, and can then only be loaded with another data-parallel size,
+or gather a whole optimizer over its data-parallel ranks first. Here each rank saves the flat ranges that it owns as
+boxes of the global tensors, without communication, and loads the parts that it needs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ MAIN = "fp32_param"
 
 @dataclass
 class Optimized:
-    """One optimizer's state of one parameter on this rank.
+    """Optimizer state of one parameter on this rank.
 
     Attributes:
         saved: the parameter.
-        main: the values it updates: an fp32 copy of elements `begin` to `end`, or the parameter's own memory.
-        begin, end: elements of the parameter, in row-major order.
+        main: values that the optimizer updates: an fp32 copy of elements `begin` to `end`, or the parameter's own
+            memory.
+        begin, end: range of the parameter's elements, in row-major order.
         inner: the torch (or Transformer Engine) optimizer.
-        group: its parameter group.
-        owned: no other data-parallel rank has these elements.
+        group: the optimizer's parameter group.
+        owned: whether no other data-parallel rank has these elements.
     """
 
     saved: Saved
@@ -47,27 +48,27 @@ class Optimized:
 
     @property
     def weights(self) -> torch.Tensor:
-        """The model's own values of these elements, flat."""
+        """Values of these elements in the model, flat."""
         return self.saved.tensor.detach().reshape(-1)[self.begin: self.end]
 
     @property
     def has_main(self) -> bool:
-        """Whether `main` is a copy, not the parameter itself."""
+        """Whether `main` is a copy of the parameter."""
         return self.main.data_ptr() != self.weights.data_ptr()
 
     def step(self) -> int:
-        """Updates that Adam has counted; 0 before the first."""
+        """Return the number of updates that Adam has counted."""
         return int(self.inner.state.get(self.main, {}).get("step", self.group.get("step", 0)))
 
     def set_step(self, step: int) -> None:
-        """Set what `step` gives: in the state where torch keeps it, in the group where fused optimizers do."""
+        """Set the number of updates. torch's optimizers keep it in the state, fused ones in the group."""
         if isinstance(self.inner, torch.optim.Adam | torch.optim.AdamW):
             self.inner.state[self.main]["step"] = torch.tensor(float(step))
         else:
             self.group["step"] = step
 
     def entries(self) -> list[ShardedTensor]:
-        """The moments and the fp32 copy, in place."""
+        """Return entries for the moments and the fp32 copy, as views."""
         values = {moment: self.inner.state[self.main][moment] for moment in MOMENTS}
         if self.has_main:
             values[MAIN] = self.main
@@ -79,25 +80,26 @@ class Optimized:
 
 
 def state_key(module: str, kind: str) -> str:
-    """Start of the keys of one kind of optimizer state of a module."""
+    """Return the beginning of the keys of a kind of optimizer state of a module."""
     return f"mimo.{module}.optimizer.state.{kind}"
 
 
 def optimized(optimizer: HeteroOptimizer, saved: Iterable[Saved]) -> list[Optimized]:
-    """Everything the optimizers of this rank hold; where there was no state yet, moments of zero."""
+    """Return the state that this rank's optimizers hold. Where there was none yet, moments are zero."""
     by_parameter = {id(tensor.tensor): tensor for tensor in saved}
     found = []
-    for info in optimizer.module_infos.values():
-        if info.is_active and info.optimizer is not None:
-            for one in vars(info.optimizer).get("chained_optimizers", [info.optimizer]):
-                if one.optimizer is not None:
-                    _allocate(one)
-                    found += [_describe(by_parameter, one, *held) for held in _held(one)]
-    return [held for held in found if held.begin < held.end]
+    for one in optimizer.inner_optimizers():
+        _allocate(one)
+        for parameter, main, begin, end, group, owned in _held(one):
+            assert id(parameter) in by_parameter, (
+                f"a parameter of shape {tuple(parameter.shape)} is optimized but not saved")
+            if begin < end:
+                found.append(Optimized(by_parameter[id(parameter)], main, begin, end, one.optimizer, group, owned))
+    return found
 
 
 def _allocate(optimizer: Any) -> None:
-    """Give every parameter its state; torch's Adam makes it in its first step only, and then without asking again."""
+    """Allocate the state of every parameter. torch's Adam would do so only in its first step."""
     if optimizer.init_state_fn is not None:
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     if isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
@@ -106,7 +108,7 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, dict[str, Any], bool]]:
-    """(model parameter, main values, begin, end, group, owned) of one optimizer of Megatron Core."""
+    """Yield (model parameter, main values, begin, end, group, owned) of an optimizer of Megatron Core."""
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
@@ -129,14 +131,8 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int
         yield parameter, main, 0, parameter.numel(), owner[id(main)], False
 
 
-def _describe(by_parameter: dict[int, Saved], optimizer: Any, parameter: torch.Tensor, main: torch.Tensor, begin: int,
-              end: int, group: dict[str, Any], owned: bool) -> Optimized:
-    assert id(parameter) in by_parameter, f"a parameter of shape {tuple(parameter.shape)} is optimized but not saved"
-    return Optimized(by_parameter[id(parameter)], main, begin, end, optimizer.optimizer, group, owned)
-
-
 def steps_of(held: Iterable[Optimized]) -> dict[str, dict[str, int]]:
-    """Adam's count of updates of each part of each module on this rank. It is one number a part."""
+    """Return Adam's number of updates of each part of each module on this rank. It is the same within a part."""
     steps: dict[str, dict[str, int]] = {}
     for one in held:
         part, step = one.saved.part, one.step()
@@ -155,9 +151,9 @@ def take_weights(held: Iterable[Optimized]) -> None:
 
 @torch.no_grad()
 def differing(held: Iterable[Optimized]) -> list[str]:
-    """Parameters whose weights are not their fp32 copies, rounded; their names with modules.
+    """Return the parameters whose weights are not their rounded fp32 copies, as `module: name`.
 
-    A step with the learning rate 0 would change them.
+    A step with learning rate 0 would change them.
     """
     return [
         f"{one.saved.module}: {one.saved.name}" for one in held

@@ -287,7 +287,7 @@ class Saver:
         objects: dict[str, Any] = {"loader": self._stream_objects()}
         if self._flags.save_rng:
             objects["rng"] = rng_objects(state.platform, grids)
-        state.complete_parameters()
+        state.built.finish_gathers("a checkpoint")
         places = self._tensor_places()
         is_planned = self._plan is not None and places == self._places
         tensors = {} if is_planned else self._tensors()

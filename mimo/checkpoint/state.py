@@ -20,12 +20,9 @@ from mimo.checkpoint.optimizer_state import Optimized, optimized
 from mimo.config.cli import to_toml
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
-from mimo.model.build import OPTIMIZER, WEIGHTS, BuiltModel
+from mimo.model.build import OPTIMIZER, BuiltModel
 from mimo.platform.base import Platform
 from mimo.training.optimizer import HeteroOptimizer
-
-"""Field -> its value in the run and in the checkpoint."""
-
 
 CHECKPOINT_VERSION = 3.0
 FORMAT = 1
@@ -33,13 +30,13 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         iteration: iterations done.
         consumed_samples: samples of successful iterations, which the schedule counts.
         skipped_iterations: iterations without an update.
-        bad_samples: samples that the data set has passed over on the way to those of the iterations.
+        bad_samples: samples that the data set has skipped.
     """
 
     iteration: int = 0
@@ -49,8 +46,8 @@ class Progress:
 
     @classmethod
     def of(cls, common: dict[str, Any]) -> Progress:
-        """That of a checkpoint, from its `common_state`."""
-        # Checkpoints of older versions do not tell of bad samples.
+        """Return the progress of a checkpoint, from its `common_state`."""
+        # Checkpoints of older versions have no number of bad samples.
         return cls(common["iteration"], common["consumed_samples"], common["skipped_iterations"],
                    common.get("bad_samples", 0))
 
@@ -61,9 +58,9 @@ class Source:
 
     Attributes:
         folder: the checkpoint.
-        flag: that names its place: `--save` where the run goes on from its own checkpoint although --load names another
-            folder, the one where it began; else `--load`.
-        is_own: it lies in the folder of --save.
+        flag: the flag that names its folder: `--save` if the run continues from its own checkpoint although --load
+            names another folder, from which it began; otherwise `--load`.
+        is_own: whether it is in the folder of --save.
     """
 
     folder: Path
@@ -82,12 +79,12 @@ class RunState:
         built: the model.
         optimizer: the optimizers of all modules.
         scheduler: the learning-rate schedule.
-        streams: state of each open data stream by `module/lane`, and the samples handed out.
-        source: what the run was started from; None before that, and without a checkpoint.
-        data: on the first rank what decides the run's samples, as `mimo.checkpoint.state.data_fields`; empty
-            before the start, and for a run without data.
-        model: the model's sizes, as `mimo.checkpoint.state.model_fields`. They are read when the state is made,
-            because the file of --hf-config may change or go while the run goes on.
+        streams: state of each open data stream by `module/lane`, and the number of consumed samples.
+        source: the checkpoint that the run starts from; None until it is known, and without one.
+        data: on the first rank, `mimo.checkpoint.differences.data_fields`; empty before the start, and for a run
+            without data.
+        model: `mimo.checkpoint.differences.model_fields`, read at the start, because the file of --hf-config may change
+            during the run.
     """
 
     config: RunConfig
@@ -108,15 +105,9 @@ class RunState:
     def config_toml(self) -> str:
         return to_toml(self.config)
 
-    def complete_parameters(self) -> None:
-        """Finish a gather of parameters that an overlapped step left open."""
-        self.built.residency.require("a checkpoint", WEIGHTS)
-        self.built.model.disable_forward_pre_hook()
-        self.built.model.enable_forward_pre_hook()
-
     def saved(self) -> list[Saved]:
-        """Parameters and buffers, complete."""
-        self.complete_parameters()
+        """Return parameters and buffers, complete."""
+        self.built.finish_gathers("a checkpoint")
         return saved_tensors(self.built.model, self.grids)
 
     def held(self, saved: list[Saved]) -> list[Optimized]:
@@ -126,33 +117,33 @@ class RunState:
 
 
 def by_index(entries: list[ShardedTensor]) -> dict[str, ShardedTensor]:
-    """Entries as a state dict; the names only tell them apart."""
+    """Return entries as a state dict, under arbitrary names."""
     return {str(index): entry for index, entry in enumerate(entries)}
 
 
 def model_entries(state: RunState, saved: list[Saved]) -> dict[str, ShardedTensor]:
-    """Weights and buffers."""
+    """Return entries for weights and buffers."""
     return by_index(spread_replicas(saved, state.grids))
 
 
 def optimizer_entries(held: list[Optimized]) -> dict[str, ShardedTensor]:
-    """Moments and fp32 copies."""
+    """Return entries for moments and fp32 copies."""
     return by_index([entry for one in held for entry in one.entries()])
 
 
 def stream_object(name: str, value: Any, *, main: bool) -> ShardedObject:
-    """The state of the data stream `module/lane`, written by one of the ranks that read it."""
+    """Return an entry for the state of the data stream `module/lane`. One of the ranks that read it writes it."""
     module, lane = name.split("/")
     return ShardedObject(f"mimo.loader.{module}.{lane}", value, (1,), (0,), replica_id=0 if main else 1)
 
 
 def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str, int]] | None) -> dict[str, Any]:
-    """Plain data that is the same on every rank.
+    """Return the part of a checkpoint that is plain data and the same on every rank.
 
     Args:
-        state: the run.
-        progress: how far it is.
-        steps: Adam's counts by module and part; None where no optimizer is saved.
+        state: state of the run.
+        progress: its progress.
+        steps: Adam's counts of updates by module and part; None if no optimizer is saved.
     """
     config = state.config
     return {
@@ -176,12 +167,12 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
 
 
 def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any]) -> dict[str, Any]:
-    """`common_state` of weights that no run of this trainer has made.
+    """Return a `common_state` for weights that were not made by a run of this trainer.
 
     Args:
-        modules: the modules that the checkpoint holds; no grids wrote them.
+        modules: modules of the checkpoint.
         config: flags of a run of the model, as TOML.
-        model: its fields, as `mimo.checkpoint.state.model_fields`.
+        model: fields of the model, as from `mimo.checkpoint.differences.model_fields`.
     """
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -205,9 +196,13 @@ def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any
 
 
 def rng_objects(platform: Platform | None, grids: Grids) -> dict[str, ShardedObject]:
-    """This rank's generator state under each of its modules; without `platform` only the places, for loading.
+    """Return entries for this rank's generator state, one for each of its modules.
 
-    The key of a module carries its sizes: on a grid with others there is no state to go on from.
+    The shape of an entry has the sizes of the module's grid, so that a grid of other sizes finds no state.
+
+    Args:
+        platform: owner of the generators; None for entries without state, for loading.
+        grids: process groups.
     """
     state = None if platform is None else _plain(platform.rng_state())
     objects = {}

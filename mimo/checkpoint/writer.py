@@ -1,4 +1,4 @@
-"""Writes this rank's files of a checkpoint: from host memory, in threads, summing what goes to disk."""
+"""Writes this rank's files of a checkpoint from host memory, in threads, and computes checksums of what it writes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ from mimo.checkpoint import compat
 from mimo.comm.host import broadcast_object, raise_known_errors
 from mimo.grid.groups import Grids
 
-# Who writes what into which file: planned with Megatron Core once, then reused by every save of the run.
-
 
 @dataclass
 class PlannedFile:
-    """One file of this rank.
+    """A file of this rank.
 
     Attributes:
-        name: its name inside the checkpoint.
-        objects: objects at its beginning, each by the unique key that is its `index.fqn`.
-        tensors: tensors after them, in order, where they lie in the running model and its optimizers.
+        name: name of the file inside the checkpoint.
+        objects: objects at its beginning. Their unique keys are in `index.fqn`.
+        tensors: tensors after them, in order, as they are in the running model and its optimizers.
     """
 
     name: str
@@ -47,11 +45,11 @@ class PlannedFile:
 
 @dataclass
 class Plan:
-    """Plan of this rank's writes, the same in every save.
+    """Plan of this rank's writes. It is made once with Megatron Core and then used by every save of the run.
 
     Attributes:
-        files: its files.
-        metadata: the index of all ranks' tensors and objects, without places in files; on rank 0 alone.
+        files: this rank's files.
+        metadata: the index of all ranks' tensors and objects, without their places in files; only on rank 0.
     """
 
     files: list[PlannedFile]
@@ -59,7 +57,7 @@ class Plan:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, in the order of the files."""
+        """Tensors of all files, in order."""
         return [tensor for file in self.files for _, tensor in file.tensors]
 
 
@@ -67,16 +65,16 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     """Plan a save. Collective over the world.
 
     Args:
-        sharded: sharded tensors and objects of this rank, nested in dictionaries as one likes.
+        sharded: sharded tensors and objects of this rank, in nested dictionaries.
         grids: process groups.
-        files_per_rank: most files of a rank; they are of about the same size.
+        files_per_rank: largest number of files of a rank. They have about the same size.
 
     Raises:
-        ValueError: on rank 0; the ranks' slices of a tensor overlap or leave something out.
-        ReportedElsewhereError: on the other ranks then.
+        ValueError: the ranks' slices of a tensor overlap or leave something out; raised on rank 0.
+        ReportedElsewhereError: the same, on the other ranks.
     """
     tensors = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]
-    # Of other tensors Megatron Core would plan copies, which later saves would write unchanged.
+    # Megatron Core would plan copies of other tensors, and later saves would write these copies unchanged.
     strided = [entry.key for entry in tensors if not entry.data.is_contiguous()]
     assert not strided, f"not contiguous: {', '.join(strided)}"
     _check_slices(sharded, grids)
@@ -102,9 +100,9 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
 
 
 def _check_slices(sharded: dict[str, Any], grids: Grids) -> None:
-    """The ranks' slices make up whole tensors; else `make_plan`'s errors.
+    """Check that the ranks' slices make up whole tensors. Raises the errors of `make_plan`.
 
-    Only rank 0 learns of them: there are as many as ranks times tensors.
+    Only rank 0 gathers the slices, because there are as many as ranks times tensors.
     """
     is_first = grids.rank == 0
     slices: list[Any] | None = [None] * grids.layout.world_size if is_first else None
@@ -119,7 +117,7 @@ def _check_slices(sharded: dict[str, Any], grids: Grids) -> None:
 
 
 def serialized_objects(sharded: dict[str, Any]) -> dict[str, bytes]:
-    """The objects that this rank writes, by unique key, as Megatron Core stores them."""
+    """Serialize the objects that this rank writes as Megatron Core does, by unique key."""
     found = {}
     for entry in nested_values(sharded):
         if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
@@ -133,7 +131,7 @@ _ALIGNMENT = 64
 
 
 class HostBuffer:
-    """Host memory that a plan's tensors are copied into before writing, kept between saves; page-locked on CUDA."""
+    """Host memory into which a plan's tensors are copied before writing. Kept between saves; page-locked on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -143,7 +141,7 @@ class HostBuffer:
         self._targets: list[torch.Tensor] = []
 
     def lay_out(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Give each of `tensors` its place; returns the places, each a tensor with a storage of its own bytes."""
+        """Return a copy's place for each of `tensors`, as a tensor whose storage has no other bytes."""
         sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         self._sources, self._targets = list(tensors), []
         self._reserve(sum(sizes))
@@ -155,14 +153,14 @@ class HostBuffer:
         return self._targets
 
     def fill(self) -> None:
-        """Copy the tensors as they are now."""
+        """Copy the present values of the tensors."""
         for target, source in zip(self._targets, self._sources, strict=True):
             target.copy_(source, non_blocking=self._on_cuda)
         if self._on_cuda:
             torch.cuda.synchronize()
 
     def _reserve(self, num_bytes: int) -> None:
-        """Grow to at least `num_bytes`, touching every page: the first copy is as fast as later ones."""
+        """Grow to at least `num_bytes`. Every page is touched, so that the first copy is as fast as later ones."""
         if num_bytes <= self._memory.numel():
             return
         if self._unlock is not None:
@@ -170,7 +168,7 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
         if self._on_cuda:
-            # torch's own allocator of page-locked memory takes the next power of two.
+            # torch's own allocator of page-locked memory would round up to the next power of two.
             runtime, address = torch.cuda.cudart(), self._memory.data_ptr()
             code = int(runtime.cudaHostRegister(address, num_bytes, 0))
             if code:
@@ -179,10 +177,10 @@ class HostBuffer:
 
 
 class SummedStream:
-    """A file that counts what is written to it and keeps a CRC-32 of each item.
+    """File that keeps the offset, length and CRC-32 of each item that is written to it.
 
     Attributes:
-        error: the first error of the file. Whoever writes through C++ code gets another one for it.
+        error: the first error of the file. C++ code that writes to this stream raises another error instead.
     """
 
     def __init__(self, file: Any) -> None:
@@ -205,14 +203,14 @@ class SummedStream:
         """Do nothing: the file is flushed when it is complete."""
 
     def end_item(self) -> tuple[int, int, int]:
-        """(offset, length, checksum) of what was written since the last call."""
+        """Return offset, length and checksum of what was written since the last call."""
         item = self._begin, self._place - self._begin, self._checksum
         self._begin, self._checksum = self._place, 0
         return item
 
 
 def save_item(tensor: torch.Tensor, stream: SummedStream) -> None:
-    """Write a tensor with `torch.save`. Raises the file's own OSError, for which C++ code raises another error."""
+    """Write a tensor with `torch.save`. Raises the OSError of the file, which C++ code replaces by another error."""
     try:
         torch.save(tensor, cast(BinaryIO, stream))
     except RuntimeError:
@@ -226,10 +224,10 @@ class Write:
     """The disk part of one save on this rank.
 
     Args:
-        folder: where the checkpoint is written.
-        plan: what this rank writes.
+        folder: folder of the checkpoint.
+        plan: plan of this rank's writes.
         objects: objects by unique key, as bytes.
-        copies: what to write in place of the plan's tensors; None writes them from where they are.
+        copies: copies to write in place of the plan's tensors; None writes the tensors themselves.
 
     Attributes:
         num_bytes: bytes of tensors that this rank writes.
@@ -245,7 +243,7 @@ class Write:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Write in a thread of this process; it ends with the process and needs no device."""
+        """Write in a daemon thread."""
         self._thread = threading.Thread(target=self.run, name="checkpoint writer", daemon=True)
         self._thread.start()
 
@@ -255,7 +253,7 @@ class Write:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> str | None:
-        """Wait for the thread. Returns what went wrong, or None."""
+        """Wait for the thread. Return the error, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -263,11 +261,11 @@ class Write:
 
     @property
     def written(self) -> bytes:
-        """Once this is done: every item with its place and checksum, as JSON."""
+        """Every item with its place and checksum, as JSON, once all files are written."""
         return self._written
 
     def run(self) -> None:
-        """Write all files, side by side."""
+        """Write all files in parallel."""
         try:
             with ThreadPoolExecutor(max(len(self._plan.files), 1)) as pool:
                 found = list(pool.map(self._write_file, self._plan.files, self._tensors))
@@ -299,13 +297,13 @@ def _described(item: WriteItem, name: str, stream: SummedStream) -> list[Any]:
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a contiguous host tensor whose storage is its own bytes: `torch.save` writes whole storages."""
+    """Return a view of a contiguous host tensor whose storage has no other bytes. torch.save writes whole storages."""
     data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)
 
 
 def crc32_of(file: Any, offset: int, length: int) -> int:
-    """CRC-32 of part of an open file."""
+    """Compute the CRC-32 of a part of an open file."""
     file.seek(offset)
     checksum = 0
     while length > 0:

@@ -80,6 +80,21 @@ class BuiltModel:
     params_dtype: torch.dtype
     residency: Residency = field(default_factory=Residency)
 
+    def finish_gathers(self, purpose: str) -> None:
+        """Finish the gathers of parameters that an overlapped optimizer step left open, so that weights are complete.
+
+        Collective over the ranks of each module.
+
+        Args:
+            purpose: what needs the weights, for the error, such as `a checkpoint`.
+
+        Raises:
+            OffloadedError: the weights are offloaded.
+        """
+        self.residency.require(purpose, WEIGHTS)
+        self.model.disable_forward_pre_hook()
+        self.model.enable_forward_pre_hook()
+
 
 def params_dtype(config: RunConfig) -> torch.dtype:
     """dtype of parameters and activations that the flags ask for."""

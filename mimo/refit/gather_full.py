@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mimo.boxes import Box
 from mimo.model.build import BuiltModel
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
-from mimo.refit.trainer_shards import LiveTensors, TrainerShards, finish_gathers
+from mimo.refit.trainer_shards import LiveTensors, TrainerShards
 
 
 class WholeTensors:
@@ -43,7 +43,7 @@ class WholeTensors:
 
     def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """Every whole tensor; at most one is alive here. Collective."""
-        finish_gathers(self._built)
+        self._built.finish_gathers("a refit")
         for number, entry in enumerate(self.entries):
             whole = self._gathered(entry, self._boxes_of_senders(number, entry))
             if self._everywhere:

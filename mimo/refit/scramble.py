@@ -22,7 +22,6 @@ from megatron.core.models.common.language_module.language_module import Language
 
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
-from mimo.refit.trainer_shards import finish_gathers
 from mimo.weights.match import ModelPiece, module_pieces
 
 # Integers of the same size, and bits of the mantissa; the exponent lies above it, and the sign is the highest bit.
@@ -108,7 +107,7 @@ class _Part:
 
 def _parts(built: BuiltModel, grids: Grids) -> list[_Part]:
     """Every floating part of this rank's tensors, each memory once; numbers without an axis stay as they are."""
-    finish_gathers(built)
+    built.finish_gathers("a refit")
     found: dict[tuple[int, tuple[int, ...]], _Part] = {}
     for module, owner in named_modules_of(built.model):
         for piece in module_pieces(owner, grids.collections[module]):

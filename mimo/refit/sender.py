@@ -36,7 +36,7 @@ from mimo.refit.tensor_slices import (
     recv_spec_from_table,
     wanted_names,
 )
-from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards, finish_gathers
+from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
 from mimo.refit.transport.base import Transport, open_wire
 from mimo.weights.rules import WeightMap
 
@@ -437,7 +437,7 @@ class ModelWeights:
 
     def prepare(self) -> dict[str, torch.Tensor]:
         """Finish what an overlapped step left open; the tensors as they are now, by path. Collective."""
-        finish_gathers(self._built)
+        self._built.finish_gathers("a refit")
         return {path: self._live.tensor(path) for path in self._paths}
 
 

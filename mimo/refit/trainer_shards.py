@@ -21,7 +21,7 @@ from mimo.boxes import Box, is_partition
 from mimo.comm.host import gather
 from mimo.compat import storage_key
 from mimo.grid.groups import Grids
-from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
+from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, TensorMeta, TensorSlice
@@ -313,17 +313,6 @@ def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
 
 
 # This rank's weights as they are now.
-
-
-def finish_gathers(built: BuiltModel) -> None:
-    """Finish the gathers of parameters that an overlapped optimizer step left open. Collective; before every sync.
-
-    Raises:
-        OffloadedError: there are no weights to gather.
-    """
-    built.residency.require("a refit", WEIGHTS)
-    built.model.disable_forward_pre_hook()
-    built.model.enable_forward_pre_hook()
 
 
 class LiveTensors:

@@ -65,9 +65,7 @@ class Offload:
         """
         if WEIGHTS in self.offloaded:
             return 0
-        # This finishes a gather of parameters that an overlapped step has left open.
-        self._built.model.disable_forward_pre_hook()
-        self._built.model.enable_forward_pre_hook()
+        self._built.finish_gathers("offloading")
         return self._move(WEIGHTS, weight_storages(self._built))
 
     def gradients(self) -> int:
@@ -248,15 +246,11 @@ def _buffers_of(wrapped: Any) -> list[Any]:
 
 def _state_tensors(optimizer: HeteroOptimizer) -> Iterator[torch.Tensor]:
     """Yield all parameters and state tensors of this rank's torch (or Transformer Engine) optimizers."""
-    for info in optimizer.module_infos.values():
-        if not info.is_active or info.optimizer is None:
-            continue
-        for one in vars(info.optimizer).get("chained_optimizers", [info.optimizer]):
-            if one.optimizer is not None:
-                for group in one.optimizer.param_groups:
-                    yield from group["params"]
-                for state in one.optimizer.state.values():
-                    yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    for one in optimizer.inner_optimizers():
+        for group in one.optimizer.param_groups:
+            yield from group["params"]
+        for state in one.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def synchronize(device: torch.device) -> None:

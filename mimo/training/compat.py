@@ -38,8 +38,3 @@ def counts_for_norm(optimizer: Any, parameter: torch.nn.Parameter) -> bool:
     counts = bool(optimizer._filter_grads_for_norm([parameter]))
     parameter.grad = None
     return counts
-
-
-def active_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers of this rank's modules. `MimoOptimizer._active_optimizers` has no public name."""
-    return list(optimizer._active_optimizers)

@@ -23,7 +23,7 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
-from mimo.training.compat import active_optimizers, counts_for_norm, parameter_ranges
+from mimo.training.compat import counts_for_norm, parameter_ranges
 
 
 class HeteroOptimizer(MimoOptimizer):
@@ -71,11 +71,20 @@ class HeteroOptimizer(MimoOptimizer):
             dist.all_reduce(updated, op=dist.ReduceOp.MIN)
         return bool(updated.item()), grad_norm, num_zeros
 
+    def inner_optimizers(self) -> Iterator[Any]:
+        """Yield the optimizers of Megatron Core that have parameters of this rank: one or several for each module."""
+        for info in self.module_infos.values():
+            if info.is_active and info.optimizer is not None:
+                chained = isinstance(info.optimizer, ChainedOptimizer)
+                for one in info.optimizer.chained_optimizers if chained else [info.optimizer]:
+                    if one.optimizer is not None:
+                        yield one
+
     def _clip(self, grad_norm: float) -> None:
         # Megatron Core's function collects the gradients one by one before it finds that there is nothing to clip.
         if not 0 < self.config.clip_grad < grad_norm + 1e-6:
             return
-        for optimizer in active_optimizers(self):
+        for optimizer in self.inner_optimizers():
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=grad_norm)

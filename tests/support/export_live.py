@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mimo.boxes import Box, is_partition
 from mimo.comm.host import gather
 from mimo.grid.groups import Grids
-from mimo.model.build import WEIGHTS, BuiltModel, named_modules_of
+from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
 from mimo.weights.export import ExportOptions, ExportPlan, PlannedRule, converted, infos_of, write_tensors
 from mimo.weights.load import agree
@@ -70,10 +70,7 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
             model, the folder has weights already or cannot be written.
     """
     options, out = options or ExportOptions(), Path(out_dir)
-    built.residency.require("an export", WEIGHTS)
-    # A gather of parameters that an overlapped step left open is finished first.
-    built.model.disable_forward_pre_hook()
-    built.model.enable_forward_pre_hook()
+    built.finish_gathers("an export")
     pieces = {module: {(piece.name, piece.box): piece
                        for piece in module_pieces(part, grids.collections[module]) if piece.is_main}
               for module, part in named_modules_of(built.model)}

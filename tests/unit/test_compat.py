@@ -49,11 +49,9 @@ def test_models_find_what_they_replace():
 
 
 def test_the_optimizer_finds_what_it_needs():
-    from megatron.core.models.mimo.optimizer import MimoOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     assert callable(DistributedOptimizer._filter_grads_for_norm)
-    assert training.active_optimizers(MimoOptimizer({}, None)) == []
 
 
 def test_rows_of_worker_processes_are_followed_and_ended():
