@@ -89,6 +89,15 @@ def weight_loaders(tensor: torch.Tensor) -> tuple[Any, Any]:
     return layerwise._get_weight_loader(tensor), layerwise._get_original_loader(tensor)
 
 
+def place_kernel_tensors(layer: torch.nn.Module, info: Any) -> None:
+    """Give a layer the tensors back that its kernels know. `layerwise._place_kernel_tensors`: vLLM has no public way to
+    give up a reload that it has begun.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise._place_kernel_tensors(layer, info)
+
+
 def forget_weight_update(worker: Any) -> None:
     """Have a worker of vLLM consider the weight update that it is in as over.
 

@@ -108,7 +108,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = list(_written(func, args, kwargs))
+        written = [tensor for number, name in changed_arguments(func)
+                   for tensor in _tensors(args[number] if number < len(args) else kwargs.get(name))]
         tensors = list(_tensors((args, kwargs)))
         self._pending = tensors
         if written:
@@ -223,12 +224,6 @@ class Tracer(TorchDispatchMode):
 def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype) -> bool:
     """Whether casts in between keep all that the first or the last dtype can hold."""
     return all(dtype in (torch.promote_types(dtype, first), torch.promote_types(dtype, last)) for dtype in dtypes)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operation changes."""
-    for number, name in changed_arguments(func):
-        yield from _tensors(args[number] if number < len(args) else kwargs.get(name))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

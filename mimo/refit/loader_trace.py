@@ -85,12 +85,16 @@ def record(model: torch.nn.Module, entries: Sequence[TensorMeta], max_refused: i
     """
     assert len({entry.name for entry in entries}) == len(entries), "names of entries are not unique"
     with loading_time(model), torch.no_grad():
-        targets = dict(_tensors(model))
-        run = _Run(model, Tracer(targets.items()))
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        run = _Run(model, Tracer((*model.named_parameters(remove_duplicate=False),
+                                  *model.named_buffers(remove_duplicate=False))))
         pending = [list(entries)]
         while pending and (max_refused is None or len(run.refused) < max_refused):
             pending += run.batch(pending.pop())
-        layouts = {path: _layout(tensor) for path, tensor in _unique(targets).items()}
+        layouts = {path: Layout(view_of(tensor), str(tensor.dtype).removeprefix("torch."),
+                                vars(tensor).get("weight_loader_numel", tensor.numel()),
+                                isinstance(tensor, torch.nn.Parameter))
+                   for path, tensor in tensors.items()}
     return _recording(entries, run, layouts)
 
 
@@ -113,6 +117,8 @@ class _Run:
         names = {entry.name for entry in entries}
         blamed = (self.tracer.failed & names) or {last}
         innocent = all([self.alone(entry) for entry in entries if entry.name in blamed])
+        # What was written before the error stands. If the blamed names load alone, some combination of names is at
+        # fault, so the rest is tried in halves.
         done = blamed.union(*(write.names for write in self.tracer.writes))
         rest = [entry for entry in entries if entry.name not in done]
         middle = len(rest) // 2 if innocent else 0
@@ -178,16 +184,18 @@ def _recording(entries: Sequence[TensorMeta], run: _Run, layouts: dict[str, Layo
         refused=run.refused, constants=tuple(constants), layouts=layouts)
 
 
-def _overwritten(constant: Write, writes: Sequence[Write], layouts: dict[str, Layout]) -> frozenset[str]:
+def _overwritten(constant: Write, writes: Sequence[Write], layouts: dict[str, Layout]) -> set[str]:
     """Return names of earlier writes that a constant overwrites: these tensors have to go through the loader."""
     earlier = itertools.takewhile(lambda write: write is not constant, writes)
     box = target_box(constant, layouts)
-    return frozenset().union(*(write.names for write in earlier if write.path == constant.path
-                               and _meet(box, target_box(write, layouts))))
-
-
-def _meet(one: Box | None, other: Box | None) -> bool:
-    return one is None or other is None or one.intersection(other) is not None
+    names: set[str] = set()
+    for write in earlier:
+        if write.path == constant.path:
+            other = target_box(write, layouts)
+            # A write without a box may be anywhere in the tensor.
+            if box is None or other is None or box.intersection(other) is not None:
+                names |= write.names
+    return names
 
 
 def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
@@ -262,26 +270,6 @@ def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | 
     if live is not None:
         shared[key] = tensor
     return tensor
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor under every path, parameters first."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keep only the first path of tensors that are shared."""
-    paths: dict[int, str] = {}
-    for path, tensor in tensors.items():
-        paths.setdefault(id(tensor), path)
-    return {path: tensors[path] for path in paths.values()}
-
-
-def _layout(tensor: torch.Tensor) -> Layout:
-    declared = vars(tensor).get("weight_loader_numel", tensor.numel())
-    return Layout(view_of(tensor), str(tensor.dtype).removeprefix("torch."), declared,
-                  isinstance(tensor, torch.nn.Parameter))
 
 
 # Proof, before any byte moves, that a worker's tensors are written whole: each element once, none left as it was.

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from mimo.boxes import Box, View, consecutive_runs, contiguous_strides, moved_offset, partition_problems
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holders, RecvSpec, TensorMeta, TensorSlice
@@ -176,7 +177,8 @@ def by_receiver(operations: Iterable[SendOp]) -> dict[int, list[SendOp]]:
 
 def within[Planned: Op](operations: Sequence[Planned], chunk: range) -> Sequence[Planned]:
     """Return the chunk's operations in plan order."""
-    return operations[bisect_left(operations, chunk.start, key=_entry):bisect_left(operations, chunk.stop, key=_entry)]
+    entry = attrgetter("entry")
+    return operations[bisect_left(operations, chunk.start, key=entry):bisect_left(operations, chunk.stop, key=entry)]
 
 
 class Running:
@@ -328,10 +330,6 @@ def listed(items: Iterable[str], limit: int = 20) -> str:
 def _line(entries: Sequence[TensorMeta], operation: Op) -> str:
     return (f"{operation.name} {entries[operation.entry].dtype} {operation.box} of entry "
             f"{operation.entry} from trainer rank {operation.sender}")
-
-
-def _entry(operation: Op) -> int:
-    return operation.entry
 
 
 # Proof, before any byte moves, that a plan brings every wanted element once and leaves nothing out.
@@ -496,7 +494,10 @@ def _targets_that_overlap(slices: Iterable[TensorSlice]) -> list[str]:
     """List pairs of slices that would write the same elements of a live tensor."""
     by_tensor: dict[str, list[tuple[int, int, TensorSlice]]] = {}
     for part in slices:
-        by_tensor.setdefault(part.address.tensor, []).extend((*run, part) for run in _runs(part))
+        # Runs of consecutive elements: the first element and one past the last.
+        length, starts = consecutive_runs(part.box.sizes, part.address.strides)
+        by_tensor.setdefault(part.address.tensor, []).extend(
+            (part.address.offset + start, part.address.offset + start + length, part) for start in starts)
     problems: dict[str, None] = {}
     for tensor, runs in by_tensor.items():
         runs.sort(key=lambda run: run[:2])
@@ -505,13 +506,6 @@ def _targets_that_overlap(slices: Iterable[TensorSlice]) -> list[str]:
                 problems[f"target: {part.name} {part.box} and {other.name} {other.box} "
                          f"are both written to {tensor}"] = None
     return list(problems)
-
-
-def _runs(part: TensorSlice) -> list[tuple[int, int]]:
-    """Return the runs of consecutive elements of the live tensor that a slice writes: first and one past the last."""
-    first = part.address.offset
-    length, starts = consecutive_runs(part.box.sizes, part.address.strides)
-    return [(first + start, first + start + length) for start in starts]
 
 
 def _report(what: str, problems: Iterable[str]) -> None:

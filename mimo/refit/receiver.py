@@ -20,19 +20,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _get_original_loader,
-    _place_kernel_tensors,
-    get_layerwise_info,
-)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from mimo.refit import compat
 from mimo.refit import plan as planning
 from mimo.refit.messages import MessageLayout, Verification, Views, check_inside, copy_all, message_layout, torch_dtype
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan import check_plan, check_recv_spec
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
 from mimo.refit.sender import SETUP
-from mimo.refit.tensor_slices import RecvSpec, holders_from_table, meta_from_json, recv_spec_table
+from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table
 from mimo.refit.transport.base import Transport, open_wire
 from mimo.refit.worker_plan import worker_recv_spec
 
@@ -131,7 +128,11 @@ class LoaderSession:
         chosen += [module for module in model.modules() if isinstance(module, attention)] if chosen else []
         self._layers = list(dict.fromkeys(chosen))
         self._shown = _Layers(self._layers)
-        self._tied = _sharing(model, self._layers)
+        # Other modules that share a parameter with these, such as a tied output layer.
+        shared = {id(parameter) for layer in self._layers for parameter in layer.parameters(recurse=False)}
+        self._tied: list[Any] = [
+            module for module in model.modules() if module not in chosen and "quant_method" in vars(module)
+            and any(id(parameter) in shared for parameter in module.parameters(recurse=False))]
         if self._layers:
             _forget_cpu_experts(model)
             try:
@@ -159,20 +160,12 @@ class LoaderSession:
             info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
-                    _place_kernel_tensors(layer, info)
+                    compat.place_kernel_tensors(layer, info)
                 info.reset()
             # A bias stays where it is all the time, with a loader that now loads nothing.
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
                 if "weight_loader" in dir(tensor):
-                    tensor.weight_loader = _get_original_loader(tensor)
-
-
-def _sharing(model: Any, layers: Sequence[torch.nn.Module]) -> list[Any]:
-    """Find other modules that share a parameter with these layers, such as a tied output layer."""
-    shared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
-    return [module for module in model.modules()
-            if not any(module is layer for layer in layers) and "quant_method" in vars(module)
-            and any(id(parameter) in shared for parameter in module.parameters(recurse=False))]
+                    tensor.weight_loader = compat.weight_loaders(tensor)[1]
 
 
 def _forget_cpu_experts(model: torch.nn.Module) -> None:
@@ -337,7 +330,9 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         live = self._live()
         check_recv_spec(self._entries, spec, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
                                               for name, tensor in live.items()})
-        self._publish(spec)
+        digest = spec.digest()
+        rendezvous.publish(f"wants/{digest}", recv_spec_table(spec))
+        rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
         holders = holders_from_table(model["holders"])
         operations = planning.receive_plan(self._entries, holders, spec, self._worker)
         check_plan(self._entries, holders, spec, operations)
@@ -378,12 +373,6 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return [self._rendezvous.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
                 for worker in range(num_workers)]
 
-    def _publish(self, spec: RecvSpec) -> None:
-        assert self._rendezvous is not None
-        digest = spec.digest()
-        self._rendezvous.publish(f"wants/{digest}", recv_spec_table(spec))
-        self._rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
-
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:
         rendezvous = self._rendezvous
         assert rendezvous is not None and self._wire is not None
@@ -417,17 +406,19 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _chunk(self, chunk: range) -> list[_Part]:
         """Return each trainer rank's messages for a chunk."""
-        parts = {sender: planning.within(operations, chunk) for sender, operations in self._by_sender.items()}
-        return [self._part(sender, part) for sender, part in parts.items() if part]
-
-    def _part(self, sender: int, operations: Sequence[planning.Op]) -> _Part:
-        shape = message_layout(operations, self._dtypes)
-        direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
-        live = Views([operations[number].target for number in direct],
-                     [operations[number].box.sizes for number in direct])
-        return _Part(sender, operations, shape, live, frozenset(direct),
-                     sum(operations[number].box.numel * shape.layouts[number].dtype.itemsize for number in direct),
-                     planning.encoded(self._entries, operations))
+        found = []
+        for sender, planned in self._by_sender.items():
+            operations = planning.within(planned, chunk)
+            if not operations:
+                continue
+            shape = message_layout(operations, self._dtypes)
+            direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
+            live = Views([operations[number].target for number in direct],
+                         [operations[number].box.sizes for number in direct])
+            direct_bytes = sum(operations[number].box.numel * shape.layouts[number].dtype.itemsize for number in direct)
+            found.append(_Part(sender, operations, shape, live, frozenset(direct), direct_bytes,
+                               planning.encoded(self._entries, operations)))
+        return found
 
     def _live(self) -> dict[str, torch.Tensor]:
         tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
@@ -471,18 +462,19 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _targets(self, part: _Part, live: dict[str, torch.Tensor],
                  staged: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return where values go: boxes of live tensors, and of whole tensors that are loaded afterwards."""
-        targets = part.live.of(live)
-        if len(targets) == len(part.operations):
-            return targets
-        written = iter(targets)
-        return [next(written) if number in part.direct else self._staged(operation, staged)
-                for number, operation in enumerate(part.operations)]
-
-    def _staged(self, operation: planning.Op, staged: dict[str, torch.Tensor]) -> torch.Tensor:
-        if operation.name not in staged:
-            entry = self._entries[operation.entry]
-            staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self.device)
-        return staged[operation.name][operation.box.slices]
+        direct = part.live.of(live)
+        if len(direct) == len(part.operations):
+            return direct
+        written, targets = iter(direct), []
+        for number, operation in enumerate(part.operations):
+            if number in part.direct:
+                targets.append(next(written))
+                continue
+            if operation.name not in staged:
+                entry = self._entries[operation.entry]
+                staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self.device)
+            targets.append(staged[operation.name][operation.box.slices])
+        return targets
 
     def _compare(self, scope: str, announced: list[dict[str, str]]) -> None:
         """Raise RefitError if a trainer rank is about to send other things than this worker is about to take in."""

@@ -207,10 +207,8 @@ class WeightSender:
             raise
 
     def _everybody(self) -> list[str]:
-        return [*(f"trainer rank {rank}" for rank in range(self.trainer.world_size)), *self._workers()]
-
-    def _workers(self) -> list[str]:
-        return [f"worker {worker}" for worker in range(self.num_workers)]
+        return [*(f"trainer rank {rank}" for rank in range(self.trainer.world_size)),
+                *(f"worker {worker}" for worker in range(self.num_workers))]
 
     def _set_up(self) -> None:
         weights, trainer, rendezvous = self.weights, self.trainer, self._rendezvous
@@ -239,7 +237,11 @@ class WeightSender:
         rendezvous.arrive(SETUP, "wired")
         rendezvous.wait_for(SETUP, "wired", self._everybody())
         if trainer.rank == 0:
-            self._metadata = self._all_digests()
+            # For each worker, the digests of what each trainer rank sends it.
+            plans = [rendezvous.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
+                     for rank in range(trainer.world_size)]
+            self._metadata = [{str(rank): plan[str(worker)] for rank, plan in enumerate(plans) if str(worker) in plan}
+                              for worker in range(self.num_workers)]
         self._result(SETUP, call)
 
     def _chunk(self, chunk: range) -> list[_Part]:
@@ -275,13 +277,6 @@ class WeightSender:
             raise RefitError(f"{len(left)} tensors of the trainer are taken by no worker of the engine, which serves "
                              f"another model: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")
         return specs
-
-    def _all_digests(self) -> list[dict[str, str]]:
-        """Return, for each worker, the digests of what each trainer rank sends it."""
-        plans = [self._rendezvous.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
-                 for rank in range(self.trainer.world_size)]
-        return [{str(rank): plan[str(worker)] for rank, plan in enumerate(plans) if str(worker) in plan}
-                for worker in range(self.num_workers)]
 
     def _sync(self, scope: str, version: str, report: RefitReport) -> None:
         started = time.monotonic()
@@ -466,12 +461,6 @@ def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[
     return found
 
 
-def _device(backend: str) -> torch.device:
-    """Return the device on which messages lie."""
-    on_gpu = backend == "nccl" or (backend == "ipc" and current_platform().name == "cuda")
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
 def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
             client: EngineClient | None, num_workers: int, options: RefitOptions, address: str = "") -> WeightSender:
     """Connect a trainer with an engine. Collective over the trainer's world.
@@ -490,7 +479,8 @@ def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         ValueError, RefitError: trainer and engine do not fit each other, or somebody did not answer.
     """
     weights = ModelWeights(built, grids, provider, family_config, options.dtype)
-    device = _device(options.backend)
+    on_gpu = options.backend == "nccl" or (options.backend == "ipc" and current_platform().name == "cuda")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     trainer = Trainer(grids.rank, grids.layout.world_size, lambda value: broadcast_object(grids, value),
                       broadcast_object(grids, address or socket.gethostname()), device)
     return WeightSender(weights, trainer, client, num_workers, options)

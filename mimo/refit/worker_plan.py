@@ -49,7 +49,10 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
     _check_precision(recording, entries)
     dtypes = {entry.name: entry.dtype for entry in entries}
     owners = _owners(model)
-    kept = {module for module in model.modules() if _keeps(module)} - _processed(model)
+    # Modules inside others that derive tensors after loading, such as kv_b_proj, which MLA attention absorbs.
+    processed = {inner for module in model.modules() if hasattr(module, "process_weights_after_loading")
+                 for inner in module.modules()}
+    kept = {module for module in model.modules() if _keeps(module)} - processed
     written = {name: {part.address.tensor for part in slices} for name, slices in recording.slices.items()}
     written |= {name: {write.path for write in writes} for name, writes in recording.computed.items()}
     modules = {name: {module for path in paths for module in owners[path]} for name, paths in written.items()}
@@ -61,26 +64,6 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
     loader = _closure(whole, modules)
     direct = [part for entry in entries if entry.name not in loader for part in recording.slices.get(entry.name, ())]
     return RecvSpec(tuple(direct), tuple(entry.name for entry in entries if entry.name in loader))
-
-
-def plain_buffers(recording: Recording, device: str = "cpu") -> tuple[dict[str, torch.Tensor], RecvSpec]:
-    """Make tensors of loading-time shape, of zeros, and the boxes that fill them: the direct route without an engine.
-
-    Args:
-        recording: of a worker's loader.
-        device: where the tensors are.
-
-    Returns:
-        A tensor for each one that is filled, by path, and the wanted boxes; names that are computed with are the
-        loader's here too.
-    """
-    slices = [part for group in recording.slices.values() for part in group]
-    buffers = {}
-    for path in dict.fromkeys(part.address.tensor for part in slices):
-        layout = recording.layouts[path]
-        buffers[path] = torch.empty_strided(layout.view.sizes, layout.view.strides, device=device,
-                                            dtype=getattr(torch, layout.dtype)).zero_()
-    return buffers, RecvSpec(tuple(slices), tuple(recording.computed))
 
 
 def _check_precision(recording: Recording, entries: Iterable[TensorMeta]) -> None:
@@ -129,12 +112,6 @@ def _keeps(module: Any) -> bool:
         return (module.quant_method.unquantized_backend.name in KEEPING_EXPERT_KERNELS
                 and not module.moe_config.moe_parallel_config.enable_eplb and not current_platform.is_rocm())
     return method in KEEPING_METHODS and not current_platform.is_cpu()
-
-
-def _processed(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Find modules inside others that derive tensors after loading (kv_b_proj, absorbed by MLA attention)."""
-    return {inner for module in model.modules() if hasattr(module, "process_weights_after_loading")
-            for inner in module.modules()}
 
 
 def _closure(whole: set[torch.nn.Module], modules: dict[str, set[torch.nn.Module]]) -> set[str]:

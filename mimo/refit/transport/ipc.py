@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -319,7 +320,7 @@ class TrainerEnd:
             if self._among is not None:
                 # Of two messages between the same ranks the one to the lower worker comes first on both sides.
                 chunk.works = self._among.exchange(
-                    [(self._by_worker[worker], message) for worker, message in sorted(chunk.sends, key=_first)
+                    [(self._by_worker[worker], message) for worker, message in sorted(chunk.sends, key=itemgetter(0))
                      if self._by_worker[worker] != self._rank],
                     [(sender, self._room(worker, chunk.number, sender)) for worker in self._receivers(chunk.number)
                      for sender in sorted(self._incoming[worker].chunks[chunk.number]) if sender != self._rank])
@@ -351,10 +352,6 @@ class TrainerEnd:
         self._opened.clear()
         for each in staging.values():
             each.release()
-
-
-def _first(pair: tuple[int, torch.Tensor]) -> int:
-    return pair[0]
 
 
 def _empty_cache(device: torch.device) -> None:

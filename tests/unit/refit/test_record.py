@@ -70,10 +70,14 @@ def test_recorded_boxes_fill_buffers_as_loading_fills_the_model(
         recording = loader_trace.record(model, tiny.entries_of(tensors))
         assert all(tensor.isnan().all() for tensor in model.parameters()), "recording has written to the model"
         loader_trace.check_coverage(model, recording)
-        buffers, spec = worker_plan.plain_buffers(recording)
+        slices = [part for group in recording.slices.values() for part in group]
+        buffers = {}
+        for path in dict.fromkeys(part.address.tensor for part in slices):
+            view, dtype = recording.layouts[path].view, getattr(torch, recording.layouts[path].dtype)
+            buffers[path] = torch.empty_strided(view.sizes, view.strides, dtype=dtype).zero_()
         model.load_weights(iter(tensors.items()))
     assert set(recording.computed) == {key for key in tensors if key.endswith("A_log")} - set(recording.untaken)
-    write(spec.direct, tensors, buffers)
+    write(slices, tensors, buffers)
     loaded = dict(model.named_parameters())
     computed = {write.path for writes in recording.computed.values() for write in writes}
     assert loaded.keys() == buffers.keys() | computed
