@@ -1,8 +1,8 @@
-"""Packing the boxes of a plan into messages and taking them out again.
+"""Packs the boxes of a plan into messages, takes them out again, and verifies them with checksums.
 
-A message is what one trainer rank sends one worker for one chunk: its boxes in the order of the plan, each row-major,
-in the dtype of the wire, each at a multiple of `ALIGNMENT` bytes. What can be worked out once is: a sync of a model of
-experts copies tens of thousands of boxes, and Python's time for each of them is what it waits for.
+A message has the boxes that a trainer rank sends to a worker for a chunk, in the order of the plan. Each box is
+row-major, in the dtype of the wire, at a multiple of `ALIGNMENT` bytes. Layouts are computed once: a sync of a model of
+experts copies tens of thousands of boxes, and Python's time for each box limits its speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mimo.compat import copy_together
 from mimo.refit.plan import Op
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address
 
-# Of a box in a message: every dtype's, and wide enough for vectorised copies.
+# Alignment of a box in a message, in bytes. It suits every dtype and is wide enough for vectorised copies.
 ALIGNMENT = 16
 
 
@@ -32,19 +32,19 @@ class Carried(Protocol):
 
     @property
     def box(self) -> Box:
-        """In the whole tensor."""
+        """The box in the whole tensor."""
         ...
 
 
 @dataclass(frozen=True)
 class BoxLayout:
-    """Where a box lies in a message, or in a tensor.
+    """Place of a box in a message.
 
     Attributes:
-        dtype: of its elements.
-        sizes: of the box.
-        strides: in elements.
-        offset: of its first element, in elements of that dtype.
+        dtype: dtype of its elements.
+        sizes: sizes of the box.
+        strides: strides in elements.
+        offset: offset of its first element, in elements of that dtype.
     """
 
     dtype: torch.dtype
@@ -58,8 +58,8 @@ class MessageLayout:
     """Layout of a message.
 
     Attributes:
-        layouts: of its boxes, in order.
-        num_bytes: of all of it.
+        layouts: layouts of its boxes, in order.
+        num_bytes: size of the message.
     """
 
     layouts: tuple[BoxLayout, ...]
@@ -73,11 +73,11 @@ class MessageLayout:
 
 
 def message_layout(operations: Sequence[Carried], dtypes: Sequence[str]) -> MessageLayout:
-    """The message that carries these.
+    """Lay out the message that carries the boxes of operations.
 
     Args:
-        operations: in order.
-        dtypes: of every entry of the chunk plan, on the wire.
+        operations: the operations, in order.
+        dtypes: dtype on the wire of every entry of the chunk plan.
     """
     layouts, first = [], 0
     for operation in operations:
@@ -88,12 +88,12 @@ def message_layout(operations: Sequence[Carried], dtypes: Sequence[str]) -> Mess
 
 
 def pack(shape: MessageLayout, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A new message, uint8, with the sources' values.
+    """Make a message, uint8, with the values of the sources.
 
     Args:
-        shape: of the message.
-        sources: what each box carries, strided views; converted to the dtype of the wire.
-        device: where the message lies.
+        shape: layout of the message.
+        sources: strided views with the values of each box, which are converted to the dtype of the wire.
+        device: device of the message.
     """
     message = torch.empty(shape.num_bytes, dtype=torch.uint8, device=device)
     copy_all(shape.boxes(message), sources)
@@ -115,11 +115,11 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 class Views:
-    """Boxes of tensors, in the order of a message's.
+    """Boxes of tensors, in the order of those of a message.
 
     Args:
-        addresses: of each box.
-        sizes: of each.
+        addresses: address of each box.
+        sizes: sizes of each box.
     """
 
     def __init__(self, addresses: Sequence[Address], sizes: Sequence[tuple[int, ...]]) -> None:
@@ -128,13 +128,13 @@ class Views:
         self.tensors = tuple(dict.fromkeys(address.tensor for address in addresses))
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The boxes in these tensors, by name; `check_inside` has been asked before."""
+        """Return views of the boxes in these tensors, given by name. `check_inside` must have accepted the boxes."""
         own = {name: (tensors[name].as_strided, tensors[name].storage_offset()) for name in self.tensors}
         return [own[name][0](size, strides, own[name][1] + offset) for name, size, strides, offset in self._boxes]
 
 
 def check_inside(tensor: torch.Tensor, address: Address, sizes: Sequence[int]) -> None:
-    """Raise RuntimeError where a box does not lie inside a tensor."""
+    """Raise RuntimeError if a box is not inside a tensor."""
     end = View(address.offset, tuple(sizes), address.strides).end
     if address.offset < 0 or end > tensor.numel() or not tensor.is_contiguous():
         raise RuntimeError(f"{address.tensor} {list(tensor.shape)} with strides {list(tensor.stride())} has no box of "
@@ -152,18 +152,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-# Checksums of what a refit moves: of every box as it is sent, as it arrives, and as it stands in the live tensor.
+# Checksums of every box: as it is sent, as it arrives, and as it is read back from the live tensor.
 #
-# A checksum is made where the box lies, by a few reductions, and only the sums leave the device. The bytes of a box,
-# row-major and filled up with zeros to whole words of four bytes, are signed 32-bit words `x[0], x[1], ...`; the
-# checksum is `sum((i + 1 + ROW) * x[i]) mod 2**64`, as a signed number. One changed word changes it, as do two that
-# change places.
+# A checksum is computed on the device of the box by a few reductions, and only the sums leave the device. The bytes of
+# a box, row-major and padded with zeros to whole words of four bytes, are signed 32-bit words `x[0], x[1], ...`. The
+# checksum is `sum((i + 1 + ROW) * x[i]) mod 2**64`, as a signed number. It changes if a word changes, or if two
+# different words are exchanged.
 
 
-# Words of a row: a box is summed by rows and by columns, so that no tensor of its size is made.
+# Words of a row. A box is summed by rows and by columns, so that no weights of its size are needed.
 ROW = 4096
 WORD_BYTES = 4
-# Smaller tensors may by chance not be changed by a change of half of their elements.
+# A change of about half of the elements may by chance leave smaller tensors as they were.
 MIN_ELEMENTS = 64
 
 Sums = dict[str, list[int]]
@@ -174,7 +174,7 @@ def checksum(box: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's bytes, `[]` int64, on its device.
 
     Args:
-        box: of any dtype, shape and strides.
+        box: tensor of any dtype, shape and strides.
     """
     data = box.detach().reshape(-1).contiguous().view(torch.uint8)
     if data.numel() % WORD_BYTES or data.storage_offset() % WORD_BYTES:
@@ -194,7 +194,7 @@ def checksums(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Message:
-    """Checksums of one message as it arrived and as it was written."""
+    """Checksums of a message as it arrived and as it was written."""
 
     sender: int
     chunk: int
@@ -205,20 +205,20 @@ class _Message:
 
 @dataclass
 class Verification:
-    """Checksums of one sync on the side that receives."""
+    """Checksums of a sync on the receiving side."""
 
     messages: list[_Message] = field(default_factory=list)
 
     def note(self, sender: int, chunk: int, operations: Sequence[Op], boxes: Sequence[torch.Tensor],
              targets: Sequence[torch.Tensor]) -> None:
-        """A message has come in and was written.
+        """Compute the checksums of a message that has come in and was written.
 
         Args:
             sender: rank of the trainer.
             chunk: number of the chunk.
-            operations: what the message carries.
-            boxes: each as it came.
-            targets: each as it was read back from where it was written to.
+            operations: operations of the message.
+            boxes: the boxes as they arrived.
+            targets: the boxes as they are in the tensors to which they were written.
         """
         self.messages.append(_Message(sender, chunk, operations, checksums(boxes), checksums(targets)))
 
@@ -226,14 +226,14 @@ class Verification:
         """Return names of tensors all of whose boxes have the bytes of an earlier sync. Tiny tensors are left out.
 
         Args:
-            earlier: of a sync after which every tensor was changed in about half of its elements.
+            earlier: checksums of a sync after which about half of the elements of every tensor were changed.
         """
         before, now = earlier._by_name(), self._by_name()
         return [name for name, (sums, numel) in now.items()
                 if numel >= MIN_ELEMENTS and name in before and before[name][0] == sums]
 
     def _by_name(self) -> dict[str, tuple[list[int], int]]:
-        """Checksums of what was written and number of elements, by tensor."""
+        """Return the checksums of what was written and the number of elements, by tensor."""
         found: dict[str, tuple[list[int], int]] = {}
         for message in self.messages:
             for operation, stands in zip(message.operations, message.written.tolist(), strict=True):
@@ -242,10 +242,10 @@ class Verification:
         return found
 
     def fault(self, sent: Mapping[int, Sums]) -> str:
-        """The first box whose checksums differ, in words; empty where none does.
+        """Describe the first box whose checksums differ; empty if there is none.
 
         Args:
-            sent: of each rank of the trainer, what it says that it has sent.
+            sent: the checksums that each rank of the trainer announced.
         """
         for message in self.messages:
             theirs = sent[message.sender].get(str(message.chunk), [])
@@ -264,5 +264,5 @@ class Verification:
 
 
 def _weighted(values: torch.Tensor) -> torch.Tensor:
-    """`sum((i + 1) * values[i])` mod 2**64."""
+    """Return `sum((i + 1) * values[i])` mod 2**64."""
     return (values.to(torch.int64) * torch.arange(1, values.numel() + 1, device=values.device)).sum()

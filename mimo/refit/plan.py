@@ -1,9 +1,9 @@
-"""Who sends what to whom in a refit: the trainer's boxes intersected with the workers', computed by each end alone.
+"""Plans a refit: intersects the trainer's boxes with those that workers want. Each end plans by itself.
 
-Both ends know the chunk plan's entries and which rank of the trainer holds which box. A worker plans what it receives,
-a rank of the trainer what it sends, at a cost of its own share: no rank ever plans for all. The two agree to the last
-box and on the order, entry by entry; they compare `digest`s before a byte moves, and `first_difference` says in words
-where they disagree.
+Both ends know the entries of the chunk plan and which rank of the trainer holds which box. A worker plans what it
+receives, and a rank of the trainer what it sends, so that no rank plans for all. Both plans have the same boxes in the
+same order, entry by entry. The ends compare `digest`s before any byte moves, and `first_difference` describes where
+they disagree.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Op:
 
     Attributes:
         entry: number of its tensor in the chunk plan.
-        name: of the whole tensor.
-        box: in the whole tensor.
+        name: name of the whole tensor.
+        box: the box in the whole tensor.
         sender: rank of the trainer.
         receiver: index of the worker.
-        target: where the worker puts it: in its live tensor or, for a name that goes through the engine's loader, in a
-            row-major tensor of the whole that is called by that name.
+        target: address to which the worker writes it: in a live tensor or, for a name that goes through the engine's
+            loader, in a row-major tensor of that name.
     """
 
     entry: int
@@ -44,10 +44,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class SendOp(Op):
-    """The same as its sender plans it.
+    """An operation with its address on the sender.
 
     Attributes:
-        source: where the sender has it.
+        source: address of the box on the sender.
     """
 
     source: Address
@@ -57,8 +57,8 @@ def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
     """Group consecutive entries into chunks that travel together; return the numbers of each chunk's entries.
 
     Args:
-        entries: the chunk plan's.
-        max_bytes: of whole tensors in a chunk, at most; a tensor larger than that has a chunk for itself.
+        entries: entries of the chunk plan.
+        max_bytes: largest size of a chunk's whole tensors. A tensor larger than that is a chunk by itself.
     """
     found: list[range] = []
     first = size = 0
@@ -160,7 +160,7 @@ def wanted_slices(spec: RecvSpec, entries: Mapping[str, TensorMeta]) -> dict[str
 
 
 def by_sender(operations: Iterable[Op]) -> dict[int, list[Op]]:
-    """A worker's operations, by the rank that they come from."""
+    """Group a worker's operations by their senders."""
     found: dict[int, list[Op]] = {}
     for operation in operations:
         found.setdefault(operation.sender, []).append(operation)
@@ -168,7 +168,7 @@ def by_sender(operations: Iterable[Op]) -> dict[int, list[Op]]:
 
 
 def by_receiver(operations: Iterable[SendOp]) -> dict[int, list[SendOp]]:
-    """A rank's operations, by the worker that they go to."""
+    """Group a rank's operations by their receivers."""
     found: dict[int, list[SendOp]] = {}
     for operation in operations:
         found.setdefault(operation.receiver, []).append(operation)
@@ -224,10 +224,10 @@ def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: 
     """Describe where two ends first disagree; empty if they agree.
 
     Args:
-        mine: one end's operations, as `described` has them.
-        theirs: the other's.
-        me: who the one is, such as `trainer rank 3`.
-        them: who the other is.
+        mine: operations of one end, from `described`.
+        theirs: operations of the other end.
+        me: name of the one end, such as `trainer rank 3`.
+        them: name of the other end.
     """
     for number, (here, there) in enumerate(itertools.zip_longest(mine, theirs)):
         if here != there:
@@ -245,7 +245,7 @@ class _OwnBox:
 
 
 class _Overlaps:
-    """Intersections, and where they lie, found once for all layers and experts that are alike."""
+    """Intersections and their addresses, computed once for all equal layers and experts."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[tuple[int, ...], ...], Box | None] = {}
@@ -269,11 +269,11 @@ class _Overlaps:
 
 
 class _Takers:
-    """Which of several workers that want the same take a box from one rank."""
+    """Chooses, among workers that want the same, those that take a box from a rank."""
 
     def __init__(self, receivers: Sequence[int], rank: int) -> None:
         self._receivers, self._rank = receivers, rank
-        # For the ranks of a holder: number of this rank among them, workers by their turn.
+        # Ranks of a holder -> number of this rank among them, and workers by their turn.
         self._turns: dict[tuple[int, ...], tuple[int, list[list[int]]]] = {}
 
     def of(self, ranks: tuple[int, ...], number: int) -> list[int]:
@@ -288,10 +288,10 @@ class _Takers:
 
 
 def _turn(receiver: int, count: int) -> int:
-    """A worker's place among `count` replicas: the digits of its index in base `count`, added up.
+    """Choose a replica of `count` for a worker: the sum of the digits of its index in base `count`.
 
-    Workers that want the same are a fixed distance apart, such as the tensor-parallel size. The index modulo `count`
-    would give them all the same replica where that distance is a multiple of `count`.
+    Indices of workers that want the same differ by a fixed distance, such as the tensor-parallel size. If that is a
+    multiple of `count`, the index modulo `count` would give them all the same replica.
     """
     total = 0
     while receiver and count > 1:
@@ -301,7 +301,7 @@ def _turn(receiver: int, count: int) -> int:
 
 
 def _own_boxes(holders: Holders, slices: Iterable[TensorSlice], rank: int) -> dict[str, list[_OwnBox]]:
-    """A rank's slices in the order of the holders, by name. Raises ValueError where the two disagree."""
+    """Return a rank's slices in the order of the holders, by name. Raises ValueError if the two disagree."""
     addresses = {(part.name, part.box): part.address for part in slices}
     own: dict[str, list[_OwnBox]] = {}
     problems = []
@@ -332,12 +332,12 @@ def _line(entries: Sequence[TensorMeta], operation: Op) -> str:
             f"{operation.entry} from trainer rank {operation.sender}")
 
 
-# Proof, before any byte moves, that a plan brings every wanted element once and leaves nothing out.
+# Checks, before any byte moves, that a plan brings every wanted element exactly once.
 #
 # Each check lists everything that is wrong, by name. None of them needs a tensor or a collective.
 
 
-# Lines of an error: a model that is another one altogether has tens of thousands of problems.
+# Largest number of lines of an error. A completely different model has tens of thousands of problems.
 MAX_LINES = 100
 
 
@@ -509,7 +509,7 @@ def _targets_that_overlap(slices: Iterable[TensorSlice]) -> list[str]:
 
 
 def _report(what: str, problems: Iterable[str]) -> None:
-    """Raise one ValueError with every line; nothing happens where there are none."""
+    """Raise one ValueError with all problems, if there are any."""
     lines = list(dict.fromkeys(problems))
     if lines:
         more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []

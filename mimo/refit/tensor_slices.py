@@ -1,9 +1,8 @@
-"""Descriptions of the weights by both ends of a refit: plain data, in the coordinates of whole Hugging Face tensors.
+"""Describes the weights at both ends of a refit as plain data, in the coordinates of whole Hugging Face tensors.
 
-The trainer's ranks and the engine's workers each describe the part they hold as `TensorSlice`s: which box of which
-Hugging Face tensor lies where in which of their own tensors. Planning is then the intersection of boxes and knows
-neither Megatron nor vLLM. Nothing here needs torch, and slices and entries turn into JSON and back;
-`mimo.refit.tensor_slices` has what is sent of many.
+The trainer's ranks and the engine's workers describe the parts that they hold as `TensorSlice`s: boxes of Hugging Face
+tensors and their places in tensors of their own. Planning then only intersects boxes and knows neither Megatron nor
+vLLM. Nothing here needs torch. The tables at the end are what both ends exchange.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a box lies in a rank's own tensor, in elements counted from that tensor's first one.
+    """Place of a box in a rank's own tensor, in elements from the first element of that tensor.
 
     Attributes:
-        tensor: its name on that rank (a parameter's or buffer's path).
-        offset: of the box's first element.
-        strides: of the box's axes; element `i` of the box is at `offset + sum(i[axis] * strides[axis])`.
+        tensor: name of the tensor on that rank: the path of a parameter or buffer.
+        offset: offset of the box's first element.
+        strides: strides of the box's axes. Element `i` of the box is at `offset + sum(i[axis] * strides[axis])`.
     """
 
     tensor: str
@@ -45,9 +44,9 @@ class TensorSlice:
     """A box of a Hugging Face tensor and the place of its elements on a rank.
 
     Attributes:
-        name: of the whole tensor, as the engine's loader knows it.
-        box: in the whole tensor.
-        address: on the rank.
+        name: name of the whole tensor.
+        box: the box in the whole tensor.
+        address: place of its elements on the rank.
     """
 
     name: str
@@ -57,13 +56,13 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """One whole tensor of the chunk plan, announced before any byte of it moves.
+    """A whole tensor of the chunk plan.
 
     Attributes:
-        name: as the engine's loader knows it.
-        dtype: on the wire: `float32` for what must keep it, else that of the engine's model.
-        shape: of the whole tensor.
-        keep_fp32: routing-critical: float32 from the trainer's tensor to the engine's.
+        name: name of the tensor.
+        dtype: dtype on the wire: `float32` for tensors that must keep it, otherwise that of the engine's model.
+        shape: shape of the whole tensor.
+        keep_fp32: whether it must be float32 in the trainer, on the wire and in the engine, because it affects routing.
     """
 
     name: str
@@ -73,7 +72,7 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the wire, of the whole tensor."""
+        """Bytes of the whole tensor on the wire."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -82,8 +81,8 @@ class Holder:
     """A box of a tensor and the trainer's ranks that have it, all with the same values.
 
     Attributes:
-        box: in the whole tensor.
-        ranks: global trainer ranks, ascending.
+        box: the box in the whole tensor.
+        ranks: global ranks of the trainer, ascending.
     """
 
     box: Box
@@ -99,8 +98,8 @@ class RecvSpec:
     """Tensors that one worker of the engine takes in.
 
     Attributes:
-        direct: boxes written straight into its live tensors; in the order of the chunk plan's entries.
-        loader: names that go whole through the engine's own loading, in the order of the chunk plan's entries.
+        direct: boxes that are written directly into its live tensors, in the order of the chunk plan's entries.
+        loader: names of tensors that go through the engine's own loading as a whole, in the same order.
     """
 
     direct: tuple[TensorSlice, ...]
@@ -133,14 +132,14 @@ def meta_from_json(value: Sequence[Any]) -> TensorMeta:
     return TensorMeta(name, dtype, tuple(shape), keep_fp32)
 
 
-# The tables that the two ends of a refit exchange, as JSON of a size that does not grow with equal layers.
+# Tables that the two ends of a refit exchange, as JSON whose size does not grow with equal layers.
 #
-# Layers that are alike differ in one number of their names. A table is therefore patterns, the rows of a layer with
-# `*` for its number, and blocks, which pattern each layer follows. Whoever needs only some names reads only their
-# layers.
+# Equal layers differ in one number of their names. Therefore a table has patterns, which are the rows of a layer with
+# `*` for its number, and blocks, which assign a pattern to each layer. A reader that needs only some names unpacks only
+# their layers.
 
 
-# The first number of a name: of its layer.
+# The first number of a name, which is that of its layer.
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 MARK = "*"
 

@@ -1,7 +1,7 @@
-"""The parts of each Hugging Face tensor that the trainer's ranks hold, and where in their parameters it lies.
+"""Finds the parts of each Hugging Face tensor that the trainer's ranks hold, and their places in parameters.
 
-Everything here is topology: it is worked out once, at set-up, and holds names, shapes and places, never a tensor.
-Weights change and are re-allocated between syncs; `mimo.refit.trainer_shards` looks them up again at every read.
+`build_trainer_shards` does so once, at set-up. Its result has names, shapes and places, but no tensor, because weights
+may get new memory between syncs. `LiveTensors` looks them up at every read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 
 @dataclass(frozen=True)
 class TrainerShards:
-    """Where the model is, as far as a refit must know it. `entries` and `holders` are the same on every rank.
+    """Places of the model's weights. `entries` and `holders` are the same on every rank.
 
     Attributes:
-        entries: every whole tensor, in the order in which all of them move.
-        holders: which ranks hold which boxes of it.
+        entries: every whole tensor, in the order in which they travel.
+        holders: boxes of each tensor, and the ranks that hold them.
         slices: this rank's boxes and their places.
     """
 
@@ -51,8 +51,8 @@ class TrainerShards:
 
 
 def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
-                         wire_dtype: str = "bfloat16", schemes: Mapping[str, str] | None = None) -> TrainerShards:
-    """Take stock of a trainer's model. Collective over the world, through host memory; once, at set-up.
+                         wire_dtype: str = "bfloat16") -> TrainerShards:
+    """Find which rank holds which boxes of the model. Collective over the world, through host memory; once, at set-up.
 
     Args:
         built: this rank's model.
@@ -60,62 +60,40 @@ def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvide
         provider: the model family.
         family_config: its configuration.
         wire_dtype: dtype in which floating tensors travel: `bfloat16`, `float16`, `float32`.
-        schemes: module -> name of its naming scheme (`NamingScheme.name`); by default each module's first.
 
     Raises:
         ValueError: on the first rank: everything in which the weight map and the model do not fit each other, by name.
-        ReportedElsewhereError: on the other ranks then.
+        ReportedElsewhereError: the same, on the other ranks.
     """
     maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
-    chosen = choose_schemes(maps, schemes or {})
+    # Entries have the names of each module's first scheme. Workers choose the scheme of their loader (`worker_plan`).
+    chosen = {module: weight_map.schemes[0] for module, weight_map in maps.items()}
     pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
     slices, problems = _rank_slices(pieces, built, maps, chosen)
     shapes, holders = _gather(grids, {module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
                                       for module, held in pieces.items()}, slices)
     found, misfits = plan_entries(maps, chosen, shapes, wire_dtype)
-    # Where a tensor was not understood, that others lack it says nothing more.
+    # If some tensors do not fit, the boxes that they lack would only be more lines about the same faults.
     problems += misfits or ([] if problems else uncovered(found, holders))
     agree(grids, "the weight map does not fit the model", problems)
     return TrainerShards(found, holders, slices)
 
 
-def choose_schemes(maps: Mapping[str, WeightMap], names: Mapping[str, str]) -> dict[str, NamingScheme]:
-    """Return each module's naming scheme: the named one, or the map's first.
-
-    Raises:
-        ValueError: a module or a naming scheme of it is not known; names those that are.
-    """
-    for module in names:
-        if module not in maps:
-            raise ValueError(f"a naming scheme is given for module {module!r}; the model has {', '.join(maps)}")
-    chosen = {}
-    for module, weight_map in maps.items():
-        known = {scheme.name: scheme for scheme in weight_map.schemes}
-        name = names.get(module, weight_map.schemes[0].name)
-        if name not in known:
-            raise ValueError(f"{module} has no naming scheme {name!r}: known are {', '.join(map(repr, known))}")
-        chosen[module] = known[name]
-    return chosen
-
-
-# The chunk plan
-
-
 def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingScheme], shapes: Shapes,
                  wire_dtype: str) -> tuple[list[TensorMeta], list[str]]:
-    """The chunk plan: every whole Hugging Face tensor once, in the order of modules and of their weight maps.
+    """Make the chunk plan: every whole Hugging Face tensor once, in the order of modules and of their weight maps.
 
-    A layer's tensors follow each other: an engine that loads layer by layer keeps a layer until it has all of it.
-    Shapes come from rules applied to meta tensors: no communication, and no memory.
+    The tensors of a layer follow each other, because an engine that loads layer by layer keeps a layer until it is
+    complete. Shapes come from applying rules to meta tensors, which needs neither communication nor memory.
 
     Args:
         maps: each module's map, encoders first.
         schemes: naming scheme of each module.
-        shapes: whole Megatron tensors of all ranks together.
+        shapes: whole Megatron tensors of all ranks.
         wire_dtype: see `build_trainer_shards`.
 
     Returns:
-        The entries; and a line for each tensor without a rule, rule without a tensor, and what else does not fit.
+        The entries, and a line for each tensor without a rule, rule without a tensor, and other misfit.
     """
     found: list[TensorMeta] = []
     problems: list[str] = []
@@ -146,7 +124,7 @@ def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingSche
 def by_layer(found: Sequence[TensorMeta]) -> list[TensorMeta]:
     """Sort entries so that those of a layer are together and layers of a stack ascend; keep the order otherwise.
 
-    A layer is known by the first number in a name, so that a layer's experts are in it.
+    The first number in a name is that of the layer, so that experts stay in their layer.
     """
     layers = [_LAYER.match(entry.name) for entry in found]
     stacks: dict[str, int] = {}
@@ -161,13 +139,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# What this rank holds
-
-
 def _rank_slices(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
                  schemes: Mapping[str, NamingScheme]) -> tuple[list[TensorSlice], list[str]]:
-    """Every box that this rank has, replicas included, in the order of the weight maps; and a line for each piece or
-    parameter that makes none."""
+    """Return every box that this rank has, replicas included, in the order of the weight maps.
+
+    Returns:
+        The slices, and a line for each piece or parameter that makes no box.
+    """
     slices: dict[tuple[str, Box], TensorSlice] = {}
     problems = []
     for module, wrapped in named_modules_of(built.model):
@@ -179,7 +157,7 @@ def _rank_slices(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, 
             if address is None:
                 problems.append(f"a copy: {module} {piece.name} {list(piece.tensor.shape)} is a view of no parameter "
                                 "or buffer of the model")
-            elif piece.name in rules:  # `_entries` tells of others
+            elif piece.name in rules:  # `plan_entries` reports the others
                 number, rule = rules[piece.name]
                 try:
                     made.append((number, list(piece_slices(rule, schemes[module], piece, address))))
@@ -188,22 +166,22 @@ def _rank_slices(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, 
         problems += places.missing()
         for _, cut in sorted(made, key=lambda entry: entry[0]):
             for part in cut:
-                # A rank may have a tensor twice (an embedding that is tied, or shared by stages): one will do.
+                # A rank may have a tensor twice, such as an embedding that is tied or shared by stages. One is enough.
                 slices.setdefault((part.name, part.box), part)
     return list(slices.values()), problems
 
 
 def piece_slices(rule: Rule, scheme: NamingScheme, piece: ModelPiece, address: Address) -> Iterator[TensorSlice]:
-    """A piece cut into boxes of Hugging Face tensors.
+    """Cut a piece into boxes of Hugging Face tensors.
 
     Args:
-        rule: of the piece's tensor.
-        scheme: of the Hugging Face names.
+        rule: rule of the piece's tensor.
+        scheme: naming scheme of the Hugging Face names.
         piece: a slice of a whole Megatron tensor.
-        address: of its first element, with its own strides.
+        address: address of its first element, with the strides of the piece.
 
     Raises:
-        ValueError: its numbers make no boxes: it is cut where the whole tensor is reshaped.
+        ValueError: the piece is no set of boxes, because it is split on an axis that the conversion reshapes.
     """
     rule = fitted(rule, piece.shape)
     parts = [tuple(part.shape) for part in rule.convert.to_hf(torch.empty(piece.shape, device="meta"))]
@@ -246,9 +224,9 @@ def _reshaped_strides(piece: ModelPiece, first_axis: int, shape: tuple[int, ...]
 
 
 class _Places:
-    """Finds the parameter or buffer of a module that a tensor is a view of, by its memory.
+    """Finds the parameter or buffer of a module of which a tensor is a view.
 
-    Parameters are often views of one large buffer themselves: the range in it decides.
+    Parameters are often views of one large buffer, so the range of memory inside the storage decides.
     """
 
     def __init__(self, module: str, part: torch.nn.Module) -> None:
@@ -275,12 +253,9 @@ class _Places:
         return Address(f"{self.module}/{name}", view.offset - start, view.strides)
 
     def missing(self) -> list[str]:
-        """A line for each parameter that `find` was not asked for all of."""
+        """Return a line for each parameter of which some elements were not looked up."""
         return [f"not saved: {count} elements of {self.module}/{name} are in no sharded state dict"
                 for name, count in self._left.items() if count > 0]
-
-
-# What all ranks hold
 
 
 def _gather(grids: Grids, shapes: Shapes, slices: Iterable[TensorSlice]) -> tuple[Shapes, Holders]:
@@ -312,14 +287,11 @@ def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
     return lines
 
 
-# This rank's weights as they are now.
-
-
 class LiveTensors:
-    """Views of a rank's parameters and buffers by address, looked up afresh at every call.
+    """Views of a rank's parameters and buffers by address, looked up again at every call.
 
-    Only shapes and strides are remembered, against which what is found is checked: a parameter may be given new memory
-    between two syncs, but an address is void where its layout changes.
+    A parameter may get new memory between two syncs. Its shape and strides must stay as they were, because addresses
+    depend on them.
 
     Args:
         built: this rank's model.
@@ -334,10 +306,10 @@ class LiveTensors:
                     self._owners[path] = owner, name, tuple(tensor.shape), tensor.stride()
 
     def tensor(self, path: str) -> torch.Tensor:
-        """The tensor at `MODULE/PATH`, detached: writing into it changes the model.
+        """Return the tensor at `MODULE/PATH`, detached. Writing into it changes the model.
 
         Raises:
-            RuntimeError: there is none, its layout is not that of the set-up, or its memory is gone; naming it.
+            RuntimeError: names the tensor: it does not exist, its layout has changed, or its memory is offloaded.
         """
         if path not in self._owners:
             raise RuntimeError(f"{path} is not a tensor of this rank's model")
@@ -353,6 +325,6 @@ class LiveTensors:
         return tensor.detach()
 
     def view(self, address: Address, sizes: Sequence[int]) -> torch.Tensor:
-        """The box of these sizes at an address. Raises RuntimeError as `tensor`."""
+        """Return the box of these sizes at an address. Raises RuntimeError as `tensor`."""
         tensor = self.tensor(address.tensor)
         return torch.as_strided(tensor, tuple(sizes), address.strides, tensor.storage_offset() + address.offset)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimo.boxes import Box
 from mimo.refit.tensor_slices import Address, Holder, TensorMeta
-from mimo.refit.trainer_shards import by_layer, choose_schemes, piece_slices, plan_entries, uncovered
+from mimo.refit.trainer_shards import by_layer, piece_slices, plan_entries, uncovered
 from mimo.weights.match import ModelPiece
 from mimo.weights.rules import Conversion, Direct, Fused, NamingScheme, PaddedRows, Rows, Rule, WeightMap, split_rules
 from providers.common.radio_weights import HeadMajor
@@ -209,7 +209,7 @@ def plan(maps: dict[str, WeightMap], wire_dtype: str = "bfloat16") -> tuple[list
     shapes = {module: {rule.megatron: (whole_shape(rule), torch.float32) for rule in weight_map.rules}
               for module, weight_map in maps.items()}
     with OnlyMeta():
-        return plan_entries(maps, choose_schemes(maps, {}), shapes, wire_dtype)
+        return plan_entries(maps, {module: one.schemes[0] for module, one in maps.items()}, shapes, wire_dtype)
 
 
 def is_grouped(keys: Iterable[tuple[str, int]]) -> bool:
@@ -265,15 +265,10 @@ def test_what_does_not_fit_is_named(weight_map: WeightMap, tensors: dict[str, An
         raise AssertionError(problems[0])
 
 
-def test_spellings_are_chosen_by_name() -> None:
-    maps = {"m": WeightMap((Rule("a", ("a",)),), (NamingScheme("plain"), NamingScheme("other", ((r"^", "x."),))))}
-    assert choose_schemes(maps, {})["m"].name == "plain"
-    (entry,), _ = plan_entries(maps, choose_schemes(maps, {"m": "other"}), {"m": {"a": FLOATS["a"]}}, "float16")
+def test_entries_have_the_names_of_a_scheme() -> None:
+    maps, other = {"m": WeightMap((Rule("a", ("a",)),))}, {"m": NamingScheme("other", ((r"^", "x."),))}
+    (entry,), _ = plan_entries(maps, other, {"m": {"a": FLOATS["a"]}}, "float16")
     assert entry == TensorMeta("x.a", "float16", (2,))
-    with pytest.raises(ValueError, match="m has no naming scheme 'odd': known are 'plain', 'other'"):
-        choose_schemes(maps, {"m": "odd"})
-    with pytest.raises(ValueError, match="module 'n'; the model has m"):
-        choose_schemes(maps, {"n": "plain"})
 
 
 @pytest.mark.parametrize("boxes", [
