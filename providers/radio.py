@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import Problems, divisors, flag, image_flags
+from providers.common.checks import Problems, divisors, image_flags
 
 NUM_CHANNELS = 3
 
@@ -135,10 +136,11 @@ def _check_side(config: RadioConfig, name: str, pixels: int, problems: Problems)
     if pixels % patch == 0 and side % factor:
         fits = ", ".join(str(divisor) for divisor in divisors(side))
         problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
-                     f"{flag(name)} {pixels} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: {fits}")
+                     f"{flag_name(name)} {pixels} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: "
+                     f"{fits}")
     if pixels > config.vision_max_image_size:
-        problems.add(f"{flag(name)} {pixels} is larger than --vision-max-image-size {config.vision_max_image_size}, "
-                     "the side of the position grid")
+        problems.add(f"{flag_name(name)} {pixels} is larger than --vision-max-image-size "
+                     f"{config.vision_max_image_size}, the side of the position grid")
 
 
 def check_radio_grid(config: RadioConfig, grid: GridSpec, problems: Problems) -> None:

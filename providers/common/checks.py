@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from mimo.config.toml_file import flag_name
+
 # Reason why the factor on the weights of routed experts may not be 0.
 NO_FACTOR = "Megatron Core would leave the factor out, which stands for 1; give one that is not 0"
-
-
-def flag(name: str) -> str:
-    """Return the command-line spelling of a field."""
-    return "--" + name.replace("_", "-")
 
 
 def image_flags(height: int, width: int) -> str:
@@ -37,7 +34,7 @@ class Problems:
     def positive(self, name: str, value: int) -> None:
         """Note a size below 1."""
         if value < 1:
-            self.add(f"{flag(name)} {value} must be at least 1")
+            self.add(f"{flag_name(name)} {value} must be at least 1")
 
     def divides(self, name: str, value: int, by: str, divisor: int, *, hint: str = "", multiples: bool = False) -> None:
         """Note that `divisor` (of flag `by`) does not divide `value` (of flag `name`).
@@ -55,12 +52,13 @@ class Problems:
             return
         if multiples:
             below = value // divisor * divisor
-            fits = f"nearest {flag(name)}: {f'{below} or ' if below else ''}{below + divisor}"
+            fits = f"nearest {flag_name(name)}: {f'{below} or ' if below else ''}{below + divisor}"
         else:
             choices = divisors(value)
             shown = ", ".join(str(choice) for choice in choices[:12]) + (", ..." if len(choices) > 12 else "")
-            fits = f"{flag(by)} that fit: {shown}"
-        self.add(f"{flag(name)} {value} is not divisible by {flag(by)} {divisor}; {fits}{f', {hint}' if hint else ''}")
+            fits = f"{flag_name(by)} that fit: {shown}"
+        self.add(f"{flag_name(name)} {value} is not divisible by {flag_name(by)} {divisor}; {fits}"
+                 f"{f', {hint}' if hint else ''}")
 
     def report(self, source: str = "") -> None:
         """Raise ValueError with every problem found. `source` names the origin of the sizes."""

@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
-from providers.common.checks import NO_FACTOR, Problems, flag
+from providers.common.checks import NO_FACTOR, Problems
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
@@ -175,7 +176,7 @@ def check_hybrid(config: HybridConfig, problems: Problems) -> None:
         problems.positive(name, getattr(config, name))
     for name in ("moe_latent_size", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
         if getattr(config, name) < 0:
-            problems.add(f"{flag(name)} {getattr(config, name)} is below 0")
+            problems.add(f"{flag_name(name)} {getattr(config, name)} is below 0")
     if problems.found:
         return
     problems.divides("num_attention_heads", config.num_attention_heads, "num_query_groups", config.num_query_groups)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import NO_FACTOR, Problems, flag
+from providers.common.checks import NO_FACTOR, Problems
 from providers.common.decoder import DecoderConfig, check_decoder_grid
 
 # Flags of other decoders that latent attention does not use.
@@ -121,11 +122,11 @@ def check_latent(config: LatentDecoderConfig, problems: Problems) -> None:
         problems.positive(name, getattr(config, name))
     for name in ("q_lora_rank", "moe_router_bias_update_rate", "ignored_mtp_layers"):
         if getattr(config, name) < 0:
-            problems.add(f"{flag(name)} {getattr(config, name)} is below 0")
+            problems.add(f"{flag_name(name)} {getattr(config, name)} is below 0")
     defaults = LatentDecoderConfig()
     for name in UNUSED:
         if getattr(config, name) != getattr(defaults, name):
-            problems.add(f"{flag(name)} {getattr(config, name)} has no use in latent attention: leave it out")
+            problems.add(f"{flag_name(name)} {getattr(config, name)} has no use in latent attention: leave it out")
     if not config.qk_layernorm:
         problems.add("--no-qk-layernorm: latent attention is built with norms on compressed queries and keys")
     if config.qk_pos_emb_head_dim % 2:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mimo.weights.rules import NamingScheme, Rule, Segment, WeightMap
+from providers.common.weights import affine
 from providers.radio import RadioConfig
 
 RADIO = "vision_model.radio_model."
@@ -86,7 +87,7 @@ def radio_map(config: RadioConfig, name: str) -> WeightMap:
     if config.vision_class_token_len:
         rules.append(Rule(encoder + "class_token", (model + "patch_generator.cls_token.token",)))
     if config.vision_final_layernorm:
-        rules += _affine(encoder + "decoder.final_layernorm.", model + "norm.")
+        rules += affine(encoder + "decoder.final_layernorm.", model + "norm.")
     for layer in range(config.vision_num_layers):
         rules += _layer_rules(config, f"{encoder}decoder.layers.{layer}.", f"{model}blocks.{layer}.")
     projector = "input_projections.0."
@@ -100,16 +101,11 @@ def _layer_rules(config: RadioConfig, megatron: str, hf: str) -> list[Rule]:
     heads = config.vision_num_attention_heads
     fused = HeadMajor(heads, config.vision_hidden_size // heads)
     return [
-        *_affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "norm1."),
+        *affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "norm1."),
         *(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
           for kind in ("weight", "bias")),
-        *_affine(megatron + "self_attention.linear_proj.", hf + "attn.proj."),
-        *_affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "norm2."),
+        *affine(megatron + "self_attention.linear_proj.", hf + "attn.proj."),
+        *affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "norm2."),
         *(rule for number in (1, 2)
-          for rule in _affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")),
+          for rule in affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")),
     ]
-
-
-def _affine(megatron: str, hf: str) -> list[Rule]:
-    """Return the rules of weight and bias under two prefixes."""
-    return [Rule(megatron + kind, (hf + kind,)) for kind in ("weight", "bias")]

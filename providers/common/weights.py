@@ -153,30 +153,30 @@ def vision_map(config: VisionConfig, name: str) -> WeightMap:
         size = config.vision_hidden_size
         rules.append(Rule(encoder + "class_token", (hf + "embeddings.class_embedding",), Direct((size,), (1, 1, size))))
     if config.vision_pre_layernorm:
-        rules += _affine(encoder + "ln_pre.", hf + "pre_layrnorm.")  # the name has this spelling
+        rules += affine(encoder + "ln_pre.", hf + "pre_layrnorm.")  # the name has this spelling
     if config.vision_final_layernorm:
-        rules += _affine(encoder + "ln_post.", hf + "post_layernorm.")
+        rules += affine(encoder + "ln_post.", hf + "post_layernorm.")
     for layer in range(config.vision_num_layers):
         rules += _vision_layer(config, f"{encoder}decoder.layers.{layer}.", f"{hf}encoder.layers.{layer}.")
     for number in (1, 2):
-        rules += _affine(f"input_projections.0.linear_fc{number}.", f"multi_modal_projector.linear_{number}.")
+        rules += affine(f"input_projections.0.linear_fc{number}.", f"multi_modal_projector.linear_{number}.")
     return WeightMap(tuple(rules), (*LLAVA_VISION, *VISION_ONLY), (*VISION_IGNORED, *_unused_parts(config)))
 
 
 def _vision_layer(config: VisionConfig, megatron: str, hf: str) -> list[Rule]:
     heads = config.vision_num_attention_heads
     fused = Fused(heads, (config.vision_hidden_size // heads,) * 3)
-    rules = _affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "layer_norm1.")
+    rules = affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "layer_norm1.")
     rules += [Rule(f"{megatron}self_attention.linear_qkv.{kind}",
                    tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv"), fused) for kind in ("weight", "bias")]
-    rules += _affine(megatron + "self_attention.linear_proj.", hf + "self_attn.out_proj.")
-    rules += _affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "layer_norm2.")
+    rules += affine(megatron + "self_attention.linear_proj.", hf + "self_attn.out_proj.")
+    rules += affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "layer_norm2.")
     for number in (1, 2):
-        rules += _affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")
+        rules += affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")
     return rules
 
 
-def _affine(megatron: str, hf: str) -> list[Rule]:
+def affine(megatron: str, hf: str) -> list[Rule]:
     """Return the rules of weight and bias under two prefixes."""
     return [Rule(megatron + kind, (hf + kind,)) for kind in ("weight", "bias")]
 
