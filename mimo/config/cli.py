@@ -83,6 +83,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(_first_help(run_type, description, first_flags))
         raise SystemExit(0)
+    # The providers decide which flags exist, so they are read first: from the command line, the files or the defaults.
     known, _ = _prescan().parse_known_args(argv)
     names = [field.name for field in dataclasses.fields(run_type)]
     files = [(path, toml_file.read(path, names)) for path in known.config]
@@ -98,6 +99,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     sections["dataset"] = _config_type(run_type.find_dataset(str(dataset)), f"--dataset-provider {dataset}")
     every: dict[str, type] = {"files": FileConfig, **sections}
     _refuse_shared_names(every)
+    # Values of files become the defaults of the flags.
     instances = _apply_files(sections, files, run_type.family_defaults)
     if not {"-h", "--help"} & set(argv):
         refuse_foreign_flags(argv, [name for section in every.values() for name in toml_file.typed_fields(section)])

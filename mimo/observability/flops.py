@@ -216,9 +216,9 @@ class FlopsCounter:
     def _training(self, number: int, sums: SequenceSums, hardware: bool) -> float:
         component = self.components[number]
         trains = component.part not in self.frozen
-        # Of what other encoders see nothing comes here.
+        # The language model sees the output of all modules, an encoder only its own input.
         before = any(other.part not in self.frozen for other in self.components[:number]
-                     if other.module in (component.module, *self._feeding(component)))
+                     if component.module in (LANGUAGE, other.module))
         flows = before or (trains and not component.opens_part)
         plain = hardware and not self.fused
         forward = forward_flops(component, sums, whole=plain)
@@ -233,12 +233,6 @@ class FlopsCounter:
             again = {"none": 0.0, "selective": forward.attention, "full": forward.total}
             total += (again[self.recompute] * self.recomputed_share if language else again[self.encoder_recompute])
         return total
-
-    def _feeding(self, component: FlopComponent) -> tuple[str, ...]:
-        """Return the other modules whose output a component sees."""
-        if component.module != LANGUAGE:
-            return ()
-        return tuple({other.module for other in self.components} - {LANGUAGE})
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -324,15 +324,18 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._dtypes = [entry.dtype for entry in self._entries]
         self._num_trainers, num_workers = model["num_trainers"], model["num_workers"]
         self._claim_number(num_workers)
+        # What this worker wants, from running its own loader; all workers choose the naming schemes together.
         taken = worker_recv_spec(self.model, self._entries, model["spellings"], self._options.route,
                                  lambda value: self._share("probes", value, num_workers))
         spec, self._renamed, self._loader_layers = taken.spec, taken.loader_names, taken.loader_layers
         live = self._live()
         check_recv_spec(self._entries, spec, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
                                               for name, tensor in live.items()})
+        # Equal workers, such as replicas, publish the same table once.
         digest = spec.digest()
         rendezvous.publish(f"wants/{digest}", recv_spec_table(spec))
         rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
+        # The plan, which the senders make for themselves from the same tables.
         holders = holders_from_table(model["holders"])
         operations = planning.receive_plan(self._entries, holders, spec, self._worker)
         check_plan(self._entries, holders, spec, operations)
@@ -346,6 +349,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                         for chunk in planning.chunks(self._entries, self._options.chunk_bytes)]
         self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
                            *(f"worker {worker}" for worker in range(num_workers))]
+        # Nobody opens connections to somebody who has refused.
         rendezvous.arrive(SETUP, "planned")
         rendezvous.wait_for(SETUP, "planned", self._everybody)
         incoming = [{part.sender: part.shape.num_bytes for part in chunk} for chunk in self._chunks]

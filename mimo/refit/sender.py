@@ -222,6 +222,7 @@ class WeightSender:
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
                 "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
                 "timeout_s": self.options.timeout_s})
+        # The engine's call is under way; its workers publish what they want meanwhile.
         specs = self._read_specs()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
         self._by_worker = planning.by_receiver(operations)
@@ -229,7 +230,7 @@ class WeightSender:
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
         rendezvous.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
-        # Nobody waits for connections to somebody who has refused.
+        # Nobody opens connections to somebody who has refused.
         rendezvous.arrive(SETUP, "planned")
         rendezvous.wait_for(SETUP, "planned", self._everybody())
         self._wire = open_wire(rendezvous, SETUP, self.options, trainer.rank, trainer.world_size, trainer.device,

@@ -217,7 +217,7 @@ def start(
     """
     flags, family = state.config.checkpoint, state.config.model_family
     if loader is not None:
-        _read_data_fields(state)
+        _read_data_fields(state)  # before anything is compared with them
     source = provider.megatron_source(family) if isinstance(provider, MegatronSourceProvider) else None
     state.source = found = find_checkpoint(state)
     if found is not None:

@@ -171,11 +171,6 @@ class ReportedElsewhereError(RuntimeError):
     """This rank stops because of an error that another rank can name, and does."""
 
 
-def _is_caused_elsewhere(error: BaseException) -> bool:
-    """Whether this rank stops only because another one has failed."""
-    return isinstance(error, ReportedElsewhereError) or _is_lost_rank(error)
-
-
 def _let_the_cause_end_first() -> None:
     """Wait, so that torchrun sees the rank which met the error end first."""
     if not _is_launched():
@@ -233,7 +228,9 @@ class FailFast:
         if isinstance(error, KeyboardInterrupt):
             write_report(f"interrupted: {self.who}\n")
             exit_now(130)
-        block, is_cause = format_error(self.who, error), not _is_caused_elsewhere(error)
+        # A rank that stops only because another one has failed is not the cause.
+        is_cause = not (isinstance(error, ReportedElsewhereError) or _is_lost_rank(error))
+        block = format_error(self.who, error)
         write_error_file(block, is_cause=is_cause)
         write_report(block)
         if not is_cause:
