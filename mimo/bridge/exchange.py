@@ -11,17 +11,17 @@ from mimo.grid.groups import Grids
 from mimo.observability.clock import DeviceTimer
 from mimo.observability.spans import Kind, Trace
 
-FEATURES, GRADIENTS = "features", "gradients"
+PIXELS, FEATURES, GRADIENTS = "pixels", "features", "gradients"
 
 
 class Exchange:
     """One message to and from each peer at a time.
 
     Ranks of the first language stage meet at the same places of their schedules, so their messages to each other are
-    posted together and waited for together, as are those that all ranks exchange before the passes begin. A later
-    stage is ahead or behind: it sends features before the first stage asks for them and takes gradients after they
-    were sent. Such a sender must not wait, and NCCL runs the messages of a communicator in order; so features and
-    gradients between stages have a communicator each, on which a rank either only sends or only receives.
+    posted together and waited for together. A later stage is ahead or behind: it sends features before the first stage
+    asks for them and takes pixels and gradients after they were sent. Such a sender must not wait, and NCCL runs the
+    messages of a communicator in order; so pixels, features and gradients between stages have a communicator each, on
+    which a rank either only sends or only receives.
 
     Args:
         grids: process groups.
@@ -38,7 +38,8 @@ class Exchange:
         language = grids.layout.language
         self._first_stage = {rank for rank in language.ranks if language.coordinates(rank)["pp"] == 0}
         self._together = self._new_group(backend)
-        self._between = {what: self._new_group(backend) for what in (FEATURES, GRADIENTS)} if language.pp > 1 else {}
+        outer = (PIXELS, FEATURES, GRADIENTS) if language.pp > 1 else ()
+        self._between = {what: self._new_group(backend) for what in outer}
         # What was sent and not waited for yet, with its works.
         self._sent: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self.timer = DeviceTimer()
@@ -54,24 +55,13 @@ class Exchange:
         assert not self._sent, "the step before was not flushed"
         self.timer = DeviceTimer()
 
-    def together(self, what: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-        """Exchange messages at a place that all ranks reach at the same time.
-
-        Args:
-            what: names the wait.
-            sends: contiguous tensor for each peer; one for this rank itself is copied.
-            receives: where to put the message of each peer.
-        """
-        self._copy_own(sends, receives)
-        self._wait(what, self._post(self._together, sends, receives), sends, receives)
-
     def staged(self, what: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         """Exchange messages of a window. Each rank calls it at its own place of the schedule.
 
         Args:
-            what: `FEATURES`, which go to the first language stage, or `GRADIENTS`, which come from there.
-            sends: as for `together`.
-            receives: as for `together`.
+            what: `FEATURES`, which go to the first language stage, or `PIXELS` or `GRADIENTS`, which come from there.
+            sends: contiguous tensor for each peer; one for this rank itself is copied.
+            receives: where to put the message of each peer.
         """
         self._copy_own(sends, receives)
         inner, outer = (self._between_stages(sends, False), self._between_stages(receives, False)), (

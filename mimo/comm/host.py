@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,30 @@ def gather(grids: Grids, value: Any) -> list[Any]:
     values: list[Any] = [None] * grids.layout.world_size
     dist.all_gather_object(values, value, group=grids.host)
     return values
+
+
+def gather_results(grids: Grids, make: Callable[[], Any]) -> list[Any]:
+    """Call a function on every rank and return what all of them got, in rank order. Collective over the world.
+
+    An error on one rank stops all ranks at once.
+
+    Raises:
+        ValueError: `make` raised it; as `raise_on_any_rank`.
+        ReportedElsewhereError: `make` raised it, or another error, on another rank.
+        Exception: whatever else `make` raised on this rank.
+    """
+    value, error, has_ended = None, None, False
+    try:
+        value, has_ended = make(), True
+    except ValueError as problem:
+        error, has_ended = str(problem), True
+    finally:
+        if not has_ended:  # an error of another kind is on its way
+            unknown = sys.exception()
+            gather(grids, (None, f"{type(unknown).__name__}: {unknown}"))
+    everyone = gather(grids, (value, error))
+    raise_known_errors(grids, [message for _, message in everyone])
+    return [result for result, _ in everyone]
 
 
 def broadcast_object(grids: Grids, value: Any) -> Any:

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
-from mimo.bridge.exchange import FEATURES, GRADIENTS, Exchange
+from mimo.bridge.exchange import FEATURES, GRADIENTS, PIXELS, Exchange
 from mimo.bridge.handshake import require_same_samples
-from mimo.comm.host import gather, raise_known_errors
+from mimo.comm.host import gather_results
 from mimo.data.batch import Microbatch
 from mimo.data.collate import join_images, split_images
 from mimo.grid.groups import Grids
@@ -94,6 +94,7 @@ class ModuleWindows:
         self._is_first_stage = language["pp"] == 0
         # Images of each window in the order of microbatch, lane and row, each with the replica that encodes it.
         self._windows: list[list[tuple[Image, int]]] = []
+        # Pixels of this rank's lane on the host, of the windows that have not been encoded.
         self._pixels: dict[int, list[torch.Tensor]] = {}
         self._encoded: dict[int, _Encoded] = {}
         self._forward_only = False
@@ -101,11 +102,11 @@ class ModuleWindows:
 
     def begin_step(self, images: Sequence[Image], pixels: Sequence[torch.Tensor], schedule: WindowSchedule,
                    forward_only: bool) -> None:
-        """Deal the images of an iteration and send each replica its pixels. Collective over the world.
+        """Deal the images of an iteration.
 
         Args:
             images: the images of all lanes, in the order of microbatch, lane and row.
-            pixels: the pixels of this rank's lane, on the device, in the same order; empty if this rank reads no lane.
+            pixels: the pixels of this rank's lane, on the host, in the same order; empty if this rank reads no lane.
             schedule: windows of the iteration.
             forward_only: whether no backward pass follows.
         """
@@ -123,37 +124,38 @@ class ModuleWindows:
             self.largest += _largest_load(costs, owners, len(totals))
             self.largest_in_order += _largest_load(costs, deal_in_order(costs, [0.0] * len(totals)), len(totals))
         self.mean = sum(totals) / len(totals)
-        self._spread_pixels(pixels)
-
-    def _spread_pixels(self, pixels: Sequence[torch.Tensor]) -> None:
-        """Send the pixels of this rank's lane to the replicas that encode them, and take those of this replica."""
-        everything = [pair for window in self._windows for pair in window]
         own = iter(pixels)
+        self._pixels = {window: [next(own) for _ in self._of_lane(window)] if len(pixels) else []
+                        for window in range(schedule.num_windows)}
+
+    def _spread_pixels(self, window: int, mine: list[Image]) -> list[torch.Tensor]:
+        """Send the pixels of this rank's lane to the replicas that encode them, and return those of this replica.
+
+        Both ends of a message have to agree on the dtype: the loader's is float32 whatever the encoder computes in.
+        """
         by_replica: dict[int, list[torch.Tensor]] = {}
-        if len(pixels):
-            for image, replica in everything:
-                if image.lane == self._lane:
-                    by_replica.setdefault(replica, []).append(next(own).reshape(-1))
+        held = self._pixels.pop(window)
+        for (_, replica), pixels in zip(self._of_lane(window) if held else [], held, strict=True):
+            by_replica.setdefault(replica, []).append(
+                pixels.to(self.device, non_blocking=True).to(self.dtype).reshape(-1))
         sends = {self._encoder.rank_at(dp=replica, tp=tp): message
                  for replica, parts in by_replica.items() for message in (torch.cat(parts),)
                  for tp in range(self._encoder.tp)}
         by_replica.clear()
-        mine = [image for image, replica in everything if replica == self._place["dp"]]
         lanes = sorted({image.lane for image in mine})
         sizes = {lane: [_elements(image) for image in mine if image.lane == lane] for lane in lanes}
         receives = {self._language.rank_at(dp=lane): self._empty(sum(sizes[lane])) for lane in lanes}
-        self._exchange.together(f"pixels of {self.name}", sends, receives)
+        self._exchange.staged(PIXELS, sends, receives)
         split = {lane: iter(receives[self._language.rank_at(dp=lane)].split(sizes[lane])) for lane in lanes}
-        self._pixels = {
-            # Copies, so that the pixels of a window go when it has been encoded.
-            window: [next(split[image.lane]).view(image.shape).clone() for image, replica in pairs
-                     if replica == self._place["dp"]]
-            for window, pairs in enumerate(self._windows)}
+        return [next(split[image.lane]).view(image.shape) for image in mine]
 
     def encode(self, window: int) -> None:
-        """Run this replica's images of a window through the encoder and send their features to their lanes."""
-        mine = self._of_replica(window, self._place["dp"])
-        pixels, outputs = self._pixels.pop(window), []
+        """Run this replica's images of a window through the encoder and send their features to their lanes.
+
+        The pixels come from the readers of the lanes, which hold them on the host until then.
+        """
+        mine, outputs = self._of_replica(window, self._place["dp"]), []
+        pixels = self._spread_pixels(window, mine)
         chunk = self._chunk or len(mine)
         parts = [slice(start, start + chunk) for start in range(0, len(mine), chunk or 1)]
         elements = [sum(map(_elements, mine[part])) for part in parts]
@@ -311,16 +313,6 @@ def images_of(microbatches: Sequence[Microbatch], module: str, lane: int, rank: 
     return found
 
 
-def _pixels_of(microbatches: Sequence[Microbatch], module: str, device: torch.device,
-               dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the pixels of every image of this rank's lane on the device, in order.
-
-    Both ends of a message have to agree on the dtype: the loader's is float32 whatever the encoder computes in.
-    """
-    return [pixels.to(device, non_blocking=True).to(dtype)
-            for batch in microbatches for _, pixels in split_images(batch.encoders[module].inputs)]
-
-
 class EncoderWindows:
     """Windows of all encoders of a rank, driven by the forward passes of its language model.
 
@@ -341,7 +333,7 @@ class EncoderWindows:
         self._next = self._next_backward = 0
 
     def begin_step(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> list[Microbatch]:
-        """Start the passes of an iteration: tell all ranks which images there are, and spread the pixels.
+        """Start the passes of an iteration: tell all ranks which images there are, and encode the first windows.
 
         Args:
             microbatches: this rank's side, on the host.
@@ -359,22 +351,17 @@ class EncoderWindows:
         self._schedule = WindowSchedule(size, self._stage, language.pp, len(microbatches), forward_only)
         self._next = self._next_backward = 0
         reads = bool(lanes_read_by(self._grids.layout, self._grids.rank))
-        found, error = None, None
-        if reads:
-            try:
-                lane = language.coordinates(self._grids.rank)["dp"]
-                found = {module.name: images_of(microbatches, module.name, lane, self._grids.rank)
-                         for module in self._modules}
-            except ValueError as problem:
-                error = str(problem)
+        lane = language.coordinates(self._grids.rank)["dp"]
         with self._trace.wait("images of all lanes", group=range(self._grids.layout.world_size)):
-            everyone = gather(self._grids, (found, error))
-        raise_known_errors(self._grids, [problem for _, problem in everyone])
+            everyone = gather_results(self._grids, lambda: {
+                module.name: images_of(microbatches, module.name, lane, self._grids.rank) if reads else []
+                for module in self._modules})
         for module in self._modules:
-            images = [image for images, _ in everyone if images is not None for image in images[module.name]]
+            images = [image for found in everyone for image in found[module.name]]
             # A stable sort: the rows of a lane stay in order.
             images.sort(key=lambda image: (image.microbatch, image.lane))
-            pixels = _pixels_of(microbatches, module.name, module.device, module.dtype) if reads else []
+            pixels = [pixels for batch in microbatches if reads
+                      for _, pixels in split_images(batch.encoders[module.name].inputs)]
             module.begin_step(images, pixels, self._schedule, forward_only)
         # Here and not in the first forward pass: a later stage first waits for what the first stage makes of these.
         self._take_turn([], self._schedule.at_start())

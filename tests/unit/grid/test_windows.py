@@ -74,7 +74,7 @@ class Simulation:
     """Megatron Core's 1F1B with windows: which rank waits for which message.
 
     A message between neighbours is through when both have posted it. Features are posted by a later stage and waited
-    for by the first; gradients the other way round.
+    for by the first; pixels and gradients the other way round.
     """
 
     def __init__(self, stages: int, microbatches: int, window: int, split: bool) -> None:
@@ -91,6 +91,10 @@ class Simulation:
             members = len(schedule.microbatches(window))
             stage.held += members if kind == "encode" else -members
             stage.most_held = max(stage.most_held, stage.held)
+            if kind == "encode" and number:
+                yield [("pixels", window)]
+            elif kind == "encode":
+                self.posted.add(("pixels", window))
             self.posted.add((kind, window, number))
             if self.split:
                 yield [(kind, window, other) for other in range(self.num_stages)]
