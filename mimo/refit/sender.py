@@ -1,7 +1,7 @@
 """The trainer's end of a refit: every rank of the trainer sends the workers what they want of its own tensors.
 
-The engine is driven through the four calls of vLLM's weight-transfer protocol (`VLLMWeightSyncClient`), by the first
-rank; this module imports no vLLM. Every rank plans its own share by itself, from tables that are exchanged once.
+The first rank drives the engine through the four calls of vLLM's weight-transfer protocol (`VLLMWeightSyncClient`).
+This module does not import vLLM. Every rank plans its own share, from tables that are exchanged once.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from mimo.refit.transport.base import Transport, open_wire
 from mimo.weights.rules import WeightMap
 
 SETUP = "set-up"
-# Chunks whose messages may be under way while the next is packed.
+# Number of chunks whose messages may be under way while the next one is packed.
 WINDOW = 2
-# So much longer wait those who wait for somebody that may wait for others, and then knows for whom: ranks for the first
-# one, which waits for the engine, and senders for workers, which wait for other senders.
+# Extra seconds for those who wait for somebody that may be waiting, too, so that the process closest to the failure
+# reports it: ranks that wait for the first rank, which waits for the engine, and senders that wait for workers, which
+# wait for other senders.
 GRACE_S = 3.0
 
 
@@ -56,11 +57,11 @@ class EngineClient(Protocol):
         ...
 
     def start_weight_update(self) -> None:
-        """Serve nothing from now on."""
+        """Stop serving."""
         ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take in the weights that the trainer's ranks send meanwhile."""
+        """Receive the weights that the trainer's ranks send meanwhile."""
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -69,7 +70,7 @@ class EngineClient(Protocol):
 
 
 class TrainerWeights(Protocol):
-    """Parts that the trainer's ranks hold, see `mimo.refit.trainer_shards`."""
+    """Weights of the trainer's ranks, see `mimo.refit.trainer_shards`."""
 
     entries: list[TensorMeta]
     schemes: list[dict[str, Any]]
@@ -80,7 +81,7 @@ class TrainerWeights(Protocol):
         """Finish what an overlapped step has left open, before a sync. Collective.
 
         Returns:
-            The live tensors by the names of addresses, for this sync alone: they may have other memory at the next.
+            The live tensors by the names of addresses. They are valid for one sync, because their memory may change.
         """
         ...
 
@@ -90,11 +91,11 @@ class Trainer:
     """This rank among the trainer's.
 
     Attributes:
-        rank: of the trainer's world.
-        world_size: ranks of the trainer.
-        broadcast: gives every rank the first rank's value; collective.
+        rank: rank in the trainer's world.
+        world_size: number of ranks of the trainer.
+        broadcast: returns the first rank's value on every rank; collective.
         address: name or address under which workers reach the first rank.
-        device: where tensors of the wire lie.
+        device: device of messages.
     """
 
     rank: int
@@ -106,13 +107,13 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _Part:
-    """One worker's messages for a chunk.
+    """Message to a worker for a chunk.
 
     Attributes:
-        worker: its number.
-        shape: of the message.
+        worker: number of the worker.
+        shape: layout of the message.
         sources: its boxes in this rank's tensors.
-        text: what the running digest is made of.
+        text: text that enters the running digest.
     """
 
     worker: int
@@ -122,23 +123,23 @@ class _Part:
 
 
 class WeightSender:
-    """One rank's end. Construct, `send` and `close` on every rank of the trainer together.
+    """Sender on a rank of the trainer. Its construction, `send` and `close` are collective over the trainer.
 
     Args:
-        weights: what the ranks hold.
+        weights: weights of the ranks.
         trainer: this rank.
-        client: the engine; only the first rank calls it, and others may have none.
-        num_workers: of the engine, over all data-parallel replicas.
-        options: how.
+        client: the engine, which only the first rank calls; None on other ranks.
+        num_workers: number of workers of the engine, over all data-parallel replicas.
+        options: options of the refits.
 
     Raises:
-        RefitError: on every rank: the engine did not answer, refused the weights (tensors that it does not know, that
-            it lacks, that would be rounded), or some rank failed.
+        RefitError: on every rank: the engine did not answer or refused the weights (tensors that it does not know, that
+            it lacks or that would be rounded), or some rank failed.
 
     Attributes:
-        verify: compare checksums at the next syncs; the same on every rank. At first as the options say.
-        is_changed: at the next syncs workers refuse tensors that came with the values of the sync before, which was
-            verified, too.
+        verify: compare checksums at the next syncs; the same on every rank. The options give the first value.
+        is_changed: whether workers refuse, at the next syncs, tensors that come with the values of the sync before,
+            which was verified, too.
     """
 
     def __init__(self, weights: TrainerWeights, trainer: Trainer, client: EngineClient | None, num_workers: int,
@@ -195,7 +196,7 @@ class WeightSender:
         return rendezvous or Rendezvous.join(answer, who, limit)
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
-        """Run a part of the protocol, and tell all others if it raises."""
+        """Run a part of the protocol, and tell all other processes if it raises."""
         try:
             part()
         except BaseException as error:
@@ -377,13 +378,13 @@ class WeightSender:
         return found
 
     def _call(self, scope: str, function: Callable[..., None], *args: Any) -> Future[None]:
-        """Call the engine from another thread, while this one does its part; all learn of its failure."""
+        """Call the engine from another thread while this one does its part. All processes learn of its failure."""
         result: Future[None] = Future()
 
         def run() -> None:
             try:
                 function(*args)
-            except BaseException as error:  # whatever it is, it is raised where the result is asked for
+            except BaseException as error:  # of any kind: `_result` raises it again
                 self._rendezvous.fail(scope, f"the engine: {format_error(error)}")
                 refused = RefitError(f"{scope}: the engine refused: {format_error(error)}")
                 refused.__cause__ = error
@@ -391,34 +392,31 @@ class WeightSender:
             else:
                 result.set_result(None)
 
-        # A daemon: a call that an engine never answers must not keep this process from ending.
+        # A daemon thread, because a call that the engine never answers must not keep this process alive.
         threading.Thread(target=run, name="refit-client", daemon=True).start()
         return result
 
     def _result(self, scope: str, call: Future[None] | None) -> None:
-        """Wait for the end of a call, as long as nobody has failed. Raises RefitError where it does not come."""
+        """Wait for the end of a call, as long as nobody has failed. Raises RefitError if it does not end in time."""
         if call is not None:
             self._rendezvous.until(scope, call.done, lambda: f"{scope}: trainer rank {self.trainer.rank} waits for the "
                                                              "engine's answer")
             call.result()
 
 
-# A running trainer as the source of a refit: its model, its ranks, its address.
-
-
 class ModelWeights:
-    """A model's weights as `WeightSender` asks for them. Construct it on all ranks together.
+    """A model's weights for `WeightSender`. The construction is collective.
 
     Args:
         built: this rank's model.
         grids: process groups.
         provider: the model family.
         family_config: its configuration.
-        dtype: of weights on the wire.
+        dtype: dtype of weights on the wire.
 
     Raises:
         ValueError: on the first rank: the weight map and the model do not fit each other.
-        ReportedElsewhereError: on the other ranks then.
+        ReportedElsewhereError: the same, on the other ranks.
     """
 
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
@@ -432,17 +430,17 @@ class ModelWeights:
         self._paths = tuple(dict.fromkeys(part.address.tensor for part in self.slices))
 
     def prepare(self) -> dict[str, torch.Tensor]:
-        """Finish what an overlapped step left open; the tensors as they are now, by path. Collective."""
+        """Finish what an overlapped step left open, and return the tensors by path. Collective."""
         self._built.finish_gathers("a refit")
         return {path: self._live.tensor(path) for path in self._paths}
 
 
 def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:
-    """List the naming schemes of each module's tensors; an engine's loader knows one of them.
+    """List the naming schemes of each module's tensors, of which an engine's loader knows one.
 
     Args:
-        maps: each module's map, in the order of the entries.
-        names: of the entries: each module's in its first naming scheme.
+        maps: each module's weight map, in the order of the entries.
+        names: names of the entries, in the first naming scheme of each module.
 
     Returns:
         For each module `module`, `first` and `count` of its entries, and `styles`: naming scheme -> its entries' names.
@@ -471,13 +469,13 @@ def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         grids: process groups.
         provider: the model family.
         family_config: its configuration.
-        client: the engine; only the first rank calls it, and others may have none.
-        num_workers: of the engine.
-        options: how weights travel.
+        client: the engine, which only the first rank calls; None on other ranks.
+        num_workers: number of workers of the engine.
+        options: options of the refits.
         address: name or address under which workers reach the first rank; empty: this machine's name.
 
     Raises:
-        ValueError, RefitError: trainer and engine do not fit each other, or somebody did not answer.
+        ValueError, RefitError: trainer and engine do not fit each other, or one of them did not answer.
     """
     weights = ModelWeights(built, grids, provider, family_config, options.dtype)
     on_gpu = options.backend == "nccl" or (options.backend == "ipc" and current_platform().name == "cuda")

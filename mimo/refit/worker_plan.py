@@ -1,4 +1,4 @@
-"""Plans what one worker takes in, and how: its model's loader is asked, and a tensor that does not fit is an error."""
+"""Plans what a worker takes in, and how, by tracing the loader of its model. A tensor that does not fit is an error."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from mimo.refit.loader_trace import Recording, check_coverage, record
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import RecvSpec, TensorMeta
 
-# Which way each tensor goes into a worker: straight into its live tensors, or whole through vLLM's loader.
+# A tensor goes into a worker directly, as boxes of live tensors, or as a whole through vLLM's loader.
 #
-# Straight is only for modules that are known to leave their parameters as they were loaded (the tables below), and
-# all tensors of a module go one way, since vLLM reloads whole modules. Everything else is the loader's.
+# Tensors go directly only into modules that are known to leave parameters as they were loaded (the tables below). All
+# tensors of a module take the same way, because vLLM reloads whole modules.
 
 
-# Quantization methods, by class name, that keep what is loaded; on CPUs vLLM packs these weights for its kernels.
+# Quantization methods, by class name, that keep what is loaded. On CPUs, vLLM packs these weights for its kernels.
 KEEPING_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-# Expert methods, and the kernels for which they keep w13 and w2: others swap, shuffle or pad them, some in place.
+# Expert methods, and the kernels for which they keep w13 and w2. For others they swap, shuffle or pad them, sometimes
+# in place.
 EXPERT_METHODS = frozenset({"UnquantizedFusedMoEMethod"})
 KEEPING_EXPERT_KERNELS = frozenset({"TRITON", "BATCHED_TRITON"})
-# Modules without a method of their own that compute from their parameters at each forward pass and keep nothing.
+# Modules without a quantization method that compute from their parameters in each forward pass and keep nothing else.
 PLAIN_MODULES = frozenset({
     "RMSNorm", "GemmaRMSNorm", "RMSNormGated", "Mixer2RMSNormGated", "LayerNorm", "Conv2dLayer", "Conv3dLayer",
     "Conv2d", "Embedding", "Linear", "MambaMixer2", "CLIPVisionEmbeddings", "SiglipVisionEmbeddings",
 })
 
-# Written in place by vLLM too, wherever else a module refers to them: what they are in those modules does not matter.
+# Tensors that vLLM writes in place, too, so that it does not matter which other modules refer to them.
 IN_PLACE = frozenset({"e_score_correction_bias"})
 
 
 def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[TensorMeta]) -> RecvSpec:
-    """Plan of a worker: it takes boxes where it can and whole tensors where it must.
+    """Plan which tensors a worker takes in as boxes, and which as a whole because it has to.
 
     Args:
         model: the live model.
-        recording: of its loader.
-        entries: those that were recorded.
+        recording: trace of its loader.
+        entries: entries of the trace.
 
     Raises:
-        ValueError: an entry that must keep float32 would be rounded by a parameter of another dtype.
+        ValueError: an entry that must stay float32 would be rounded by a parameter of another dtype.
     """
     _check_precision(recording, entries)
     dtypes = {entry.name: entry.dtype for entry in entries}
@@ -202,11 +203,11 @@ def _fault(workers: Sequence[Probe]) -> str:
 
 @dataclass(frozen=True)
 class Taken:
-    """Plan what a worker takes in.
+    """Tensors that a worker takes in.
 
     Attributes:
-        spec: under the trainer's names.
-        loader_names: the trainer's name -> the loader's.
+        spec: the tensors, under the trainer's names.
+        loader_names: name in the trainer -> name in the loader.
         loader_layers: paths of the modules whose parameters are loaded rather than written.
     """
 
@@ -217,17 +218,17 @@ class Taken:
 
 def worker_recv_spec(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
                      route: str, share: Callable[[Any], list[Any]]) -> Taken:
-    """Ask a model's loader what it does with the trainer's tensors.
+    """Find out what a model's loader does with the trainer's tensors.
 
     Args:
-        model: the live one; nothing of it changes.
+        model: the live model, which does not change.
         entries: every tensor of the chunk plan.
         offered: see `mimo.refit.sender.module_schemes`.
         route: see `RefitOptions`.
-        share: gives every worker's plain value for this worker's: all workers together choose the naming scheme.
+        share: returns every worker's value, given this worker's. All workers choose the naming schemes together.
 
     Raises:
-        ValueError: no naming scheme fits, tensors of the model are filled by nothing, or one would lose its precision.
+        ValueError: no naming scheme fits, nothing fills some tensors of the model, or one would lose precision.
     """
     probes = probe_schemes_of(model, entries, offered)
     return recv_spec_as(model, entries, offered, route, share(probes) if probes else [])
@@ -235,9 +236,9 @@ def worker_recv_spec(model: torch.nn.Module, entries: Sequence[TensorMeta], offe
 
 def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
                      offered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Ask this worker's loader about each naming scheme; plain data, empty if there is no choice.
+    """Try each naming scheme with this worker's loader. Return plain data, empty if there is no choice.
 
-    Which choices there are is the same on all workers.
+    All workers have the same choices.
     """
     open_choices = {module: schemes for module, schemes in _candidates(entries, offered).items() if len(schemes) > 1}
     return {module: {scheme: probe.as_json() for scheme, probe in schemes.items()}
@@ -246,7 +247,7 @@ def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
 
 def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
                  route: str, probes: Sequence[Mapping[str, Any]]) -> Taken:
-    """`worker_recv_spec`, given what `probe_schemes_of` said on every worker. Raises ValueError as that."""
+    """Do the second half of `worker_recv_spec`, given the results of `probe_schemes_of` of every worker."""
     loader_names = _loader_names(_candidates(entries, offered), probes)
     own = {name: entry.name for entry, name in zip(entries, loader_names, strict=True)}
     renamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, loader_names, strict=True)]
@@ -264,7 +265,7 @@ def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered:
 
 def _candidates(entries: Sequence[TensorMeta],
                 offered: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[TensorMeta]]]:
-    """Return module -> naming scheme -> its entries, renamed; of schemes that give the same names one is kept."""
+    """Return module -> naming scheme -> renamed entries. Of schemes that give the same names, only one is kept."""
     candidates = {}
     for part in offered:
         own = entries[part["first"]:part["first"] + part["count"]]
@@ -277,7 +278,7 @@ def _candidates(entries: Sequence[TensorMeta],
 
 def _loader_names(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
                   probes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The loader's name of every entry."""
+    """Return the loader's name of every entry."""
     chosen = {module: next(iter(schemes)) for module, schemes in candidates.items()}
     if any(probes):
         chosen |= choose_scheme([
