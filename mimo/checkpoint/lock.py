@@ -1,8 +1,8 @@
-"""One run at a time saves into a folder. The lock says which, and a run that was killed leaves nothing to clean up.
+"""Lock of a folder of checkpoints, into which one run at a time saves. Nobody has to clean up after a killed run.
 
-Three things tell whether the run that a lock file names still lives. Its lock on the file goes with its process, across
-machines too where the file system has such locks. On the same machine there is the process itself. Elsewhere the file's
-time says it, which the run renews every few seconds; a lock that is not renewed for a while is taken over.
+Three things show whether the run that a lock file names still lives. Its lock on the file ends with its process, also
+across machines if the file system has such locks. On the same machine, the process can be looked up. On other machines,
+the file's time decides: the run renews it every few seconds, and a lock that is not renewed for a while is taken over.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import psutil
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-# The holder renews its file this often. One that has not for STALE_S, and runs on another machine, is taken for dead.
+# Seconds between renewals. A holder on another machine that has not renewed its file for STALE_S is taken for dead.
 RENEW_S = 5.0
 STALE_S = 30.0
-# Another machine's clock may be this far off, where the file system takes its times from the machines.
+# Largest difference between clocks of machines, which matters if the file system takes times from the machines.
 SKEW_S = 3600.0
-# A process that was just killed may hold its lock for a moment while it ends.
+# Seconds for which a process that was just killed may keep its lock.
 ENDING_S = 5.0
-# The server of a network file system may keep the lock of a machine that went down until its lease is over.
+# Seconds for which the server of a network file system may keep the lock of a machine that went down.
 LEASE_S = 120.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # Seconds by which two readings of a process's start may differ.
@@ -44,7 +44,7 @@ class Holder:
 
     Attributes:
         host: name of its machine.
-        machine: identity of the boot and of the space of process numbers, within which `pid` means something.
+        machine: identity of the boot and of the PID namespace in which `pid` is valid.
         pid: process number.
         started_unix_s: start of the process.
     """
@@ -62,7 +62,7 @@ class Holder:
                    psutil.Process().create_time())
 
     def is_same(self, other: Holder) -> bool:
-        """Whether both are one process."""
+        """Whether both are the same process."""
         return (self.machine, self.pid) == (other.machine, other.pid) and (
             abs(self.started_unix_s - other.started_unix_s) < _CLOCK_S)
 
@@ -74,7 +74,7 @@ class Holder:
                 abs(process.create_time() - self.started_unix_s) < _CLOCK_S)
         except psutil.NoSuchProcess:
             return False
-        except psutil.AccessDenied:  # of another user, where /proc hides those
+        except psutil.AccessDenied:  # another user's process, and /proc hides those
             return True
 
     def __str__(self) -> str:
@@ -86,10 +86,10 @@ class FolderLock:
     """The lock of a folder of checkpoints, held from construction to `release` or the end of the process.
 
     Args:
-        root: the folder; must be there.
+        root: the folder, which must exist.
 
     Raises:
-        ValueError: another run holds it; names its process.
+        ValueError: another run holds the lock; names its process.
         OSError: the lock file cannot be written.
     """
 
@@ -97,7 +97,7 @@ class FolderLock:
         self._path = root / LOCK
         self._me = Holder.current()
         self._released = threading.Event()
-        # Watched before the file is locked: closing a file gives up all locks that the process has on it.
+        # The file is watched before it is locked, because closing a file gives up all locks of the process on it.
         holder = self._read()
         if holder is not None and self._lives(holder):
             raise ValueError(self._refusal(holder))
@@ -106,7 +106,7 @@ class FolderLock:
         found = _parsed(os.pread(self._file, 4096, 0))
         if found is not None and found != holder and not found.is_same(self._me):
             os.close(self._file)
-            raise ValueError(self._refusal(found))  # it came in between
+            raise ValueError(self._refusal(found))  # another run was faster
         self._write(json.dumps(asdict(self._me)).encode())
         self._thread = threading.Thread(target=self._renew, name="checkpoint lock", daemon=True)
         self._thread.start()
@@ -130,7 +130,7 @@ class FolderLock:
             return None
 
     def _lives(self, holder: Holder) -> bool:
-        """Whether the run that the file names still lives; may take STALE_S to find out."""
+        """Whether the run that the file names still lives. This may take STALE_S."""
         if holder.is_same(self._me):
             return False  # an earlier run of this process
         if holder.machine == self._me.machine:
@@ -138,8 +138,8 @@ class FolderLock:
             while holder.lives_here() and time.monotonic() < ends:
                 time.sleep(0.1)
             return holder.lives_here()
-        # By the clock of the file system. Some take the machines' own clocks, so that a file which looks old may still
-        # be renewed, and one may look as if it came from the future.
+        # Both times are from the file system's clock. Some file systems use the machines' clocks, so that the age of a
+        # file may be wrong or negative.
         probe = self._path.with_name(f"{LOCK}.{self._me.host}.{self._me.pid}")
         probe.write_bytes(b"")
         now = probe.stat().st_mtime_ns
@@ -166,7 +166,7 @@ class FolderLock:
         return False
 
     def _locked(self, patience_s: float) -> int:
-        """Open the file and lock it, where its file system has locks; for `patience_s` while another has the lock."""
+        """Open the file and lock it, if its file system has locks. Wait for another holder for up to `patience_s`."""
         ends, has_told = time.monotonic() + patience_s, False
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -202,7 +202,7 @@ class FolderLock:
             try:
                 os.utime(self._file)
             except OSError:
-                # The disk is away for a moment, or for good, which the next save will say.
+                # If the disk does not come back, the next save reports it.
                 continue
 
     def _refusal(self, holder: Holder | None) -> str:

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: names, the tracker file, publishing, tidying. One process does each of these.
+"""The folder of a run's checkpoints: names, the tracker file, publishing and deleting. Only one process does these.
 
-A checkpoint is written under a name of its own (`.saving_iter_0000010`) and renamed once it is complete, and one that
-is deleted loses its name first, so a folder `iter_*` is always whole. The tracker names a checkpoint once it has its
-name. Whatever interrupts a save leaves both as they were, and what cannot be deleted is a warning and no more.
+A checkpoint is written under a temporary name (`.saving_iter_0000010`) and renamed once it is complete. A checkpoint
+that is deleted is renamed first. Therefore a folder `iter_*` is always complete. The tracker names a checkpoint only
+after it has its name, so that an interrupted save changes neither. If something cannot be deleted, that is a warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# A data stream is named `module/lane`; what is read once for all modules has this in place of one.
+# A data stream is named `module/lane`. Streams that are read once for all modules have this name for the module.
 SHARED_STREAM = "data"
 RELEASE = "release"
 METADATA = "metadata.json"
@@ -25,17 +25,17 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".saving_"
 _REPLACED = ".replaced_"
 _DELETED = ".deleted_"
-# Folders that this process has warned about: a file that somebody holds open is in the way of every save.
+# Folders that this process has warned about. A file that somebody keeps open would cause a warning in every save.
 _warned: set[Path] = set()
 
 
 def iteration_dir(root: Path, iteration: int) -> Path:
-    """Folder of one iteration's checkpoint, as Megatron names it."""
+    """Return the folder of an iteration's checkpoint, under Megatron's name."""
     return root / f"iter_{iteration:07d}"
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """An empty folder to write a checkpoint into; what an interrupted save left behind is removed first, if it can be.
+    """Make an empty folder for a checkpoint, after deleting what interrupted saves left behind.
 
     Raises:
         OSError: the folder cannot be made.
@@ -45,21 +45,21 @@ def begin(root: Path, iteration: int) -> Path:
     for prefix in (_UNFINISHED, _REPLACED, _DELETED):
         for leftover in root.glob(f"{prefix}*"):
             _delete(leftover)
-    folder = root / f"{_UNFINISHED}{iteration_dir(root, iteration).name}"
+    folder = unfinished_dir(root, iteration)
     folder.mkdir()
     return folder
 
 
 def unfinished_dir(root: Path, iteration: int) -> Path:
-    """The folder that `begin` makes."""
+    """Return the folder that `begin` makes."""
     return root / f"{_UNFINISHED}{iteration_dir(root, iteration).name}"
 
 
 def publish(root: Path, iteration: int, keep_last: int | None) -> Path:
-    """Give the written checkpoint its name, make it the latest, delete those beyond `keep_last`.
+    """Give the written checkpoint its name, make it the latest, and delete older ones beyond `keep_last`.
 
     Raises:
-        OSError: it does not have its name, or is not the latest. It is both where only a deletion failed.
+        OSError: the checkpoint could not be renamed or made the latest. Failed deletions raise nothing.
     """
     written, final = unfinished_dir(root, iteration), iteration_dir(root, iteration)
     _sync_folder(written)
@@ -77,7 +77,7 @@ def publish(root: Path, iteration: int, keep_last: int | None) -> Path:
 
 
 def _delete_surplus(root: Path, iteration: int, keep_last: int) -> None:
-    """Keep the newest up to `iteration`. Later ones are of a run that was gone back from: not counted, not touched."""
+    """Keep the newest checkpoints up to `iteration`. Later ones exist after --ckpt-step and are left alone."""
     steps = saved_iterations(root)
     for old in [step for step in steps if step <= iteration][:-keep_last]:
         _delete(iteration_dir(root, old))
@@ -89,9 +89,9 @@ def _delete_surplus(root: Path, iteration: int, keep_last: int) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint, or what is left of one; it loses its name first. What fails is a warning, once per path.
+    """Rename and then delete a checkpoint, or what is left of one. A failure is a warning, once for each path.
 
-    A file that is still open may keep its folder on a network file system, and others may delete here too.
+    On a network file system, a file that is still open may keep its folder. Other processes may delete here, too.
     """
     problems: list[BaseException] = []
     try:
@@ -116,7 +116,7 @@ def _free_name(folder: Path) -> Path:
 
 
 def write_tracker(root: Path, latest: str) -> None:
-    """Name the latest checkpoint: an iteration, or `release` for imported weights. Replaced in one step."""
+    """Write the tracker atomically: an iteration, or `release` for imported weights."""
     temporary = root / f".{TRACKER}.new"
     write_file(temporary, latest.encode())
     temporary.replace(root / TRACKER)

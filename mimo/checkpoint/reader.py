@@ -1,4 +1,4 @@
-"""Reads checkpoints without trusting them: no code is run from a file, and every item must have its checksum."""
+"""Reads checkpoints safely: never runs code from a file, and compares every item with its checksum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mimo.checkpoint.writer import crc32_of
 CHECKSUMS = "checksums.json"
 COMMON = "common.pt"
 INDEX = ".metadata"
-# What pickle and torch.load raise for bytes that they did not write.
+# Errors of pickle and torch.load about malformed bytes.
 _MALFORMED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, MemoryError, OSError,
               OverflowError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile)
 _PLAIN = {("builtins", name) for name in ("set", "frozenset", "slice", "complex")} | {("collections", "OrderedDict")}
@@ -42,7 +42,7 @@ class _DataOnly(pickle.Unpickler):
     """Unpickles the index of a checkpoint: plain data and the classes that describe tensors, no functions."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class; raises UnpicklingError for anything that could run code."""
+        """Return the class. Raises UnpicklingError for anything that could run code."""
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
         if module == "torch" or module.startswith(("torch.serialization", "pathlib", *_MODULES)):
@@ -60,7 +60,7 @@ class _DataOnly(pickle.Unpickler):
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, int]] | None:
-    """CRC-32 of each stored item by file name and offset; None where the checkpoint has none.
+    """Read the CRC-32 of each stored item, by file name and offset; None if the checkpoint has none.
 
     Raises:
         ValueError: the file of checksums is damaged.
@@ -76,18 +76,18 @@ def read_checksums(folder: Path) -> dict[str, dict[str, int]] | None:
 
 
 def require_checksums(folder: Path) -> None:
-    """Raise ValueError for a checkpoint of this trainer, which always has checksums, where they are gone."""
+    """Raise ValueError if a checkpoint has no checksums. This trainer always writes them."""
     if not (folder / CHECKSUMS).is_file():
         raise ValueError(f"{folder}: {CHECKSUMS} is missing, without which damage would not be noticed; a run with "
                          "--no-ckpt-verify loads it all the same")
 
 
 def damage_of(folder: Path, max_bytes: int) -> str | None:
-    """Return what is wrong with a checkpoint, or None.
+    """Describe the damage of a checkpoint; None if it has none.
 
     Args:
         folder: the checkpoint's own folder.
-        max_bytes: of a larger checkpoint only the lengths of the files are compared, not their bytes.
+        max_bytes: in a larger checkpoint, only the lengths of the files are checked.
     """
     try:
         read_common(folder)
@@ -106,7 +106,7 @@ def damage_of(folder: Path, max_bytes: int) -> str | None:
 
 
 def _read_file(path: Path) -> io.BytesIO:
-    """A whole file. Raises ValueError where it has a checksum and other bytes."""
+    """Read a whole file. Raises ValueError if it has a checksum that differs."""
     data = path.read_bytes()
     checksums = read_checksums(path.parent)
     if checksums is not None and zlib.crc32(data) != checksums.get(path.name, {}).get("0"):
@@ -115,7 +115,7 @@ def _read_file(path: Path) -> io.BytesIO:
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint, `.metadata`: global tensors, their pieces and where they are stored.
+    """Read the index of a checkpoint, `.metadata`: global tensors, their pieces and places.
 
     Raises:
         ValueError: it is missing, damaged, or holds more than data.
@@ -155,7 +155,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Why torch did not read something. Its own words for code in a file would have people turn the check off."""
+    """Describe why torch did not read something. Its own message about code in a file suggests to allow that code."""
     refused = re.search(r"GLOBAL ([\w.]+)", str(error))
     if refused is not None:
         return f"it refers to {refused[1]}, which is not data"
@@ -172,11 +172,11 @@ def is_covered(stored: TensorStorageMetadata) -> bool:
 
 
 class CheckedReader(FileSystemReader):
-    """The file reader of torch's distributed checkpoints with both of its trusts taken back.
+    """FileSystemReader of torch that unpickles data only and verifies checksums.
 
     Args:
         folder: the checkpoint.
-        verify: compare every item that is read with its checksum (checkpoints without checksums are read as they are).
+        verify: compare every item with its checksum. Checkpoints without checksums are read as they are.
     """
 
     def __init__(self, folder: Path, verify: bool = True) -> None:
@@ -185,7 +185,7 @@ class CheckedReader(FileSystemReader):
         self._checksums = read_checksums(folder) if verify else None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index. Raises ValueError as `read_index`."""
+        """Read the index. Raises ValueError as `read_index`."""
         metadata = read_index(self._folder)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -196,7 +196,7 @@ class CheckedReader(FileSystemReader):
         """Read every item of the plan.
 
         Raises:
-            ValueError: a file is missing or too short, or an item is not what was saved; names all such items.
+            ValueError: names all damaged items: a file is missing or too short, or bytes differ from what was saved.
         """
         problems: list[str] = []
         by_file: dict[str, list[ReadItem]] = {}
@@ -225,13 +225,13 @@ class CheckedReader(FileSystemReader):
             place, value = None, None
             for item in items:
                 stored = self.storage_data[item.storage_index]
-                if place != stored.offset:  # several parts of one stored tensor are read at once
+                if place != stored.offset:  # several items may be parts of one stored tensor, which is read once
                     place, value = stored.offset, self._read_item(file, name, item, stored, problems)
                 if value is not None:
                     _deliver(item, value, planner)
 
     def _read_item(self, file: Any, name: str, item: ReadItem, stored: Any, problems: list[str]) -> Any:
-        """One stored tensor, or the bytes of an object; None after noting what is wrong with it."""
+        """Read a stored tensor, or the bytes of an object. If it is damaged, note that and return None."""
         file.seek(stored.offset)
         data = file.read(stored.length)
         what = f"{item.storage_index.fqn} in {name}"
@@ -253,7 +253,7 @@ class CheckedReader(FileSystemReader):
 
 
 def _deliver(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
-    """Give one item to the planner, as torch's reader does."""
+    """Pass an item to the planner, as torch's reader does."""
     if item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(item, io.BytesIO(value))
         return
@@ -268,7 +268,7 @@ class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
     """Megatron Core's planner, which never runs code from an object of a checkpoint."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take in one object. Raises ValueError for one that is more than data."""
+        """Load an object. Raises ValueError if it is more than data."""
         name = read_item.dest_index.fqn
         try:
             self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
@@ -277,9 +277,10 @@ class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
 
 
 def _load_here(state: dict[str, Any], reader: CheckedReader, planner: DataOnlyPlanner) -> None:
-    """Load by torch, without other ranks.
+    """Load with torch, on this rank alone.
 
-    Its exception, not an `Exception`, would pass by those who let the other ranks know; its cause is raised instead.
+    The cause of torch's exception is raised in its place. torch's is no `Exception`, so that the handlers which inform
+    the other ranks would not catch it.
     """
     try:
         checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
@@ -307,7 +308,7 @@ class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
             flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = CheckedReader(Path(checkpoint_dir), self._verify)
         with warnings.catch_warnings():
-            # Of what Megatron Core hands to torch: a class that is to go, an order of arguments that is its own.
+            # Megatron Core passes a deprecated class to torch, and arguments in another order.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
             _load_here(state, reader, planner)
         return compat.by_own_key(state, flat_mapping, names, sharded_state_dict)

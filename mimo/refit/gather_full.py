@@ -1,4 +1,4 @@
-"""Whole Hugging Face tensors of a running trainer, one at a time, gathered on its first rank."""
+"""Gathers whole Hugging Face tensors of a running trainer on its first rank, one at a time."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch.distributed as dist
 
 from mimo.boxes import Box
 from mimo.model.build import BuiltModel
+from mimo.refit.messages import torch_dtype
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 from mimo.refit.trainer_shards import LiveTensors, TrainerShards
 
 
 class WholeTensors:
-    """Whole tensors of a model whose ranks hold parts of them; every iteration gathers them as they are then.
+    """Whole tensors of a model whose ranks hold parts of them. Each iteration gathers their present values.
 
     Each holder sends its boxes of a tensor to the first rank of the world in one message, in the dtype of the wire.
     Iterating is collective over the world.
 
     Args:
         built: this rank's model.
-        shards: of the same model.
-        device: where whole tensors are put together: that of the model.
-        everywhere: the first rank hands every whole tensor on to all others; else those get tensors on the meta device.
+        shards: places of the model's weights.
+        device: device of the model, where whole tensors are put together.
+        everywhere: whether the first rank sends every whole tensor to all others; otherwise they get meta tensors.
 
     Attributes:
-        entries: what iterating gives, in that order.
+        entries: entries of the tensors, in the order of iteration.
     """
 
     def __init__(self, built: BuiltModel, shards: TrainerShards, device: torch.device,
@@ -42,7 +43,7 @@ class WholeTensors:
             self._mine.setdefault(part.name, {})[part.box] = part
 
     def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """Every whole tensor; at most one is alive here. Collective."""
+        """Yield every whole tensor. Only one is in memory at a time. Collective."""
         self._built.finish_gathers("a refit")
         for number, entry in enumerate(self.entries):
             whole = self._gathered(entry, self._boxes_of_senders(number, entry))
@@ -60,8 +61,8 @@ class WholeTensors:
 
     @torch.no_grad()
     def _gathered(self, entry: TensorMeta, boxes: dict[int, list[Box]]) -> torch.Tensor:
-        """The whole tensor on the first rank; elsewhere one of its shape."""
-        rank, dtype = dist.get_rank(), entry_dtype(entry)
+        """Return the whole tensor on the first rank, and one of its shape on the others."""
+        rank, dtype = dist.get_rank(), torch_dtype(entry.dtype)
         if rank != 0:
             if rank in boxes:
                 parts = [self._held(entry, box).to(dtype).flatten() for box in boxes[rank]]
@@ -86,13 +87,6 @@ class WholeTensors:
         return self._live.view(self._mine[entry.name][box].address, box.sizes)
 
 
-def entry_dtype(entry: TensorMeta) -> torch.dtype:
-    """Return the dtype of a tensor on the wire."""
-    found = vars(torch)[entry.dtype]
-    assert isinstance(found, torch.dtype)
-    return found
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory: every backend sends bytes."""
+    """Return a contiguous tensor's memory as bytes, which every backend can send."""
     return tensor.view(-1).view(torch.uint8)

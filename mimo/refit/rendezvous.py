@@ -1,7 +1,7 @@
-"""Where trainer ranks and the engine's workers meet: tables of the set-up and flags of each sync, in one TCPStore.
+"""Connects trainer ranks and the engine's workers through a TCPStore, with tables of the set-up and flags of each sync.
 
-Every wait here is a poll with a deadline that also watches for a failure of anybody else, so that an error of one
-reaches all within a fraction of a second and a silent one is named when time is up. Bytes of weights never come here.
+Every wait is a poll with a deadline that also looks for failures of the others. So an error of one process reaches all
+within a fraction of a second, and a process that stays silent is named when time is up. Weights do not travel here.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 POLL_S = 0.002
 MAX_POLL_S = 0.01
-# Key that says whose store it is.
+# Key under which a store has the secret of its run.
 _SERVED = "served"
 
 
 class RefitError(RuntimeError):
-    """A refit that did not happen; the engine then serves nothing until a whole one has succeeded."""
+    """A refit that failed. The engine then refuses to serve until another one has succeeded."""
 
 
 def format_error(error: BaseException) -> str:
-    """An error in words, for others."""
+    """Describe an error for other processes."""
     return str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where the store of a run is.
+    """Address of the store of a run.
 
     Attributes:
-        address: of the machine that serves it.
-        port: that it listens at.
-        secret: of this run.
+        address: address of the machine that serves it.
+        port: port of the store.
+        secret: secret of this run.
     """
 
     address: str
@@ -54,8 +54,9 @@ class StoreAddress:
 def own_address(name: str) -> str:
     """Return the address of this machine to which a store binds, so that it is reached under `name`.
 
-    A loopback address stays one: all participants are on this machine. A machine's name that means a loopback address
-    here, as on Debian, means another one elsewhere; the address is that of the default route then.
+    A loopback address stays as it is, because all participants are on this machine. If the machine's name stands for a
+    loopback address here, as on Debian, it stands for another one elsewhere. The result is then the address of the
+    default route.
 
     Raises:
         OSError: the name is unknown.
@@ -67,16 +68,16 @@ def own_address(name: str) -> str:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
         except OSError:
-            return address  # no network: nobody is elsewhere
+            return address  # there is no network, so all participants are here
         return str(probe.getsockname()[0])
 
 
 class Rendezvous:
-    """One participant's view of the store.
+    """Connection of a participant to the store.
 
     Args:
-        store: connected to all participants.
-        who: this participant in messages: `trainer rank 3`, `worker 0`.
+        store: the store.
+        who: name of this participant in messages: `trainer rank 3`, `worker 0`.
         timeout_s: seconds to wait for others.
     """
 
@@ -90,8 +91,8 @@ class Rendezvous:
         """Serve a store for one run, on a free port of one address of this machine.
 
         Args:
-            name: name or address under which the others know this machine; a loopback address where all are on it.
-            who: this participant.
+            name: name or address under which the others reach this machine; a loopback address if all are on it.
+            who: name of this participant.
             timeout_s: seconds to wait for others.
 
         Returns:
@@ -126,7 +127,7 @@ class Rendezvous:
         try:
             store = TCPStore(place.address, place.port, None, listener is not None, limit, wait_for_workers=False,
                              master_listen_fd=listener)
-            # Keys of the run lie under its secret: what connects without it reads and changes none of them by name.
+            # The run's keys begin with its secret, so nobody can name them without it.
             own = PrefixStore(place.secret, store)
             if listener is not None:
                 own.set(_SERVED, place.secret)
@@ -138,19 +139,19 @@ class Rendezvous:
         return cls(own, who, timeout_s)
 
     def publish(self, key: str, value: Any) -> None:
-        """Make plain data known under a key."""
+        """Publish plain data under a key."""
         self.store.set(key, zlib.compress(json.dumps(value).encode(), 1))  # type: ignore[arg-type]  # it takes bytes
 
     def read(self, key: str, scope: str, what: str) -> Any:
         """Wait for plain data that a participant publishes.
 
         Args:
-            key: where.
-            scope: whose failures end the wait (`set-up`, `sync 3`).
-            what: what is waited for, for messages.
+            key: key of the data.
+            scope: scope whose failures end the wait (`set-up`, `sync 3`).
+            what: description of the data, for messages.
 
         Raises:
-            RefitError: someone failed, or nothing came in time.
+            RefitError: a participant failed, or nothing came in time.
         """
         self.until(scope, lambda: self.store.check([key]), lambda: f"{self.who} waits for {what}")
         return json.loads(zlib.decompress(self.store.get(key)))
@@ -168,7 +169,7 @@ class Rendezvous:
             return None  # the store is gone
 
     def claim(self, key: str, who: str) -> str | None:
-        """Take a key that one participant alone may have. Returns None, or who has taken it before."""
+        """Take a key that only one participant may have. Return None, or the participant that has it already."""
         mark = f"{uuid.uuid4()} {who}"
         try:
             holder = self.store.compare_set(key, "", mark).decode()
@@ -177,14 +178,14 @@ class Rendezvous:
         return None if holder == mark else holder.partition(" ")[2]
 
     def arrive(self, scope: str, stage: str) -> None:
-        """Say that this participant has come to a stage."""
+        """Announce that this participant has reached a stage."""
         self.store.set(f"{scope}/{stage}/{self.who}", "here")
 
     def wait_for(self, scope: str, stage: str, everybody: Sequence[str], grace_s: float = 0.0) -> None:
-        """Wait until all have come to a stage, so many seconds longer than usual.
+        """Wait until all have reached a stage, `grace_s` seconds longer than usual.
 
         Raises:
-            RefitError: someone failed, or did not come in time; it names them.
+            RefitError: a participant failed, or some did not come in time; names them.
         """
         missing = [f"{scope}/{stage}/{who}" for who in everybody]
 
@@ -198,13 +199,13 @@ class Rendezvous:
         """Wait until something is done.
 
         Args:
-            scope: whose failures end the wait.
-            is_done: asked again and again.
-            waiting: who waits for what, for messages.
-            grace_s: seconds to wait beyond the usual.
+            scope: scope whose failures end the wait.
+            is_done: called repeatedly.
+            waiting: describes who waits for what, for messages.
+            grace_s: seconds to wait longer than usual.
 
         Raises:
-            RefitError: someone failed, or it was not done in time.
+            RefitError: a participant failed, or it was not done in time.
         """
         limit_s = self.timeout_s + grace_s
         deadline, pause = time.monotonic() + limit_s, POLL_S
@@ -218,17 +219,17 @@ class Rendezvous:
             pause = min(MAX_POLL_S, pause * 1.5)
 
     def fail(self, scope: str, reason: str) -> None:
-        """Tell everybody that a scope has failed; the first reason stays. Never raises: it is called on the way out."""
+        """Announce that a scope has failed, unless it has already. Never raises, because errors are being handled."""
         try:
             self.store.compare_set(f"{scope}/failed", "", f"{self.who}: {reason}")
         except RuntimeError:
-            return  # the store is gone, and with it everybody who could read it
+            return  # the store is gone, so nobody can read it
 
     def failure(self, scope: str) -> str | None:
         """Return why a scope failed; None if it did not.
 
         Raises:
-            RefitError: the store is gone: the process that serves it, the trainer's first rank, has ended.
+            RefitError: the store is gone, because the trainer's first rank, which serves it, has ended.
         """
         try:
             return self.store.get(f"{scope}/failed").decode() if self.store.check([f"{scope}/failed"]) else None

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from mimo.refit.gather_full import WholeTensors, entry_dtype
+from mimo.refit.gather_full import WholeTensors
+from mimo.refit.messages import torch_dtype
 
 
 class MegatronSource(WeightSource):
@@ -22,7 +23,7 @@ class MegatronSource(WeightSource):
 
     def __init__(self, tensors: WholeTensors) -> None:
         self._tensors = tensors
-        self._metadata = [ParamMeta(entry.name, entry_dtype(entry), entry.shape) for entry in tensors.entries]
+        self._metadata = [ParamMeta(entry.name, torch_dtype(entry.dtype), entry.shape) for entry in tensors.entries]
 
     def metadata(self) -> list[ParamMeta]:
         """Name, dtype on the wire and shape of every tensor, in order; known without communication or memory."""

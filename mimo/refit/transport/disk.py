@@ -17,7 +17,8 @@ from mimo.comm.host import broadcast_object, raise_on_any_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.protocols import ModelProvider
-from mimo.refit.gather_full import WholeTensors, entry_dtype
+from mimo.refit.gather_full import WholeTensors
+from mimo.refit.messages import torch_dtype
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import module_schemes
 from mimo.refit.tensor_slices import TensorMeta, meta_as_json, meta_from_json
@@ -205,7 +206,7 @@ class DiskWriter:
         self._grids, self._root, self._keep = grids, Path(folder), keep
         self._entries = tuple(held.entries)
         self._schemes = module_schemes(maps, [entry.name for entry in held.entries])
-        (self._shards,) = plan_shards([[TensorInfo(entry.name, entry_dtype(entry), entry.shape)
+        (self._shards,) = plan_shards([[TensorInfo(entry.name, torch_dtype(entry.dtype), entry.shape)
                                         for entry in held.entries]], max_shard_bytes)
         self._whole = WholeTensors(built, held, next(built.model.parameters()).device)
 
