@@ -1,7 +1,7 @@
-"""The seams: what a model, a data set and a batch look like to the trainer.
+"""Interfaces between the trainer, model families and data sets.
 
-Everything here is plain data or a `Protocol`. Importing this module needs numpy and nothing heavier, so planning,
-`--help` and `--dry-run` stay fast and run on machines without torch.
+Everything here is plain data or a `Protocol`. Importing this module needs only numpy, so that planning, `--help` and
+`--dry-run` are fast and run on machines without torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LANGUAGE = "language"
 
 @dataclass(frozen=True)
 class Lane:
-    """The data stream of one language data-parallel replica, as plain data.
+    """Data stream of a language data-parallel replica, as plain data.
 
-    Lane `index` of `count` holds the samples whose global index is `index` modulo `count`, so the global batch is
+    Lane `index` of `count` has the samples whose global index is `index` modulo `count`, so that the global batch is
     the same for every layout.
 
     Attributes:
-        module: who reads: `language` wants tokens, an encoder name wants that encoder's raw inputs.
+        module: module that reads the lane: `language` needs tokens, an encoder needs its raw inputs.
         index: lane number, 0 to count - 1.
         count: number of lanes, the language data-parallel size.
         seed: seed of the sample order.
@@ -48,19 +48,19 @@ class Lane:
 
 @dataclass
 class Sample:
-    """One training sample, or a pack of several, as one side of the bridge sees it: one row of a microbatch.
+    """A training sample, or a pack of several, as one side of the bridge sees it: one row of a microbatch.
 
     Attributes:
-        key: name of the sample, unique in its data set; of a pack, those of its samples joined by a space.
-        tokens: int64 `[T]`; each image is ONE placeholder, expanded later: the id of the encoder module that takes it.
-        target_mask: bool `[T]`; True where the token itself is a training target (an answer token).
+        key: name of the sample, unique in its data set; for a pack, the names of its samples joined by spaces.
+        tokens: int64 `[T]`. Each image is ONE placeholder, which is expanded later: the id of its encoder module.
+        target_mask: bool `[T]`; True if the token itself is a training target (an answer token).
         image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
         images: float32 `[C, height, width]` each; None on language lanes, which never read pixels.
-        lengths: of a pack, how many of `tokens` each of its samples has, in order; empty for a single sample. Samples
+        lengths: for a pack, the number of `tokens` of each of its samples, in order; empty for a single sample. Samples
             of a pack do not attend to each other.
-        skipped: bad samples that were passed over on the way to this one, as messages that name shard and key.
-        unbalanced_image_tokens: of a balanced pack, the image tokens that the pack in its place would have had without
-            balancing; None elsewhere.
+        skipped: messages about bad samples that were skipped before this one, with shard and key.
+        unbalanced_image_tokens: for a balanced pack, the image tokens that the pack in its place would have had without
+            balancing; otherwise None.
     """
 
     key: str
@@ -75,16 +75,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class TokenSpec:
-    """The model's properties that a data set must know.
+    """Properties of the model that a data set must know.
 
     Attributes:
-        vocab_size: ids are below it.
-        image_token_id: placeholder id of an image; -1: a text model, which takes no images.
-        image_size: pixels a side that the encoder takes, the height where images are not square; 0 where it takes any.
+        vocab_size: upper bound of token ids.
+        image_token_id: placeholder id of an image; -1 for a text model, which takes no images.
+        image_size: height of images in pixels, and their width unless `image_width` is given; 0 if the encoder takes
+            images of any size.
         num_channels: channels of an image.
-        patch_size: pixels a side of a patch, where the encoder packs patches of images of any size; 0: it does not.
-        size_multiple: height and width of an image are multiples of it (patch size times pixel shuffle factor).
-        image_width: pixels of an image's width; 0: as `image_size`.
+        patch_size: pixels a side of a patch if the encoder packs patches of images of any size; otherwise 0.
+        size_multiple: divides height and width of an image (patch size times pixel shuffle factor).
+        image_width: width of images in pixels; 0: the same as `image_size`.
     """
 
     vocab_size: int
@@ -97,7 +98,7 @@ class TokenSpec:
 
     @property
     def image_shape(self) -> tuple[int, int]:
-        """Height and width in pixels that the encoder takes; (0, 0) where it takes any."""
+        """Height and width in pixels that the encoder takes; (0, 0) if it takes any size."""
         return self.image_size, self.image_width or self.image_size
 
     @property
@@ -108,19 +109,19 @@ class TokenSpec:
 
 @dataclass(frozen=True)
 class ImageProcessing:
-    """How the pixels of an image file become what an encoder takes, as a Hugging Face image processor describes it.
+    """Conversion of the pixels of an image file to an encoder's input, as a Hugging Face image processor describes it.
 
     Attributes:
         tiling: a value of --image-tiling other than auto.
         mean: mean of each channel, of pixels in 0..1.
         std: standard deviation of each channel, of pixels in 0..1.
-        resample: kernel that images are resized with, always with antialiasing.
+        resample: kernel with which images are resized, always with antialiasing.
         min_patches: with dynamic tiling, fewest patches of an image; 0: not specified.
         max_patches: with dynamic tiling, most patches of an image; 0: not specified; -1: no limit.
-        min_side: with dynamic tiling, pixels that the shorter side has at least where that is possible; 0: any.
+        min_side: with dynamic tiling, fewest pixels of the shorter side if that is possible; 0: any number.
         max_tiles: with fixed tiling, most tiles of an image; 0: not specified.
         use_thumbnail: with fixed tiling, whether several tiles are followed by the whole image.
-        source: where this was found, for messages.
+        source: where these values were found, for messages.
     """
 
     tiling: Literal["stretch", "crop", "pad", "fixed", "dynamic"]
@@ -143,11 +144,11 @@ class SampleStream(Protocol):
     def __iter__(self) -> Iterator[Sample]: ...
 
     def skip(self, count: int) -> None:
-        """Pass over `count` samples without building their images: another encoder rank serves them."""
+        """Skip `count` samples without building their images, because another encoder rank serves them."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the stream, of plain objects."""
+        """Return the position in the stream, as plain objects."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,20 +166,20 @@ class DataProvider(Protocol):
         ...
 
     def num_samples(self, config: Any, split: str) -> int | None:
-        """Samples in one pass over `split`; None where it has no end."""
+        """Return the number of samples in one pass over `split`; None if it has no end."""
         ...
 
     def decode(self, config: Any, tokens: list[int]) -> str:
-        """Token ids as text, for greedy samples shown to a person."""
+        """Return token ids as text, for showing greedy samples to a person."""
         ...
 
 
 @runtime_checkable
 class CheckedDataProvider(DataProvider, Protocol):
-    """A data provider that checks its configuration before the model is built, as it should where it reads files."""
+    """A data provider that checks its configuration before the model is built. One that reads files should do so."""
 
     def validate(self, config: Any, tokens: TokenSpec) -> None:
-        """Raise ValueError, naming flags and values, for what cannot work. Called before process groups exist."""
+        """Raise ValueError, naming flags and values, if the configuration cannot work. No process group exists yet."""
         ...
 
 
@@ -188,8 +189,8 @@ class DataRequest:
 
     Attributes:
         tokens: the model's vocabulary and images.
-        num_image_tokens: language tokens that the encoder makes of an image of (height, width) pixels; ValueError for a
-            size it cannot take.
+        num_image_tokens: counts the language tokens that the encoder makes of an image of (height, width) pixels.
+            Raises ValueError for a size that it cannot take.
         num_lanes: lanes of the run.
         micro_batch_size: rows of one lane in a microbatch.
         seq_length: tokens of a row, after image expansion.
@@ -210,46 +211,49 @@ class LaneReader(Protocol):
     """Reads some lanes of a data set, without end. One thread uses it at a time."""
 
     def start(self) -> None:
-        """Start worker processes, from the main thread (they are forks). After `load_state_dict`, before `read`."""
+        """Fork worker processes, from the main thread. Called after `load_state_dict` and before `read`."""
         ...
 
     def read(self, lane: int) -> Sample:
-        """The next row of a lane, images included. Raises ValueError naming shard and key of a sample."""
+        """Return the next row of a lane with its images. Raises ValueError, naming shard and key, for a bad sample."""
         ...
 
     def mark(self) -> Any:
-        """Where all its lanes stand, cheap enough for every step."""
+        """Note the present positions of all lanes. Called in every step, so it has to be cheap."""
         ...
 
     def state_dict(self, mark: Any) -> dict[int, dict[str, Any]]:
-        """State of each of its lanes, of plain objects, at one of the last 6 marks; asked for with every mark."""
+        """Return the state of each lane, as plain objects, at one of the last 6 marks. Called for every mark."""
         ...
 
     def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Continue from the states of a checkpoint's lanes: its own, or all of them where the number of lanes changed.
+        """Continue from the states of a checkpoint's lanes: its own, or all of them if the number of lanes has changed.
 
         Raises:
-            ValueError: lanes or workers changed in a way that would lose or repeat samples, naming the flags.
+            ValueError: names the flags: lanes or workers have changed so that samples would be lost or repeated.
         """
         ...
 
     def describe(self) -> str:
-        """Describe what it is doing now, for a message about a stall: workers, and the shard each one reads."""
+        """Describe for a message about a stall what each worker is doing, and which shard it reads."""
         ...
 
     def close(self) -> None:
-        """Stop its workers."""
+        """Stop the workers."""
         ...
 
 
 @runtime_checkable
 class RoutedDataProvider(Protocol):
-    """A data set that costs something to read: one rank reads a lane and hands its samples to the others."""
+    """A data set that is costly to read: one rank reads a lane and sends its samples to the others."""
 
     Config: ClassVar[type]
 
     def validate(self, config: Any, request: DataRequest) -> None:
-        """Raise ValueError, naming flags, for what cannot work. Reads no sample; called before process groups exist."""
+        """Raise ValueError, naming flags, if the configuration cannot work. Reads no sample.
+
+        No process group exists yet.
+        """
         ...
 
     def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
@@ -257,11 +261,11 @@ class RoutedDataProvider(Protocol):
         ...
 
     def num_samples(self, config: Any, split: str) -> int | None:
-        """Samples in one pass over `split`; None where it has no end."""
+        """Return the number of samples in one pass over `split`; None if it has no end."""
         ...
 
     def decode(self, config: Any, tokens: list[int]) -> str:
-        """Token ids as text, for greedy samples shown to a person."""
+        """Return token ids as text, for showing greedy samples to a person."""
         ...
 
 
@@ -269,22 +273,24 @@ class RoutedDataProvider(Protocol):
 class RecordedData(Protocol):
     """A data set that says which of its flags decide the samples of a run and their order.
 
-    A checkpoint stores the fields, and a run that continues its data has to have the same. Of a data set without this
-    method every field counts.
+    A checkpoint stores these fields, and a run that continues its data must have the same ones. Without this method,
+    every field of the data set counts.
     """
 
     def stream_fields(self, config: Any) -> dict[str, Any]:
-        """These fields as plain data. What a field names (a tokenizer, a blend) stands for its path, as a digest of its
-        content. Called after `validate`, on the first rank."""
+        """Return these fields as plain data. Called after `validate`, on the first rank.
+
+        For a field that names a file, such as a tokenizer or a blend, the value is a digest of its content.
+        """
         ...
 
 
 @runtime_checkable
 class ImageDataProvider(Protocol):
-    """A data set whose images become pixels in a way that its flags describe."""
+    """A data set whose flags describe how its images become pixels."""
 
     def with_image_processing(self, config: Any, find: Callable[[], Sequence[ImageProcessing]]) -> Any:
-        """The flags with every value that is taken from the model filled in.
+        """Return the flags, with the values that come from the model filled in.
 
         Args:
             config: the data set's flags.
@@ -292,12 +298,12 @@ class ImageDataProvider(Protocol):
                 family has none. Called only if the flags leave a value open.
 
         Raises:
-            ValueError: what was found leaves a value open or has two values for it; or as `find`.
+            ValueError: a value is missing, or there are two values for it; or as `find`.
         """
         ...
 
     def image_processing(self, config: Any, tokens: TokenSpec) -> ImageProcessing:
-        """How images become pixels under flags whose values are all filled in."""
+        """Describe how images become pixels, given flags whose values are all filled in."""
         ...
 
 
@@ -312,12 +318,12 @@ class BuildContext:
         transformer_impl: `transformer_engine` or `local`.
         sequence_parallel: whether the module runs with sequence parallelism.
         recompute: activation recomputation, `none`, `selective` or `full`.
-        pre_process: this rank holds the module's first pipeline stage.
-        post_process: this rank holds the module's last pipeline stage.
+        pre_process: whether this rank has the module's first pipeline stage.
+        post_process: whether this rank has the module's last pipeline stage.
         seq_length: padded tokens per sample.
-        deterministic: only kernels that give the same bits every time.
-        moe_permute_fusion: sort tokens by expert with Transformer Engine's kernels; False with local layers.
-        moe_router_fusion: choose experts with Transformer Engine's kernels; False with local layers.
+        deterministic: whether to use only kernels that give the same bits every time.
+        moe_permute_fusion: whether to sort tokens by expert with Transformer Engine's kernels; False with local layers.
+        moe_router_fusion: whether to choose experts with Transformer Engine's kernels; False with local layers.
         recompute_num_layers: layers of the stage that `full` recomputes; None: all.
     """
 
@@ -338,13 +344,13 @@ class BuildContext:
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter (or a stack of equal ones) for planning.
+    """A parameter, or several equal ones, for planning.
 
     Attributes:
         name: dotted name for messages.
         shape: global shape.
-        count: how many of it the module has (layers, times experts).
-        split: the axis of parallelism that divides it: `tp`, `expert` (ep and expert tp) or `none`.
+        count: number of equal parameters in the module (layers, times experts).
+        split: axis of parallelism that divides it: `tp`, `expert` (ep and expert tp) or `none`.
         stage: `first`, `last` or `layer` (divided over the pipeline stages).
     """
 
@@ -358,14 +364,14 @@ class ParameterShape:
 class ModelProvider(Protocol):
     """A model family that plugs in by name (`--model-provider NAME` or `pkg.module:attr`).
 
-    Importing a provider must not import torch: import it inside `language_spec` and `encoder_spec`. A provider may have
-    `hf_architectures`, names of Hugging Face classes whose folders `mimo import` takes for it.
+    Importing a provider must not import torch; `language_spec` and `encoder_spec` import it. A provider may have
+    `hf_architectures`, the names of Hugging Face classes by which `mimo import` recognises its folders.
     """
 
     Config: ClassVar[type]
 
     def encoders(self, config: Any) -> tuple[str, ...]:
-        """Names of the encoder modules; empty for a text model."""
+        """Return the names of the encoder modules; empty for a text model."""
         ...
 
     def validate(self, config: Any, layout: Layout, seq_length: int) -> None:
@@ -373,48 +379,52 @@ class ModelProvider(Protocol):
         ...
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """Return what a data set must know of this model."""
+        """Return the properties of the model that a data set must know."""
         ...
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
-        """Placeholder token id of each encoder module."""
+        """Return the placeholder token id of each encoder module."""
         ...
 
     def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
-        """Language tokens that encoder `module` makes of an image of this size (pixels); ValueError for a wrong one."""
+        """Count the language tokens that an encoder makes of an image. Raises ValueError for a wrong size in pixels."""
         ...
 
     def hidden_size(self, config: Any) -> int:
-        """Width of the language model: what crosses the bridge per token."""
+        """Return the width of the language model, and so of a token on the bridge."""
         ...
 
     def num_experts(self, config: Any) -> int:
-        """Routed experts of a MoE layer of the language model; 0 where it is dense."""
+        """Return the number of routed experts of a MoE layer of the language model; 0 if it is dense."""
         ...
 
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
-        """Every parameter of a module, for `--dry-run` and grid sizing."""
+        """Return every parameter of a module, for `--dry-run` and grid sizing."""
         ...
 
     def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
-        """Megatron spec of the language model; its params hold `config`. `context` is None on ranks without it,
-        where only `params['config'].hidden_size` is read."""
+        """Return the Megatron spec of the language model. Its params have `config`.
+
+        `context` is None on ranks without the language model, where only `params['config'].hidden_size` is read.
+        """
         ...
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
-        """Megatron spec of a `ModalitySubmodules` class whose forward gives `[tokens, hidden_size]`."""
+        """Return the Megatron spec of a `ModalitySubmodules` class whose forward returns `[tokens, hidden_size]`."""
         ...
 
     def weight_map(self, config: Any, module: str) -> WeightMap:
-        """Which Hugging Face tensors the module's parameters are: a rule for every parameter and saved buffer.
+        """Return a rule for every parameter and saved buffer of a module, with its Hugging Face tensors. Imports torch.
 
-        Import, export and refit read it. Imports torch.
+        Import, export and refit use it.
         """
         ...
 
     def hf_config(self, config: Any) -> dict[str, Any]:
-        """The model as a Hugging Face config.json: `architectures`, `model_type` and everything that is not at its
-        class's default. A provider without a Hugging Face counterpart raises ValueError, saying so."""
+        """Return the model's config.json: `architectures`, `model_type` and all values that are not defaults.
+
+        Raises ValueError if the model has no Hugging Face counterpart.
+        """
         ...
 
 
@@ -422,25 +432,27 @@ class ModelProvider(Protocol):
 class ComparableProvider(Protocol):
     """A model provider that says which of its fields decide what a model computes.
 
-    Weights are then taken only where they were made with the same values: a checkpoint stores the fields, and the
-    config.json of a Hugging Face folder is read as fields.
+    Weights are then accepted only if they were made with the same values. A checkpoint stores the fields, and the
+    config.json of a Hugging Face folder is converted to fields.
     """
 
     def resolved(self, config: Any) -> Any:
-        """The configuration with the values of its `--hf-config`, which is empty then."""
+        """Return the configuration with the values of its `--hf-config`, which is empty then."""
         ...
 
     def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
-        """The fields of a resolved configuration that decide what a module computes, at the values that take effect.
-        Fields of training, such as dropout, are not among them."""
+        """Return the fields of a resolved configuration that decide what a module computes, at effective values.
+
+        Fields that only affect training, such as dropout, are not among them.
+        """
         ...
 
     def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
-        """A resolved configuration with everything that a Hugging Face config.json says about a module.
+        """Return a resolved configuration with everything that a Hugging Face config.json says about a module.
 
         Args:
-            config: the configuration, resolved.
-            values: config.json of the whole model, or of a model that is this module alone.
+            config: the resolved configuration.
+            values: config.json of the whole model, or of a model that consists of this module.
             module: the module.
 
         Raises:
@@ -449,7 +461,7 @@ class ComparableProvider(Protocol):
         ...
 
     def hf_key(self, field: str) -> str:
-        """The key of a Hugging Face configuration that says what a field says, for messages."""
+        """Return the key of a Hugging Face configuration that corresponds to a field, for messages."""
         ...
 
 
@@ -460,9 +472,9 @@ class MegatronSource:
     Attributes:
         path: folder of checkpoints, or one checkpoint's own folder.
         flag: the flag that names it, for messages.
-        prefixes: of each module, the beginning of names in the module's state dict -> what stands for it in the
-            checkpoint; the longest that fits is taken. `{"language": {"": "language_model."}}`.
-        ignored: tensors that the model has no use for: regular expressions, searched in the checkpoint's keys, each
+        prefixes: for each module, prefix of names in the module's state dict -> its replacement in the checkpoint, such
+            as `{"language": {"": "language_model."}}`. The longest prefix that fits is replaced.
+        ignored: regular expressions, searched in the checkpoint's keys, of tensors that the model does not use, each
             with the reason. Tensors of an optimizer are never read and need none.
     """
 
@@ -483,10 +495,10 @@ class SizesProvider(Protocol):
 
 @runtime_checkable
 class MegatronSourceProvider(Protocol):
-    """A model provider whose weights may come from a Megatron checkpoint of the model as one."""
+    """A model provider whose weights may come from a Megatron checkpoint that holds all modules as one model."""
 
     def megatron_source(self, config: Any) -> MegatronSource | None:
-        """The checkpoint that a run starts from; None where its flag is not given."""
+        """Return the checkpoint that a run starts from; None if its flag is not given."""
         ...
 
 
@@ -504,14 +516,14 @@ class ImageProcessingProvider(Protocol):
     """A model provider that knows the image processors of its family's Hugging Face folders."""
 
     def image_processing(self, config: Any, folder: str = "") -> ImageProcessing | None:
-        """How the model's images become pixels.
+        """Describe how the model's images become pixels.
 
         Args:
             config: the family's flags.
             folder: a Hugging Face folder or its config.json; empty: the processor of the family.
 
         Returns:
-            None where the folder has no file that specifies it.
+            The description; None if the folder has no file that specifies it.
 
         Raises:
             ValueError: a file has a value that cannot be followed; the message names file, key and value.
@@ -523,22 +535,22 @@ class ImageProcessingProvider(Protocol):
 
         Args:
             config: the family's flags.
-            folder: of the exported config.json; it may hold files of the model that training started from.
+            folder: folder of the exported config.json. It may have files of the model that training started from.
             processing: how images became pixels in training.
 
         Returns:
-            A line for the user where no Hugging Face processor can do the same; files that would do otherwise are
-            then removed. Empty: the files are right.
+            A line for the user if no Hugging Face processor can do the same; files that would do something else are
+            then removed. Empty if the files are right.
         """
         ...
 
 
 @runtime_checkable
 class ImageProcessorProvider(Protocol):
-    """A model provider that can write the image processor of its models, with which a rollout engine takes images."""
+    """A model provider that can write the image processor of its models, which a rollout engine needs."""
 
     def check_processor(self, config: Any) -> None:
-        """Raise ValueError, naming flags and values, where none is known for a model."""
+        """Raise ValueError, naming flags and values, if a model has no known image processor."""
         ...
 
     def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -548,8 +560,8 @@ class ImageProcessorProvider(Protocol):
 
         Args:
             config: the family's flags.
-            folder: of the model's config.json.
-            mean: of each channel.
-            std: of each channel.
+            folder: folder of the model's config.json.
+            mean: mean of each channel.
+            std: standard deviation of each channel.
         """
         ...
