@@ -3,6 +3,9 @@
 A read from a file system that hangs cannot be interrupted. Here it blocks this process alone, which the parent kills
 without waiting for it. The program needs only the standard library. Answers are lines of JSON on stdout: any number
 that report progress, then one with `done` or with `error`.
+
+Files are not copied by rsync, which nodes and container images may lack, so that this program would still be needed. It
+also records no checksum for --verify, and a read that hangs ends it with an exit code that does not name the file.
 """
 
 from __future__ import annotations

@@ -254,20 +254,11 @@ def record_reductions(rank: int, flags: tuple[str, ...], world_size: int) -> tup
     from megatron.core.pipeline_parallel import schedules
 
     from mimo.training.step import train_step
+    from tests.support.prefetching import inside
     from tests.support.steps import trainer_of
 
     place = ["schedule"]
     starts: list[list[str]] = []
-
-    def inside(name: str, call: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            place.append(name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                place.pop()
-
-        return wrapper
 
     start = _ParamAndGradBucketGroup.start_grad_sync
 
@@ -283,8 +274,9 @@ def record_reductions(rank: int, flags: tuple[str, ...], world_size: int) -> tup
             model_config = parts.built.model.config
             assert model_config.grad_sync_func is not None
             backward = "backward_step_multimodule"
-            patch.setattr(schedules, backward, inside("backward", getattr(schedules, backward)))
-            patch.setattr(model_config, "finalize_model_grads_func", inside("finalize", parts.grad_sync.finalize))
+            patch.setattr(schedules, backward, inside(place, "backward", getattr(schedules, backward)))
+            finalize = inside(place, "finalize", parts.grad_sync.finalize)
+            patch.setattr(model_config, "finalize_model_grads_func", finalize)
             for _ in range(2):
                 starts.append([])
                 train_step(parts, loader.next_step())

@@ -160,7 +160,7 @@ def test_a_trainer_rank_that_raises(context: Any, engine: EngineProcess, tmp_pat
 OWNER = """
 import sys
 from mimo.rollout.process import EngineProcess
-from tests.support.refit_faults import engine_options, use_echo_engine
+from tests.support.echo_engine import engine_options, use_echo_engine
 if __name__ == "__main__":
     process = EngineProcess(engine_options(), setup=use_echo_engine)
     print(process.process.pid, flush=True)

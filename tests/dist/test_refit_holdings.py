@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from tests.support import equality, holdings, weights
 from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
+from tests.support.weights import Sources
 
 # Model -> name of a layout -> processes, flags.
 TEXT = {"tp2": (2, "--llm-tp 2 --sequence-parallel"), "pp2": (2, "--llm-pp 2"), "ep2": (2, "--llm-dp 2 --llm-ep 2"),
@@ -28,26 +28,10 @@ QWEN3 = """--model-provider causal_lm --vocab-size 90 --num-layers 2 --hidden-si
 --num-query-groups 2 --kv-channels 8 --ffn-hidden-size 48 --max-position-embeddings 64 --qk-layernorm""".split()
 
 
-class Sources:
-    """Random folders of the models, made when they are first asked for."""
-
-    def __init__(self, pool: WorkerPool, root: Path) -> None:
-        self.pool, self.root = pool, root
-        (root / "deepseek-config").mkdir()
-        (root / "deepseek-config" / "config.json").write_text(json.dumps(weights.DEEPSEEK))
-        self.flags = {**weights.MODELS, "text": (*QWEN3,), "text-moe": (*QWEN3, *equality.MOE),
-                      "deepseek": ("--model-provider", "deepseek_v3", "--hf-config", str(root / "deepseek-config"))}
-
-    def folder(self, model: str) -> Path:
-        folder = self.root / model
-        if not folder.exists():
-            self.pool.run(weights.write_source, self.flags[model], str(folder), world_size=1)
-        return folder
-
-
 @pytest.fixture(scope="module")
 def sources(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    return Sources(pool, tmp_path_factory.mktemp("sources"))
+    text = {"text": (*QWEN3,), "text-moe": (*QWEN3, *equality.MOE)}
+    return Sources(pool, tmp_path_factory.mktemp("sources"), text)
 
 
 @pytest.mark.parametrize(("model", "layout"), fast_only(FAST, CASES))

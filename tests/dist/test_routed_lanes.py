@@ -61,6 +61,13 @@ def batches_of(rank: int, flags: tuple[str, ...], world_size: int, dataset: str,
     return digests, keys
 
 
+def batches_of_each(rank: int, flags: tuple[str, ...], world_size: int) -> list[tuple[list[list[str]], list[str]]]:
+    """Return `batches_of` for streams, for routed lanes and for lanes that every rank reads for itself."""
+    single = "tests.support.routed_data:single"
+    return [batches_of(rank, flags, world_size, dataset, lane_loader)
+            for dataset, lane_loader in (("mock", "routed"), (single, "routed"), (single, "per-lane"))]
+
+
 def digest(batch: Any) -> str:
     """Everything that a microbatch holds, as a hash."""
     import torch
@@ -81,10 +88,7 @@ def digest(batch: Any) -> str:
 def test_routed_and_own_lanes_give_the_batches_of_streams(pool: WorkerPool, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     words = tuple(flags.split())
-    streams = pool.run(batches_of, words, world_size, "mock", "routed", world_size=world_size)
-    single = "tests.support.routed_data:single"
-    routed = pool.run(batches_of, words, world_size, single, "routed", world_size=world_size)
-    own = pool.run(batches_of, words, world_size, single, "per-lane", world_size=world_size)
+    streams, routed, own = zip(*pool.run(batches_of_each, words, world_size, world_size=world_size), strict=True)
     assert [found for found, _ in routed] == [found for found, _ in streams] == [found for found, _ in own]
     read = [key for _, keys in routed for key in keys]
     assert len(read) == len(set(read)), "a sample was read twice"

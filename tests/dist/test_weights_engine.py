@@ -11,6 +11,7 @@ import torch
 
 from tests.support import weights
 from tests.support.spawn import WorkerPool
+from tests.support.weights import Sources
 
 pytestmark = pytest.mark.slow
 
@@ -31,31 +32,6 @@ CASES = [*(("dense-tied", name) for name in LAYOUTS), ("vlm", "tp2"), ("vlm", "c
          *(("moe", name) for name in ("tp2", *MOE_LAYOUTS)),
          *((model, name) for model in TEXT_MODELS for name in TEXT_LAYOUTS)]
 VISION, LANGUAGE = "vision", "language"
-
-
-class Sources:
-    """Random folders of the models, made when they are first asked for."""
-
-    def __init__(self, pool: WorkerPool, root: Path) -> None:
-        self.pool, self.root = pool, root
-        (root / "deepseek-config").mkdir()
-        (root / "deepseek-config" / "config.json").write_text(json.dumps(weights.DEEPSEEK))
-        deepseek = ("--model-provider", "deepseek_v3", "--hf-config", str(root / "deepseek-config"))
-        self.flags = {**weights.MODELS, "deepseek": deepseek}
-
-    def folder(self, model: str) -> Path:
-        folder = self.root / model
-        if not folder.exists():
-            self.pool.run(weights.write_source, self.flags[model], str(folder), world_size=1)
-        return folder
-
-    def release(self, model: str) -> Path:
-        """The folder as a checkpoint."""
-        save = self.root / f"{model}-imported"
-        if not save.exists():
-            self.pool.run(weights.import_folder, self.flags[model], str(self.folder(model)), str(save), torch.float32,
-                          world_size=1)
-        return save / "release"
 
 
 @pytest.fixture(scope="module")

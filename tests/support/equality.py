@@ -112,6 +112,18 @@ def watch_routing(model: torch.nn.Module, found: list[tuple[int, np.ndarray]]) -
     return [part.register_forward_hook(record) for part in model.modules() if isinstance(part, TopKRouter)]
 
 
+def note_gradients(parts: Any, outcome: Any) -> None:
+    """Have the first step of the optimizer put the model's gradients into `outcome.gradients`."""
+    real_step = parts.optimizer.step
+
+    def capture_then_step() -> Any:
+        if not outcome.gradients:
+            outcome.gradients = read_gradients(parts.built.model)
+        return real_step()
+
+    parts.optimizer.step = capture_then_step
+
+
 def run_layout(rank: int, flags: tuple[str, ...], world_size: int, force_all_reduce: bool = True) -> Outcome:
     """Train NUM_STEPS steps on this rank of a layout; for `run_distributed`."""
     from mimo.training.step import train_step
@@ -121,15 +133,8 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, force_all_red
     parts = make_trainer(config, layout)
     loader = make_loader(config, layout, rank)
     outcome = Outcome()
-    real_step = parts.optimizer.step
     routing: list[tuple[int, np.ndarray]] = []
-
-    def capture_then_step() -> Any:
-        if not outcome.gradients:
-            outcome.gradients = read_gradients(parts.built.model)
-        return real_step()
-
-    parts.optimizer.step = capture_then_step
+    note_gradients(parts, outcome)
     for step in range(NUM_STEPS):
         microbatches = loader.next_step()
         hooks = watch_routing(parts.built.model, routing) if step == 0 else []

@@ -136,14 +136,7 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, how: Rows) ->
     state = run_state(parts, loader)
     progress, _ = start(state, model_provider(config.model.model_provider), loader, parts.watchdog)
     lane, lanes = layout.language.coordinates(rank)["dp"], layout.language.dp
-    real_step = parts.optimizer.step
-
-    def capture_then_step() -> Any:
-        if not outcome.gradients:
-            outcome.gradients = read_gradients(parts.built.model)
-        return real_step()
-
-    parts.optimizer.step = capture_then_step
+    equality.note_gradients(parts, outcome)
     with mistakes()[how.mistake]:
         while progress.iteration < equality.NUM_STEPS:
             rows = make_rows(progress.iteration, how.packed)[lane::lanes]

@@ -36,6 +36,18 @@ class Trained:
     queued: list[int] = field(default_factory=list)
 
 
+def inside(place: list[str], name: str, call: Any) -> Any:
+    """Wrap a function so that `name` is the last element of `place` while it runs."""
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        place.append(name)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            place.pop()
+
+    return wrapper
+
+
 @contextmanager
 def watched(parts: Any, trained: Trained) -> Iterator[None]:
     """Inside, what has the encoder of this rank run is written down."""
@@ -43,17 +55,6 @@ def watched(parts: Any, trained: Trained) -> Iterator[None]:
     from mimo.training.encoder_prefetch import EncoderPrefetch
 
     place = ["forward"]
-
-    def inside(name: str, call: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            place.append(name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                place.pop()
-
-        return wrapper
-
     run_encoder = VisionSubmodule.run_encoder
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ def watched(parts: Any, trained: Trained) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VisionSubmodule, "run_encoder", noting)
         for name in ("launch", "fill", "take"):
-            patch.setattr(EncoderPrefetch, name, inside(name, getattr(EncoderPrefetch, name)))
+            patch.setattr(EncoderPrefetch, name, inside(place, name, getattr(EncoderPrefetch, name)))
         for bridge in parts.communicator.bridges:
             if parts.prefetch is not None and bridge.while_waiting is not None:
                 bridge.while_waiting = parts.prefetch.launch

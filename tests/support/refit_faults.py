@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import Trainer, WeightSender
 from mimo.refit.tensor_slices import Address, Holder, Holders, TensorMeta, TensorSlice
-from mimo.rollout.engine import EngineOptions
 
 VOCAB, HIDDEN, BLOCKS = 12, 6, 8
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -277,11 +275,6 @@ def use_plain_engine() -> None:
     gpu_worker.set_current_vllm_config = lambda config: contextlib.nullcontext()  # type: ignore[assignment]
 
 
-def engine_options(workers: int = 1, load_format: str = "dummy") -> EngineOptions:
-    """An engine that `use_plain_engine` understands."""
-    return EngineOptions("plain", "float32", tensor_parallel_size=workers, load_format=load_format)
-
-
 @dataclass
 class Ranks:
     """A trainer's ranks, each on a thread of this process.
@@ -352,53 +345,3 @@ def refuses(engine: Any) -> bool:
     except RefitError as error:
         return "no complete weights" in str(error)
     return False
-
-
-class EchoEngine:
-    """Stand-in for `RolloutEngine` where only calls matter."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        self.version = options.model
-        self.done: list[str] = []
-
-    def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Return what was done, as numbers."""
-        return [[float(len(name)) for name in self.done]]
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take a while, raise."""
-        name = update_info["name"]
-        self.done.append(name)
-        time.sleep(update_info.get("seconds", 0.0))
-        self.done.append(name)
-        if "error" in update_info:
-            raise update_info["error"]
-
-
-def use_echo_engine() -> None:
-    """Put `EchoEngine` in place of the engine, in its process before it is made."""
-    from mimo.rollout import process as host
-
-    host.RolloutEngine = EchoEngine  # type: ignore[assignment,misc]
-
-
-def fail_to_start() -> None:
-    """Fail in the engine's process, before the engine is made."""
-    raise OSError("there is no such model")
-
-
-class BreakingEngine(EchoEngine):
-    """Does not come up for the model `broken`; takes a while for others."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        if options.model == "broken":
-            raise OSError("there is no such model")
-        super().__init__(options)
-        time.sleep(1000)
-
-
-def use_breaking_engine() -> None:
-    """Put `BreakingEngine` in place of the engine, in its process before it is made."""
-    from mimo.rollout import process as host
-
-    host.RolloutEngine = BreakingEngine  # type: ignore[assignment,misc]

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from mimo.refit.sender import Trainer, WeightSender
 from mimo.rollout import process as host
 from mimo.rollout.process import EngineHandle, EngineProcess
-from tests.support.refit_faults import OPTIONS, PlainWeights, engine_options, use_plain_engine
+from tests.support.echo_engine import engine_options
+from tests.support.refit_faults import OPTIONS, PlainWeights, use_plain_engine
 from tests.support.spawn import forkserver_context
 
 ANSWERS_WITHIN_S = 60.0

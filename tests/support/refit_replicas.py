@@ -13,10 +13,8 @@ import psutil
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout import process as host
 from mimo.rollout.engine import EngineOptions, Rollout, Sampling
 from tests.support import refit
-from tests.support.refit_faults import EchoEngine
 
 DRAWN = Sampling(max_tokens=8, temperature=1.0, n=2, ignore_eos=True)
 
@@ -26,27 +24,6 @@ def draw(client: Any, prompts: dict[str, list[int]]) -> list[list[Rollout]]:
     answers: list[list[Rollout]] = client.generate([{"prompt_token_ids": tokens} for tokens in prompts.values()], DRAWN,
                                                    list(range(len(prompts))))
     return answers
-
-
-class NotingEngine(EchoEngine):
-    """Stand-in for `RolloutEngine` that reports what its process is given."""
-
-    def variable(self, name: str) -> str | None:
-        """Return an environment variable."""
-        return os.environ.get(name)
-
-
-def use_noting_engine() -> None:
-    """Replace the engine in its process before it is made."""
-    from mimo.rl.launch_engine import leave_launcher
-
-    leave_launcher()
-    host.RolloutEngine = NotingEngine  # type: ignore[assignment,misc]
-
-
-def sleep_long() -> None:
-    """Sleep in an engine's process, so that the engine is never made."""
-    time.sleep(1e4)
 
 
 @dataclass

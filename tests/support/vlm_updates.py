@@ -127,14 +127,8 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
     images = ImageTokens.of(model_provider("llava"), run.model_family, layout)
     prompts = PictureSet(shift)
     trainer = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, prompts if needs_pixels(layout, rank) else None)
-    outcome, real_step = Outcome(), parts.optimizer.step
-
-    def capture_then_step() -> Any:
-        if not outcome.gradients:
-            outcome.gradients = read_gradients(parts.built.model)
-        return real_step()
-
-    parts.optimizer.step = capture_then_step
+    outcome = Outcome()
+    equality.note_gradients(parts, outcome)
     try:
         for step in range(NUM_UPDATES):
             outcome.results.append(trainer.update(completions(step)))

@@ -18,6 +18,7 @@ from mimo.config.validate import validate
 from mimo.protocols import LANGUAGE
 from tests.support import deepseek, equality, hf_families
 from tests.support.memory import peak_bytes
+from tests.support.spawn import WorkerPool
 
 # A dense layer and three MoE layers: they are not stacked.
 DEEPSEEK = {**deepseek.SIZES, "num_hidden_layers": 4, "model_type": "deepseek_v3",
@@ -380,3 +381,34 @@ def peaks(rank: int, flags: tuple[str, ...], folder: str, scratch: str) -> dict[
     found["export"] = peak_bytes(lambda: export_checkpoint(f"{scratch}/save/release", f"{scratch}/out", provider,
                                                            config))
     return found
+
+
+class Sources:
+    """Random folders of the models, made when they are first asked for.
+
+    Args:
+        pool: where they are made.
+        root: folder that holds them.
+        more: flags of further models by name.
+    """
+
+    def __init__(self, pool: WorkerPool, root: Path, more: dict[str, tuple[str, ...]] | None = None) -> None:
+        self.pool, self.root = pool, root
+        (root / "deepseek-config").mkdir()
+        (root / "deepseek-config" / "config.json").write_text(json.dumps(DEEPSEEK))
+        deepseek_flags = ("--model-provider", "deepseek_v3", "--hf-config", str(root / "deepseek-config"))
+        self.flags = MODELS | {"deepseek": deepseek_flags} | (more or {})
+
+    def folder(self, model: str) -> Path:
+        folder = self.root / model
+        if not folder.exists():
+            self.pool.run(write_source, self.flags[model], str(folder), world_size=1)
+        return folder
+
+    def release(self, model: str) -> Path:
+        """The folder as a checkpoint."""
+        save = self.root / f"{model}-imported"
+        if not save.exists():
+            self.pool.run(import_folder, self.flags[model], str(self.folder(model)), str(save), torch.float32,
+                          world_size=1)
+        return save / "release"

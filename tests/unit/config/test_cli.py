@@ -217,15 +217,19 @@ def test_print_config_round_trips(tmp_path, capsys):
     assert parse(["--config", path]) == parsed(*flags)
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.fixture(scope="module")
+def defaults() -> RunConfig:
+    return parsed()
+
+
+@settings(max_examples=15, deadline=None)
 @given(answer=st.text(st.characters(exclude_categories=["Cs"])), lr=st.floats(1e-30, 1e30),
        rope=st.none() | st.floats(1, 9),
        iters=st.none() | st.integers(1, 10**12), patches=st.lists(st.integers(), max_size=4), bf16=st.booleans())
-def test_any_config_survives_a_file(tmp_path_factory, answer, lr, rope, iters, patches, bf16):
-    base = parsed()
+def test_any_config_survives_a_file(tmp_path_factory, defaults, answer, lr, rope, iters, patches, bf16):
     config = dataclasses.replace(
-        base, train=TrainConfig(train_iters=iters), optim=OptimConfig(lr=lr),
-        model=dataclasses.replace(base.model, bf16=bf16), dataset=FakeDataConfig(answer=answer),
+        defaults, train=TrainConfig(train_iters=iters), optim=OptimConfig(lr=lr),
+        model=dataclasses.replace(defaults.model, bf16=bf16), dataset=FakeDataConfig(answer=answer),
         model_family=FakeModelConfig(patch_sizes=tuple(patches), rope_base=rope))
     path = write(tmp_path_factory.mktemp("toml") / "run.toml", to_toml(config))
     assert parse(["--config", path]) == config

@@ -16,16 +16,8 @@ from mimo.refit.transport import disk as manifest
 from mimo.refit.transport.disk import Manifest, write_manifest
 from mimo.rollout.engine import RolloutEngine, Sampling
 from mimo.weights.safetensors_io import HfSource
-from tests.support.refit_faults import (
-    NAMES,
-    PROMPTS,
-    Ranks,
-    engine_options,
-    is_right,
-    refuses,
-    scheme,
-    whole_weights,
-)
+from tests.support.echo_engine import engine_options
+from tests.support.refit_faults import NAMES, PROMPTS, Ranks, is_right, refuses, scheme, whole_weights
 
 pytestmark = pytest.mark.usefixtures("plain_engine")
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -10,7 +10,8 @@ import torch
 from mimo.refit.rendezvous import RefitError
 from mimo.rl.probe import Expected, compare_logprobs
 from mimo.rollout.engine import EngineOptions, RolloutEngine, Sampling
-from tests.support.refit_faults import PROMPTS, Ranks, engine_options, logprobs_of, whole_weights
+from tests.support.echo_engine import engine_options
+from tests.support.refit_faults import PROMPTS, Ranks, logprobs_of, whole_weights
 
 pytestmark = pytest.mark.usefixtures("plain_engine")
 CACHES = ["prefix", "mm", "encoder"]

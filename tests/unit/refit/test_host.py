@@ -19,8 +19,8 @@ import pytest
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout.process import EngineHandle, EngineProcess, start_processes
+from tests.support.echo_engine import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
 from tests.support.launch import ROOT
-from tests.support.refit_faults import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_an_engine_that_is_killed_is_an_error_at_once(process: EngineProcess) ->
 STARTER = """
 import os, signal, sys, time
 from mimo.rollout.process import EngineProcess
-from tests.support.refit_faults import engine_options, use_echo_engine
+from tests.support.echo_engine import engine_options, use_echo_engine
 if __name__ == "__main__":
     process = EngineProcess(engine_options(), setup=use_echo_engine)
     print(process.process.pid, flush=True)

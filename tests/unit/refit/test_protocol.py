@@ -25,17 +25,9 @@ from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
 from mimo.refit.transport.p2p import Wire
 from mimo.rollout.engine import RolloutEngine
+from tests.support.echo_engine import engine_options
 from tests.support.memory import peak_bytes
-from tests.support.refit_faults import (
-    NAMES,
-    OPTIONS,
-    SHAPES,
-    Ranks,
-    engine_options,
-    holders_of,
-    is_right,
-    refuses,
-)
+from tests.support.refit_faults import NAMES, OPTIONS, SHAPES, Ranks, holders_of, is_right, refuses
 
 # No error of these tests may take as long as a time-out.
 IMPATIENT = dataclasses.replace(OPTIONS, timeout_s=120)

@@ -20,8 +20,7 @@ import ray
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout.ray_actors import RayCluster, RayEngines
-from tests.support.refit_faults import engine_options, fail_to_start
-from tests.support.refit_replicas import sleep_long, use_noting_engine
+from tests.support.echo_engine import engine_options, fail_to_start, sleep_long, use_noting_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,7 +19,8 @@ from mimo.rollout import replicas as replicas_module
 from mimo.rollout.engine import Rollout, RolloutEngine, Sampling
 from mimo.rollout.process import EngineHandle
 from mimo.rollout.replicas import Replicas, one_client, share_out
-from tests.support.refit_faults import OPTIONS, Ranks, engine_options, is_right, refuses
+from tests.support.echo_engine import engine_options
+from tests.support.refit_faults import OPTIONS, Ranks, is_right, refuses
 
 pytestmark = pytest.mark.timeout(60)
 IMPATIENT = dataclasses.replace(OPTIONS, timeout_s=120)
