@@ -109,3 +109,11 @@ def test_a_call_of_torch_distributed_shows_its_group_and_peer(monkeypatch: pytes
         assert find_blocked(frame) == Blocked("transfer", "recv", (3,))
     with frame_of(fake_distributed("destroyed", tensor=0)) as frame:
         assert find_blocked(frame) == Blocked("handle", "all_reduce"), "not a group of this rank any more"
+
+
+def test_a_call_of_torch_distributed_without_a_group_shows_its_own_name() -> None:
+    scope: dict[str, Any] = {"handle": Handle()}
+    source = "def batch_isend_irecv(p2p_op_list):\n    handle.wait()\n"
+    exec(compile(source, "/x/torch/distributed/distributed_c10d.py", "exec"), scope)
+    with frame_of(lambda: scope["batch_isend_irecv"]([])) as frame:
+        assert find_blocked(frame) == Blocked("handle", "batch_isend_irecv")
