@@ -83,19 +83,52 @@ class ImportFlags:
 
 
 @dataclass(frozen=True)
+class PlanFlags:
+    """Predict step time and memory of a run on every layout of some GPUs, print the best ones with their flags, and say
+    whether separate grids are worth it. Nothing is trained, and no GPU is needed without --measure.
+
+    All other flags are those of train_hetero.py; those of its layout are ignored.
+    """
+
+    gpus: int = 0
+    """Number of GPUs."""
+    nodes: int = 0
+    """Number of nodes, in place of --gpus."""
+    gpu: Literal["A100", "H100", "H200", "B200", "GB200"] = "H100"
+    """Kind of the GPUs, whose data sheet the costs are estimated from without a profile."""
+    gpu_memory_gib: float | None = None
+    """Memory that a process can use on a GPU. Default: that of the kind."""
+    profile: Annotated[str, arg(metavar="FILE")] = ""
+    """Measured costs that --measure has written. They replace the estimates and --gpu."""
+    measure: Annotated[str, arg(metavar="FILE")] = ""
+    """First measure the passes of a few layers on the GPUs of this host, which takes two to three minutes, and write
+    the costs to this file."""
+    plan_steps: int = 4
+    """Steps whose samples are read and simulated."""
+    top: int = 10
+    """Number of layouts to print."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print JSON instead of text, with every layout."""
+
+
+Flags = InspectFlags | ExportFlags | ImportFlags | PlanFlags
+
+
+@dataclass(frozen=True)
 class CommandLine:
     """The command that was typed.
 
     Attributes:
         flags: its flags.
-        run_flags: what stood after a lone `--`.
+        run_flags: what stood after a lone `--`; of `mimo plan`, also every flag that it does not know.
     """
 
-    flags: InspectFlags | ExportFlags | ImportFlags
+    flags: Flags
     run_flags: list[str] = field(default_factory=list)
 
 
-_COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags}
+_COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags,
+                                            "plan": PlanFlags}
 
 
 def parse_command(argv: list[str]) -> CommandLine:
@@ -104,10 +137,13 @@ def parse_command(argv: list[str]) -> CommandLine:
     if "--" in argv:
         place = argv.index("--")
         own, run_flags = argv[:place], argv[place + 1:]
+    if own[:1] == ["plan"] and not {"-h", "--help"} & set(own):
+        flags, unknown = tyro.cli(PlanFlags, prog="mimo plan", args=own[1:], return_unknown_args=True)
+        return CommandLine(flags, [*unknown, *run_flags])
     flags = tyro.extras.subcommand_cli_from_dict(
         _COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
-        description="Checkpoints of mimo-hetero: look into one, turn one into a Hugging Face folder, and back. "
-                    "`mimo COMMAND --help` tells more.")
+        description="Checkpoints of mimo-hetero: look into one, turn one into a Hugging Face folder, and back. And "
+                    "layouts: predict which is fastest. `mimo COMMAND --help` tells more.")
     return CommandLine(flags, run_flags)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, check_folders, parse_command
+from mimo.commands.flags import ExportFlags, Flags, InspectFlags, PlanFlags, check_folders, parse_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +31,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _run(flags: InspectFlags | ExportFlags | ImportFlags, run_flags: list[str]) -> int:
+def _run(flags: Flags, run_flags: list[str]) -> int:
+    if isinstance(flags, PlanFlags):
+        from mimo.commands.plan import plan
+
+        return plan(flags, run_flags)
     check_folders(flags)
     # Imported late: torch and Megatron take seconds, and neither --help nor a mistyped path needs them.
     from mimo.platform import get_platform

@@ -207,6 +207,17 @@ class FlopsCounter:
         """
         return self._by_module(sums, hardware=True)
 
+    def passes(self, module: str, sums: SequenceSums) -> list[tuple[FlopComponent, float, float]]:
+        """Return the FLOPs that are computed in the forward and in the backward pass, for each component of a module.
+
+        Args:
+            module: the module.
+            sums: its sequences, the language model's with padding.
+        """
+        return [(component, forward_flops(component, sums, whole=not self.fused).total, self._training(
+                    number, sums, True) - forward_flops(component, sums, whole=not self.fused).total)
+                for number, component in enumerate(self.components) if component.module == module]
+
     def _by_module(self, sums: Mapping[str, SequenceSums], *, hardware: bool) -> dict[str, float]:
         found = dict.fromkeys((component.module for component in self.components), 0.0)
         for number, component in enumerate(self.components):

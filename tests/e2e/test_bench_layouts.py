@@ -28,7 +28,8 @@ def run(*flags: str) -> tuple[dict[str, Any], str]:
 
 
 def test_every_kind_trains_alike(tmp_path: Path) -> None:
-    found, _ = run("--out", str(tmp_path))
+    colocated = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2"
+    found, _ = run("--out", str(tmp_path), "--colocated", colocated)
     rows = {row["kind"]: row for row in found["layouts"]}
     assert set(rows) == {"homogeneous", "colocated", "disjoint"} and len(found["layouts"]) == 3
     for row in rows.values():

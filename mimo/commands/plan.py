@@ -1,0 +1,182 @@
+"""`mimo plan`: predict every layout of a run, print the best ones, and say whether separate grids are worth it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from mimo.commands.flags import PlanFlags
+from mimo.config.cli import parse
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import validate
+from mimo.grid.dry_run import counted, table
+from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
+from mimo.planner.costs import GPUS, Costs, Profile
+from mimo.planner.measure import measure, model_name
+from mimo.planner.workload import SampleSize, draw_samples
+
+# Predicted step times that differ by less are not told apart.
+ERROR = 0.05
+# Samples that are read at most. A layout of many lanes needs those of some of its lanes only.
+MAX_SAMPLES = 4096
+
+
+def plan(flags: PlanFlags, run_flags: list[str]) -> int:
+    """Run the command.
+
+    Args:
+        flags: its own flags.
+        run_flags: flags of train_hetero.py.
+
+    Returns:
+        0, or 1 if no layout fits.
+
+    Raises:
+        ValueError: flags that contradict each other, a data set that cannot be read, or a model whose cost is unknown.
+    """
+    config = _config(flags, run_flags)
+    profile = _profile(flags, config)
+    size = flags.gpus or flags.nodes * profile.gpu.gpus_per_node
+    costs = Costs(config, profile)
+    if len(costs.encoders) > 1:
+        raise ValueError(f"mimo plan: the model has the encoders {', '.join(costs.encoders)}; only one is supported")
+    samples = draw_samples(config, costs.provider,
+                           min(flags.plan_steps * config.train.global_batch_size, MAX_SAMPLES))
+    search = Search(config, costs, samples, size)
+    found = _checked(search.run(), size, flags.top)
+    if flags.json:
+        print(json.dumps({"gpus": size, "profile": asdict(profile), "layouts": [_record(each) for each in found]}))
+        return 0 if found and found[0].fits else 1
+    for line in _head(config, profile, size, samples, measured=bool(flags.profile or flags.measure)):
+        print(line)
+    for line in _table(found, flags.top):
+        print(line)
+    for line in _advice(found, search):
+        print(line)
+    return 0 if found and found[0].fits else 1
+
+
+def _config(flags: PlanFlags, run_flags: list[str]) -> RunConfig:
+    for name in ("gpus", "nodes", "plan_steps", "top"):
+        least = 0 if name in ("gpus", "nodes") else 1
+        if getattr(flags, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(flags, name)} is below {least}")
+    if bool(flags.gpus) == bool(flags.nodes):
+        raise ValueError(f"--gpus {flags.gpus} and --nodes {flags.nodes}: give one of them")
+    if flags.profile and flags.measure:
+        raise ValueError(f"--profile {flags.profile} and --measure {flags.measure}: give one of them")
+    if flags.gpu_memory_gib is not None and not flags.gpu_memory_gib > 0:
+        raise ValueError(f"--gpu-memory-gib {flags.gpu_memory_gib} is not above 0")
+    config = parse(run_flags)
+    depth = config.train.encoder_prefetch_depth
+    if depth:
+        raise ValueError(f"--encoder-prefetch-depth {depth}: mimo plan does not predict prefetch; leave it out")
+    # The run has no length here, and its own layout need not fit the number of GPUs.
+    return replace(config, train=replace(config.train, dry_run=True, world_size=None))
+
+
+def _profile(flags: PlanFlags, config: RunConfig) -> Profile:
+    if flags.profile:
+        profile = Profile.load(Path(flags.profile))
+    elif flags.measure:
+        import torch  # only to count GPUs
+
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise ValueError(f"--measure {flags.measure}: this host has no GPU; leave it out, or give a --profile")
+        profile = measure(config, gpus)
+        profile.save(Path(flags.measure))
+    else:
+        profile = Profile(GPUS[flags.gpu])
+    if flags.gpu_memory_gib is not None:
+        profile = replace(profile, gpu=replace(profile.gpu, memory_gib=flags.gpu_memory_gib))
+    return profile
+
+
+def _checked(found: list[Candidate], size: int, top: int) -> list[Candidate]:
+    """Leave out layouts that the trainer's whole check refuses, among those that are printed."""
+    kept: list[Candidate] = []
+    for candidate in found:
+        # Micro-batches and cuts give the same predictions in some layouts; the first of them is enough.
+        if any(candidate.flags == other.flags for other in kept):
+            continue
+        if len(kept) < 2 * top:
+            try:
+                validate(candidate.config, size)
+            except ValueError:
+                continue
+        kept.append(candidate)
+    return kept
+
+
+def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSize], *, measured: bool) -> list[str]:
+    counts = [len(sample.images) for sample in samples]
+    mean = fmean(counts)
+    tokens = fmean(sample.num_tokens for sample in samples)
+    images = ""
+    if mean:
+        images = f"{mean:.1f} images each (coefficient of variation {pstdev(counts) / mean:.2f}), "
+    lines = [f"{counted(size, 'GPU')}: {profile.gpu.name}, {profile.gpu.memory_gib:.0f} GiB each; "
+             f"--global-batch-size {config.train.global_batch_size}",
+             f"data: {len(samples)} samples, {images}{tokens:,.0f} tokens of {config.train.seq_length:,}"]
+    if measured:
+        lines.append(f"costs: measured on {profile.gpu.name} with {profile.model}; passes repeat within "
+                     f"{profile.spread:.0%}")
+        if profile.model != model_name(config):
+            lines.append(f"  this run is another model ({model_name(config)}), so that they are less certain")
+    else:
+        lines.append("costs: estimated from the data sheet; --measure on such GPUs makes them more certain")
+    return [*lines, ""]
+
+
+def _table(found: list[Candidate], top: int) -> list[str]:
+    shown = found[:top]
+    # The best of each kind is always there.
+    for kind in dict.fromkeys(each.kind for each in found):
+        if all(each.kind != kind for each in shown):
+            shown.append(next(each for each in found if each.kind == kind))
+    rows = [["layout", "step, s", "tokens/s per GPU", "memory, GiB", "waiting", "flags"]]
+    for each in shown:
+        prediction = each.prediction
+        waiting = prediction.parts_s.get("waiting", 0.0) / prediction.step_s
+        rows.append([each.kind, f"{prediction.step_s:.3g}", f"{prediction.tokens_per_s:,.0f}",
+                     f"{prediction.memory_gib:.1f}" + ("" if each.fits else " (too much)"), f"{waiting:.0%}",
+                     each.flags])
+    widths = table([row[:-1] for row in rows])
+    return [f"{line:<{max(map(len, widths))}}  {row[-1]}" for line, row in zip(widths, rows, strict=True)]
+
+
+def _advice(found: list[Candidate], search: Search) -> list[str]:
+    lines = ["", f"{len(found)} layouts predicted, {search.refused} refused by the trainer's rules"]
+    fitting = [each for each in found if each.fits]
+    if not fitting:
+        return [*lines, f"None fits into {USABLE * search.costs.gpu.memory_gib:.0f} GiB: use more GPUs, or "
+                "--recompute full --encoder-recompute full"]
+    best = fitting[0]
+    parts = sorted(best.prediction.parts_s.items(), key=lambda item: -item[1])
+    spent = ", ".join(f"{name} {seconds / best.prediction.step_s:.0%}" for name, seconds in parts
+                      if seconds >= 0.005 * best.prediction.step_s)
+    lines += [f"best: {best.flags}", f"  its time: {spent}; its fullest rank: {best.prediction.fullest}"]
+    if best.kind == TEXT:
+        return lines
+    together = next((each for each in fitting if each.kind == HOMOGENEOUS), None)
+    apart = next((each for each in fitting if each.kind != HOMOGENEOUS), None)
+    if together is None or apart is None:
+        return [*lines, f"Only {'separate grids fit' if together is None else 'homogeneous layouts fit'}."]
+    gain = together.prediction.step_s / apart.prediction.step_s
+    if gain > 1 + ERROR:
+        lines.append(f"Separate grids pay: {gain:.2f} times the best homogeneous layout.")
+    elif gain < 1:
+        lines.append(f"Separate grids are not worth it: {gain:.2f} times the best homogeneous layout.")
+    else:
+        lines.append(f"Separate grids make little difference: {gain:.2f} times the best homogeneous layout, within the "
+                     "error of a prediction. Measure both (scripts/bench/layouts.py).")
+    return lines
+
+
+def _record(candidate: Candidate) -> dict[str, Any]:
+    return {"kind": candidate.kind, "flags": candidate.flags, "fits": candidate.fits,
+            **asdict(candidate.prediction)}

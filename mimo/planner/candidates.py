@@ -1,0 +1,241 @@
+"""Every layout of a model on a number of GPUs that is worth a prediction. Plain Python."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from mimo.config.trainer import LayoutConfig, RunConfig
+from mimo.config.validate import layers_of_stages
+from mimo.grid.layout import build_layout, validate_layout
+from mimo.grid.spec import Layout
+from mimo.planner.costs import GIB, Costs
+from mimo.planner.predict import Prediction, Step, predict
+from mimo.planner.workload import SampleSize
+
+HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
+# A text model has no encoder to place.
+TEXT = "language only"
+# Numbers of encoder ranks that are tried on large disjoint layouts: those nearest to its share of the work.
+MAX_ENCODER_SIZES = 6
+# Samples of a microbatch that are tried, as multiples of the run's own.
+MICRO_BATCHES = (1, 2, 4)
+# Windows of a colocated layout that are tried, in microbatches; 0: the iteration.
+WINDOWS = (1, 2, 4, 0)
+# Sizes of expert parallelism that are tried, the largest that the grid and the experts allow.
+MAX_EXPERT_SIZES = 3
+# On more GPUs than this fewer of each are tried, as there are more grids.
+MANY_GPUS = 64
+# Share of a GPU's memory that a run may plan with.
+USABLE = 0.97
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its prediction.
+
+    Attributes:
+        kind: `homogeneous`, `colocated`, `disjoint` or `language only`.
+        flags: flags that the layout adds to those of the run.
+        config: the run on this layout.
+        prediction: what it is expected to reach.
+        fits: whether the fullest rank has the memory.
+    """
+
+    kind: str
+    flags: str
+    config: RunConfig
+    prediction: Prediction
+    fits: bool
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors in rising order."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def grids(size: int, largest_tp: int, largest_pp: int) -> Iterator[tuple[int, int, int]]:
+    """Yield all (tp, dp, pp) whose product is `size`, the least split ones first."""
+    found = [(tp, size // tp // pp, pp) for tp in divisors(size) if tp <= largest_tp
+             for pp in divisors(size // tp) if pp <= largest_pp]
+    yield from sorted(found, key=lambda grid: (grid[0] * grid[2], grid[2]))
+
+
+def flags_of(config: RunConfig, base: RunConfig) -> str:
+    """Return the flags of a layout: those of the grids, and everything else in which it differs from the run."""
+    words = []
+    for section, before, always in ((config.layout, LayoutConfig(), True), (config.train, base.train, False),
+                                    (config.model, base.model, False)):
+        for field in fields(section):
+            value = vars(section)[field.name]
+            if value != (field.default if always else vars(before)[field.name]):
+                flag = field.name.replace("_", "-")
+                words += [f"--{flag}"] if value is True else [f"--no-{flag}"] if value is False else [
+                    f"--{flag}", str(value)]
+    return shlex.join(words or ["--encoder-dp", "1", "--llm-dp", "1"])
+
+
+class Search:
+    """Finds the layouts of a run that fit, with predictions.
+
+    Args:
+        base: the run. Its layout is ignored, except for --llm-only.
+        costs: costs of the model.
+        samples: sizes of the run's first samples.
+        size: number of GPUs.
+    """
+
+    def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int) -> None:
+        self.base, self.costs, self.samples, self.size = base, costs, samples, size
+        self.encoders = costs.encoders
+        self.refused = 0
+        few = size > MANY_GPUS
+        self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
+        self._windows: tuple[int, ...] = (1, 0) if few else WINDOWS
+        self._num_encoder_sizes = MAX_ENCODER_SIZES // 2 if few else MAX_ENCODER_SIZES
+        self._num_cuts = 1 if few else 5
+
+    def run(self) -> list[Candidate]:
+        """Return all layouts that the trainer accepts, the fastest first and those that do not fit last."""
+        found = []
+        for kind, layout in self._layouts():
+            for samples in self._micro_batches:
+                train = replace(self.base.train, micro_batch_size=self.base.train.micro_batch_size * samples)
+                found += self._fitted(kind, replace(self.base, layout=layout, train=train))
+        return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
+
+    def _fitted(self, kind: str, config: RunConfig) -> list[Candidate]:
+        """Predict a layout as it is, or with the least recomputation with which it fits."""
+        layout = self.accepted(config)
+        if layout is None:
+            return []
+        found = self.candidate(kind, config, layout)
+        if found.fits or config.model.recompute == "full":
+            return [found]
+        excess = found.prediction.memory_gib - USABLE * self.costs.gpu.memory_gib
+        if layout.encoder_window is not None and config.model.encoder_recompute == "none":
+            # The activations of images are the first to go.
+            budget = max(int(found.prediction.encoder_gib - excess - 0.5), 0)
+            config = replace(config, layout=replace(config.layout, encoder_activation_gib=float(budget)))
+            found = self.candidate(kind, config, layout)
+            if found.fits:
+                return [found]
+            excess = found.prediction.memory_gib - USABLE * self.costs.gpu.memory_gib
+        step = Step(config, layout, self.costs)
+        saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
+            layout.language.pp, step.num_microbatches) / GIB
+        layers = max(layers_of_stages(config, layout))
+        # Another layer is needed for the one that is being recomputed.
+        count = min(int(excess / saved) + 2, layers) if saved > 0 else layers
+        model = replace(config.model, recompute="full", recompute_num_layers=count if count < layers else None)
+        return [self.candidate(kind, replace(config, model=model), layout)]
+
+    def accepted(self, config: RunConfig) -> Layout | None:
+        """Return the layout of a run, or None if the trainer refuses it."""
+        try:
+            layout = build_layout(config.layout, self.size, self.encoders)
+            validate_layout(layout, micro_batch_size=config.train.micro_batch_size, lane_rows=config.lane_rows,
+                            global_batch_size=config.train.global_batch_size, num_experts=self.costs.num_experts,
+                            sequence_parallel=config.layout.sequence_parallel)
+            self.costs.provider.validate(config.model_family, layout, config.train.seq_length)
+        except ValueError:
+            self.refused += 1
+            return None
+        return layout
+
+    def candidate(self, kind: str, config: RunConfig, layout: Layout) -> Candidate:
+        """Predict one layout."""
+        prediction = predict(config, layout, self.costs, self.samples)
+        return Candidate(kind, flags_of(config, self.base), config, prediction,
+                         prediction.memory_gib <= USABLE * self.costs.gpu.memory_gib)
+
+    def _layouts(self) -> Iterator[tuple[str, LayoutConfig]]:
+        if not self.encoders:
+            for grid in self._grids(self.size):
+                yield from ((TEXT, layout) for layout in self._language(*grid, llm_only=self.base.layout.llm_only))
+            return
+        for grid in self._grids(self.size):
+            yield from ((HOMOGENEOUS, layout) for layout in self._language(*grid, layout="homogeneous"))
+            yield from ((COLOCATED, layout) for layout in self._colocated(*grid))
+        for ranks in self._encoder_sizes():
+            yield from ((DISJOINT, layout) for layout in self._disjoint(ranks))
+
+    def _grids(self, size: int) -> Iterator[tuple[int, int, int]]:
+        return grids(size, self.costs.gpu.gpus_per_node, self.costs.num_layers)
+
+    def _colocated(self, tp: int, dp: int, pp: int) -> Iterator[LayoutConfig]:
+        """Yield the layouts of a language grid with every encoder grid that is split no further, and windows."""
+        for encoder_tp in (each for each in divisors(self.size) if each <= tp):
+            encoder_dp = self.size // encoder_tp
+            for layout in self._language(tp, dp, pp, layout="colocated", encoder_tp=encoder_tp, encoder_dp=encoder_dp):
+                if pp == 1 and (encoder_tp, encoder_dp) != (tp, dp):
+                    yield layout
+                if encoder_dp > 1:
+                    yield from (replace(layout, encoder_window=window) for window in self._windows)
+
+    def _disjoint(self, ranks: int) -> Iterator[LayoutConfig]:
+        """Yield the layouts with so many ranks of the encoder."""
+        for encoder_tp in (each for each in divisors(ranks) if each <= self.costs.gpu.gpus_per_node):
+            for tp, dp, pp in self._grids(self.size - ranks):
+                yield from self._language(tp, dp, pp, even=True, encoder_tp=encoder_tp, encoder_dp=ranks // encoder_tp)
+
+    def _language(self, tp: int, dp: int, pp: int, *, even: bool = False, **more: object) -> Iterator[LayoutConfig]:
+        """Yield the layouts of a language grid: with every size of expert parallelism, and cuts of the pipeline."""
+        experts = self.costs.num_experts
+        sizes = [ep for ep in divisors(tp * dp) if experts % ep == 0] if experts else [1]
+        for ep in sizes[-MAX_EXPERT_SIZES:]:
+            layout = LayoutConfig(llm_tp=tp, llm_dp=dp, llm_pp=pp, llm_ep=ep, sequence_parallel=tp > 1,
+                                  **more)  # type: ignore[arg-type]
+            if pp == 1 or even:
+                yield layout
+                continue
+            if self.costs.num_layers % pp == 0:
+                yield layout
+            for cut in self._cuts(layout):
+                yield replace(layout, llm_pp_layout=cut)
+
+    def _cuts(self, layout: LayoutConfig) -> list[str]:
+        """Return cuts of the layers with less on the first stage, for the encoder, or on the last, for the logits."""
+        layers, stages = self.costs.num_layers, layout.llm_pp
+        cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep)
+        layer = cost.forward_s + cost.backward_s
+        first = last = 0.0
+        if layer > 0:
+            last = (cost.ends_forward_s + cost.ends_backward_s) / layer
+            if layout.layout == "homogeneous":
+                first = self._encoder_s(layout.llm_tp) / layer
+        even = (layers + first + last) / stages
+        found = []
+        for change in (0, -1, 1, -2, 2)[: self._num_cuts]:
+            head = round(even - first) + change
+            if stages == 2:
+                counts = [head, layers - head]
+            else:
+                middle = max(round((layers - head - (even - last)) / (stages - 2)), 1)
+                counts = [head, *[middle] * (stages - 2), layers - head - middle * (stages - 2)]
+            if min(counts) > 0 and len(set(counts)) > 1:
+                found.append(",".join(map(str, counts)))
+        return list(dict.fromkeys(found))
+
+    def _encoder_s(self, tp: int) -> float:
+        """Seconds of both passes over the images of a mean microbatch."""
+        rows = self.base.train.micro_batch_size
+        total = 0.0
+        for name in self.encoders:
+            cost = self.costs.encoder(name, tp)
+            for sample in self.samples:
+                for tokens in sample.images:
+                    forward, backward = self.costs.image_flops(name, tokens)
+                    total += forward / cost.forward_flops_s + backward / cost.backward_flops_s
+        return total / len(self.samples) * rows
+
+    def _encoder_sizes(self) -> list[int]:
+        """Return numbers of ranks for a disjoint layout's encoder, those nearest to its share of the work first."""
+        cost = self.costs.language(1, self.base.train.micro_batch_size)
+        language = self.costs.num_layers * (cost.forward_s + cost.backward_s)
+        language += cost.ends_forward_s + cost.ends_backward_s
+        images = self._encoder_s(1)
+        share = images / (images + language) * self.size
+        return sorted(range(1, self.size), key=lambda ranks: (abs(ranks - share), ranks))[: self._num_encoder_sizes]

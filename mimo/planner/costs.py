@@ -1,0 +1,333 @@
+"""What each piece of a step takes: seconds and bytes of a layer, of an image, of the optimizer. Plain Python.
+
+Everything is first estimated from the model's sizes and the figures of a GPU. A profile, which `mimo.planner.profile`
+measures on real GPUs, holds the ratio of measured to estimated values, so that it also corrects what was not measured:
+other depths, other images, more ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mimo import registry
+from mimo.config.trainer import RunConfig
+from mimo.observability.flops import FlopsCounter, FlopsProvider, SequenceSums
+from mimo.protocols import LANGUAGE, ModelProvider, ParameterShape
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU and its links.
+
+    Attributes:
+        name: for messages; of the driver, or of the table.
+        tflops: dense bf16 TFLOP/s of its data sheet.
+        memory_gib: memory that tensors can take; the driver and NCCL's communicators need 5 GiB or so of the rest.
+        link_gb_s: GB/s from one GPU to another of the node, one way, that collectives reach.
+        network_gb_s: the same between nodes, for each GPU.
+        gpus_per_node: GPUs that are linked directly.
+    """
+
+    name: str
+    tflops: float
+    memory_gib: float
+    link_gb_s: float
+    network_gb_s: float
+    gpus_per_node: int = 8
+
+
+# Data sheets of NVIDIA; four fifths of the bandwidths, as NCCL reaches on large messages.
+GPUS = {
+    "A100": Gpu("A100", 312.0, 74.0, 240.0, 20.0),
+    "H100": Gpu("H100", 989.5, 74.0, 360.0, 40.0),
+    "H200": Gpu("H200", 989.5, 134.5, 360.0, 40.0),
+    "B200": Gpu("B200", 2250.0, 173.0, 720.0, 40.0),
+    "GB200": Gpu("GB200", 2500.0, 179.0, 720.0, 40.0, 4),
+}
+# Share of the data sheet's TFLOP/s that layers reach without a profile: dense layers, experts, encoders. A profile of
+# dense layers on an H200 came within 14 % of this.
+DENSE_EFFICIENCY, EXPERT_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.35, 0.45
+# What is left of it in an encoder that is split by tensor parallelism: its layers are small, and their results travel.
+SPLIT_ENCODER = 0.5
+# Seconds that the host needs at least for the kernels of a layer's forward pass, and for those of the backward pass.
+HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
+# Seconds before the first byte of a collective arrives.
+LATENCY_S = 20e-6
+# Bytes of memory that Adam reads and writes for a parameter: gradient, master weight, two moments, bf16 weight.
+OPTIMIZER_BYTES, MEMORY_GB_S = 34.0, 3000.0
+# Memory that no formula explains, such as workspaces.
+BASE_GIB = 1.0
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Measured over estimated values of one module, with one tensor-parallel size.
+
+    Attributes:
+        tp: tensor-parallel size.
+        micro_batch_size: samples of a microbatch; 0 for an encoder.
+        forward, backward: seconds of the layers' passes.
+        ends_forward, ends_backward: seconds of embedding, output layer and loss; of an encoder, of each call.
+        bytes: activations that the layers keep.
+        ends_bytes: activations that the output layer and the loss keep.
+    """
+
+    tp: int = 1
+    micro_batch_size: int = 0
+    forward: float = 1.0
+    backward: float = 1.0
+    ends_forward: float = 1.0
+    ends_backward: float = 1.0
+    bytes: float = 1.0
+    ends_bytes: float = 1.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Ratios that were measured.
+
+    Attributes:
+        gpu: the GPUs that it was measured on.
+        model: sizes of the model, for messages.
+        modules: ratios of each module.
+        optimizer: measured over estimated seconds of an optimizer step.
+        reduction: the same of the reduction of gradients.
+        step_s: seconds of a step that no pass, reduction or optimizer explains.
+        base_gib: memory that no formula explains.
+        spread: largest relative difference between repeated measurements of a pass.
+    """
+
+    gpu: Gpu
+    model: str = ""
+    modules: Mapping[str, Sequence[Ratios]] = field(default_factory=dict)
+    optimizer: float = 1.0
+    reduction: float = 1.0
+    step_s: float = 0.0
+    base_gib: float = BASE_GIB
+    spread: float = 0.0
+
+    def save(self, path: Path) -> None:
+        """Write the profile as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a profile. Raises ValueError if the file is none, naming it."""
+        try:
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            modules = {name: tuple(Ratios(**each) for each in found) for name, found in values.pop("modules").items()}
+            return cls(gpu=Gpu(**values.pop("gpu")), modules=modules, **values)
+        except (OSError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as problem:
+            raise ValueError(f"--profile {path}: not a profile of `mimo plan --measure`: {problem}") from None
+
+    def ratios(self, module: str, tp: int, micro_batch_size: int) -> Ratios:
+        """Return the measured ratios that are nearest, all 1 if the module was not measured."""
+        def distance(found: Ratios) -> tuple[float, float]:
+            return (abs(math.log2(found.tp / tp)),
+                    abs(math.log2(max(found.micro_batch_size, 1) / max(micro_batch_size, 1))))
+
+        return min(self.modules.get(module, (Ratios(),)), key=distance)
+
+
+@dataclass(frozen=True)
+class LanguageCost:
+    """One microbatch on ranks of one tensor-parallel group.
+
+    Attributes:
+        forward_s, backward_s: passes of one layer, the mean over the layers.
+        ends_forward_s, ends_backward_s: of the output layer and the loss.
+        layer_bytes: activations that a layer keeps for its backward pass.
+        recomputed_bytes: what it keeps if it is recomputed.
+        ends_bytes: what the output layer and the loss keep.
+    """
+
+    forward_s: float
+    backward_s: float
+    ends_forward_s: float
+    ends_backward_s: float
+    layer_bytes: float
+    recomputed_bytes: float
+    ends_bytes: float
+
+
+@dataclass(frozen=True)
+class EncoderCost:
+    """Encoder passes on ranks of one tensor-parallel group.
+
+    Attributes:
+        call_forward_s, call_backward_s: seconds of each pass, whatever it encodes.
+        forward_flops_s, backward_flops_s: FLOP/s of the group.
+        layer_bytes: bytes that all layers together keep for one patch.
+        recomputed_bytes: the same if all of them are recomputed.
+    """
+
+    call_forward_s: float
+    call_backward_s: float
+    forward_flops_s: float
+    backward_flops_s: float
+    layer_bytes: float
+    recomputed_bytes: float
+
+
+class Costs:
+    """Costs of one model.
+
+    Args:
+        config: the run; its layout is not used.
+        profile: measured ratios, or `Profile(gpu)`.
+
+    Raises:
+        ValueError: the model's provider does not say what its model computes.
+    """
+
+    def __init__(self, config: RunConfig, profile: Profile) -> None:
+        self.config, self.profile, self.gpu = config, profile, profile.gpu
+        self.provider: ModelProvider = registry.model_provider(config.model.model_provider)
+        family, name = config.model_family, config.model.model_provider
+        self.encoders: tuple[str, ...] = () if config.layout.llm_only else self.provider.encoders(family)
+        described: Any = self.provider
+        if not isinstance(described, FlopsProvider):
+            raise ValueError(f"mimo plan: --model-provider {name} does not say what its model computes "
+                             "(flop_components), so that its time cannot be estimated")
+        modules = (*self.encoders, LANGUAGE)
+        self.counter = FlopsCounter([each for each in described.flop_components(family) if each.module in modules],
+                                    frozen=config.model.frozen)
+        self.shapes: dict[str, list[ParameterShape]] = {
+            module: self.provider.parameter_shapes(family, module) for module in modules}
+        self.hidden_size = self.provider.hidden_size(family)
+        self.num_layers = num_layers(self.shapes[LANGUAGE])
+        self.num_experts = self.provider.num_experts(family)
+        self._frozen = config.model.frozen
+        self._known: dict[tuple[object, ...], Any] = {}
+        # Experts that a token passes, where the provider has such a field.
+        self._top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
+
+    def language(self, tp: int, micro_batch_size: int, ep: int = 1) -> LanguageCost:
+        """Return the costs of a microbatch of the language model."""
+        return self._once(self._language, tp, micro_batch_size, ep)
+
+    def encoder(self, name: str, tp: int) -> EncoderCost:
+        """Return the costs of an encoder's passes."""
+        return self._once(self._encoder, name, tp)
+
+    def image_flops(self, name: str, tokens: int) -> tuple[float, float]:
+        """Return the FLOPs of an image's forward and backward pass.
+
+        Args:
+            name: the encoder.
+            tokens: rows of its output.
+        """
+        return self._once(self._image_flops, name, tokens)
+
+    def _once[**P, R](self, compute: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Compute a cost that many layouts ask for."""
+        key = (compute.__name__, *arguments)
+        if key not in self._known:
+            self._known[key] = compute(*arguments, **named)
+        found: R = self._known[key]
+        return found
+
+    def _language(self, tp: int, micro_batch_size: int, ep: int) -> LanguageCost:
+        length = self.config.train.seq_length
+        tokens = micro_batch_size * length
+        sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
+        layers, ends = [0.0, 0.0], [0.0, 0.0]
+        for component, forward, backward in self.counter.passes(LANGUAGE, sums):
+            into = layers if component.recomputed else ends
+            into[0] += forward
+            into[1] += backward
+        efficiency = EXPERT_EFFICIENCY if self.num_experts else DENSE_EFFICIENCY
+        rate = self.gpu.tflops * 1e12 * efficiency * tp
+        # With sequence parallelism, a layer gathers its input and scatters its output around attention and MLP.
+        message = tokens * self.hidden_size * 2 * (tp - 1) / tp
+        moved = message / (self.gpu.link_gb_s * 1e9) + LATENCY_S if tp > 1 else 0.0
+        # Tokens go to the ranks of their experts and come back, in both passes.
+        routed = tokens / tp * self._top_k * self.hidden_size * 2 * (ep - 1) / ep
+        bandwidth = self.gpu.link_gb_s if ep <= self.gpu.gpus_per_node else self.gpu.network_gb_s
+        dispatch = 2 * (routed / (bandwidth * 1e9) + LATENCY_S) if ep > 1 else 0.0
+        ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
+        forward_s = max(layers[0] / rate / self.num_layers, HOST_FORWARD_S) + 4 * moved + dispatch
+        backward_s = 0.0
+        if layers[1]:
+            backward_s = max(layers[1] / rate / self.num_layers, HOST_BACKWARD_S) + 6 * moved + dispatch
+        kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
+        vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
+        return LanguageCost(
+            forward_s * ratios.forward, backward_s * ratios.backward,
+            ends[0] / rate * ratios.ends_forward, ends[1] / rate * ratios.ends_backward,
+            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * tokens * vocabulary / tp * ratios.ends_bytes)
+
+    def _encoder(self, name: str, tp: int) -> EncoderCost:
+        ratios = self.profile.ratios(name, tp, 0)
+        efficiency = ENCODER_EFFICIENCY if tp == 1 else ENCODER_EFFICIENCY * SPLIT_ENCODER
+        rate = self.gpu.tflops * 1e12 * efficiency * tp
+        shapes = self.shapes[name]
+        layers = num_layers(shapes)
+        width = min((min(shape.shape) for shape in shapes if len(shape.shape) == 2 and shape.stage == "layer"),
+                    default=self.hidden_size)
+        return EncoderCost(
+            layers * HOST_FORWARD_S * ratios.ends_forward, layers * HOST_BACKWARD_S * ratios.ends_backward,
+            rate / ratios.forward, rate / ratios.backward,
+            self._kept_bytes(name, width) / tp * ratios.bytes, 2.0 * width * layers)
+
+    def _image_flops(self, name: str, tokens: int) -> tuple[float, float]:
+        found = self.counter.passes(name, SequenceSums.of([tokens]))
+        return sum(forward for _, forward, _ in found), sum(backward for _, _, backward in found)
+
+    def image_patches(self, name: str, tokens: int) -> float:
+        """Return the length of an image's sequence in the encoder's layers."""
+        return self._once(self._image_patches, name, tokens)
+
+    def _image_patches(self, name: str, tokens: int) -> float:
+        return max((component.tokens_per_token * tokens + component.extra_tokens
+                    for component in self.counter.components if component.module == name), default=float(tokens))
+
+    def trains(self, module: str) -> bool:
+        """Whether the module's own weights train (the projector is part of the encoder's module)."""
+        return module not in self._frozen
+
+    def optimizer_s(self, parameters: float) -> float:
+        """Return the seconds of an optimizer step on a rank that updates so many parameters."""
+        return parameters * OPTIMIZER_BYTES / (MEMORY_GB_S * 1e9) * self.profile.optimizer
+
+    def reduction_s(self, parameters: float, replicas: int, gpus: int) -> float:
+        """Return the seconds of reducing gradients and gathering parameters that do not overlap with passes.
+
+        Args:
+            parameters: those of a rank.
+            replicas: data-parallel size.
+            gpus: ranks over which a replica's neighbours are spread; beyond a node the network counts.
+        """
+        if replicas == 1:
+            return 0.0
+        bandwidth = self.gpu.link_gb_s if gpus <= self.gpu.gpus_per_node else self.gpu.network_gb_s
+        gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not self.config.model.bf16 else 2
+        moved = parameters * (gradients + (2 if self.config.model.bf16 else 4)) * (replicas - 1) / replicas
+        return moved / (bandwidth * 1e9) * self.profile.reduction
+
+    def _kept_bytes(self, module: str, width: int) -> float:
+        """Return the bytes that all layers of a module keep for one token, without recomputation.
+
+        Each product keeps its input, and a layer keeps the outputs of its products until they have been used; norms and
+        residuals are four times the width. For a Llama layer this is 34 bytes per token and channel.
+        """
+        per_token = 4.0 * width * num_layers(self.shapes[module])
+        for shape in self.shapes[module]:
+            if shape.stage == "layer" and len(shape.shape) == 2:
+                used = shape.count * (self._top_k / self.num_experts if shape.split == "expert" else 1)
+                per_token += used * max(shape.shape)
+        return (2.0 if self.config.model.bf16 else 4.0) * per_token
+
+
+def num_layers(shapes: Sequence[ParameterShape]) -> int:
+    """Return the number of layers of a module, from parameters that every layer has."""
+    return max((shape.count for shape in shapes if shape.stage == "layer" and shape.split != "expert"), default=1)
+
+

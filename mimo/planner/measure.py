@@ -1,0 +1,352 @@
+"""Measure the passes of a model on the GPUs of this host, as ratios to the planner's estimates.
+
+The trainer itself runs a few short trainings with two depths of the language model on homogeneous layouts of each
+tensor-parallel size. The difference between the depths is the time and the memory of the layers; the rest belongs to
+the output layer and the loss.
+
+`measure` starts the ranks by torchrun. They run this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+if __name__ == "__main__":  # torchrun starts it as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mimo import registry
+from mimo.config.cli import parse, to_toml
+from mimo.config.trainer import CheckpointConfig, LayoutConfig, ObserveConfig, RunConfig
+from mimo.config.validate import validate
+from mimo.observability.flops import peak_tflops
+from mimo.observability.spans import Interval, Kind
+from mimo.planner.costs import GIB, GPUS, Costs, Gpu, Profile, Ratios
+from mimo.planner.predict import Step
+from mimo.protocols import LANGUAGE, ComparableProvider
+
+if TYPE_CHECKING:
+    from mimo.grid.groups import Grids
+    from mimo.platform.base import Platform
+
+DEPTHS = (2, 6)
+# Steps of each training that are not measured, and those that are.
+WARMUP, STEPS = 3, 3
+NUM_MICROBATCHES = 6
+# Memory of a GPU that tensors cannot take: 6 GiB of a process with the communicators of a pipeline and of windows.
+OTHER_GIB = 5.5
+
+
+def measure(config: RunConfig, num_gpus: int, *, device: Literal["cuda", "cpu"] = "cuda") -> Profile:
+    """Run the trainings and return what they say.
+
+    Args:
+        config: the run. Its layout, length and checkpoints are not used.
+        num_gpus: GPUs of this host.
+        device: `cuda`, or `cpu` to try it out.
+
+    Raises:
+        ValueError: the trainings ended with an error; the message has the end of their output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        runs: list[str] = []
+        for tp in (1, 2, 4, 8):
+            if num_gpus % tp:
+                break
+            for samples in (1, 2):
+                for depth in DEPTHS:
+                    run = _training(config, tp, num_gpus // tp, config.train.micro_batch_size * samples, depth, device)
+                    path = Path(folder) / f"run-{len(runs)}.toml"
+                    run = replace(run, observe=replace(run.observe, run_dir=str(path.with_suffix(""))))
+                    path.write_text(to_toml(run), encoding="utf-8")
+                    runs.append(str(path))
+        settings, result = Path(folder) / "settings.json", Path(folder) / "profile.json"
+        settings.write_text(json.dumps({"runs": runs, "result": str(result)}), encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus),
+                   __file__, str(settings)]
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if done.returncode or not result.exists():
+            raise ValueError(f"the measurement ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+        return Profile.load(result)
+
+
+def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth: int,
+              device: Literal["cuda", "cpu"]) -> RunConfig:
+    """Return a short training of the model with a few layers."""
+    provider, family = registry.model_provider(config.model.model_provider), config.model_family
+    if isinstance(provider, ComparableProvider):
+        family = provider.resolved(family)
+    if any(each.name == "num_layers" for each in fields(family)):
+        family = replace(family, num_layers=min(depth, family.num_layers))
+    text_only = config.layout.llm_only or not provider.encoders(family)
+    layout = LayoutConfig(layout="disjoint" if text_only else "homogeneous", llm_only=config.layout.llm_only,
+                          llm_tp=tp, llm_dp=dp, sequence_parallel=tp > 1)
+    train = replace(config.train, micro_batch_size=micro_batch_size, train_samples=None, train_iters=WARMUP + STEPS,
+                    global_batch_size=micro_batch_size * dp * NUM_MICROBATCHES, eval_interval=0, eval_iters=0,
+                    num_generations=0, device=device, dry_run=False, world_size=None, encoder_prefetch_depth=0)
+    schedule = replace(config.schedule, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_samples=0,
+                       lr_decay_iters=None, lr_decay_samples=None, lr_wsd_decay_iters=None, lr_wsd_decay_samples=None)
+    model = replace(config.model, recompute="none", recompute_num_layers=None, encoder_recompute="none")
+    return replace(config, train=train, layout=layout, model=model, model_family=family, schedule=schedule,
+                   checkpoint=CheckpointConfig(), observe=ObserveConfig(progress=False, log_interval=WARMUP + STEPS))
+
+
+@dataclass
+class Training:
+    """Figures of one training on one rank, in seconds and bytes.
+
+    Attributes:
+        passes: median seconds of each module's forward and backward passes, by (module, kind, microbatch).
+        encoder_flops: FLOPs of the images of each microbatch, by (kind, microbatch).
+        others: median seconds of the rest of a step, by kind.
+        spread: relative difference between the steps' passes of the language model.
+        static_bytes: allocated between steps, on CUDA.
+        peak_bytes: the most that a step allocates beyond that.
+        image_bytes: what the encoder keeps for the images of the microbatch that has most of them.
+        image_patches: patches of those images.
+    """
+
+    passes: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    encoder_flops: dict[tuple[str, int], float] = field(default_factory=dict)
+    others: dict[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+    static_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    image_bytes: float = 0.0
+    image_patches: float = 0.0
+
+    def total(self, module: str, kind: str) -> float:
+        """Mean seconds of a module's passes of one kind, over microbatches."""
+        found = [seconds for (name, each, _), seconds in self.passes.items() if (name, each) == (module, kind)]
+        return sum(found) / len(found) if found else 0.0
+
+
+def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> Training:
+    """Train and return this rank's figures."""
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    from mimo.grid.groups import Grids
+    from mimo.training.loop import TrainingLoop
+    from mimo.training.step import train_step
+
+    costs, found = Costs(config, Profile(GPUS["H100"])), Training()
+
+    class Measured(TrainingLoop):
+        """A run whose iterations are measured in place of being recorded."""
+
+        def _train(self, loader: Any, logger: Any) -> str | None:
+            microbatches = loader.next_step()
+            steps: list[dict[tuple[str, str, int], float]] = []
+            others: list[dict[str, float]] = []
+            for number in range(WARMUP + STEPS):
+                self.platform.synchronize()
+                if self.platform.name == "cuda":
+                    found.static_bytes = float(torch.cuda.memory_allocated())
+                self.platform.reset_peak_memory()
+                self.parts.spans.begin_step()
+                self.watchdog.progress(iteration=number + 1)
+                train_step(self.parts, microbatches)
+                self.parts.spans.end_step()
+                if self.platform.name == "cuda":
+                    found.peak_bytes = self.platform.peak_memory_bytes() - found.static_bytes
+                passes, rest = _sums(self.parts.spans.intervals())
+                if number >= WARMUP:
+                    steps.append(passes)
+                    others.append(rest)
+                self.session.progress.iteration += 1
+            found.passes = {key: median(step.get(key, 0.0) for step in steps) for key in steps[0]}
+            found.others = {kind: median(rest.get(kind, 0.0) for rest in others) for kind in others[0]}
+            totals = [sum(seconds for (module, _, _), seconds in step.items() if module == LANGUAGE) for step in steps]
+            found.spread = (max(totals) - min(totals)) / max(median(totals), 1e-9)
+            for encoder in self.grids.layout.encoders:
+                self._images(encoder.name, microbatches)
+            return "measured"
+
+        def _images(self, name: str, microbatches: Any) -> None:
+            """Note the FLOPs of each microbatch's images and the memory of those of one microbatch."""
+            for number, batch in enumerate(microbatches):
+                tokens = batch.text.image_lengths.get(name, ())
+                for kind in (0, 1):
+                    found.encoder_flops[("forward", "backward")[kind], number] = sum(
+                        costs.image_flops(name, each)[kind] for each in tokens)
+                patches = sum(costs.image_patches(name, each) for each in tokens)
+                if self.platform.name == "cuda" and patches > found.image_patches:
+                    inputs = batch.encoders[name].to(self.platform.device).inputs
+                    module = unwrap_model(self.parts.built.model.modality_submodules[name])
+                    before = torch.cuda.memory_allocated()
+                    output = module(encoder_inputs=inputs, hidden_states=None)
+                    found.image_bytes, found.image_patches = torch.cuda.memory_allocated() - before, patches
+                    del output
+
+    layout = validate(config, world_size, rank)
+    with Grids(layout, platform.backend) as grids:
+        Measured(config, grids, platform, registry.model_provider(config.model.model_provider),
+                 config.find_dataset(config.data.dataset_provider)).run()
+    return found
+
+
+def _sums(intervals: Iterable[Interval]) -> tuple[dict[tuple[str, str, int], float], dict[str, float]]:
+    """Return the seconds of passes by module, kind and microbatch, and those of everything else by kind."""
+    passes: dict[tuple[str, str, int], float] = defaultdict(float)
+    rest: dict[str, float] = defaultdict(float)
+    for each in intervals:
+        label, seconds = each.label, each.end_s - each.begin_s
+        if label.kind in (Kind.FORWARD, Kind.BACKWARD) and label.microbatch is not None:
+            passes[label.module, str(label.kind), label.microbatch] += seconds
+        else:
+            rest[str(label.kind)] += seconds
+    return passes, rest
+
+
+def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile: Profile) -> dict[str, Ratios]:
+    """Compare one tensor-parallel and micro-batch size, at two depths, with the estimates."""
+    config, deep = configs[-1], trainings[-1]
+    costs, tp, samples = Costs(config, profile), config.layout.llm_tp, config.train.micro_batch_size
+    cost = costs.language(tp, samples)
+    depths = [_depth(each) for each in configs]
+    found: dict[str, float] = {}
+    for kind, layer, ends in (("forward", cost.forward_s, cost.ends_forward_s),
+                              ("backward", cost.backward_s, cost.ends_backward_s)):
+        times = [each.total(LANGUAGE, kind) for each in trainings]
+        found[kind], found[f"ends_{kind}"] = _split(depths, times, layer, ends)
+    if deep.peak_bytes:
+        images = [each.image_bytes for each in trainings]
+        kept = [each.peak_bytes - image for each, image in zip(trainings, images, strict=True)]
+        found["bytes"], found["ends_bytes"] = _split(depths, kept, cost.layer_bytes, cost.ends_bytes)
+    ratios = {LANGUAGE: Ratios(tp, samples, **found)}
+    for name in costs.encoders:
+        estimated, own = costs.encoder(name, tp), {}
+        for kind, rate, call in (("forward", estimated.forward_flops_s, estimated.call_forward_s),
+                                 ("backward", estimated.backward_flops_s, estimated.call_backward_s)):
+            points = [(training.encoder_flops.get((kind, number), 0.0), training.passes.get((name, kind, number), 0.0))
+                      for training in trainings for number in range(NUM_MICROBATCHES)]
+            call_s, per_flop = _line([point for point in points if point[0] > 0])
+            own[kind] = per_flop * rate if per_flop > 0 else 1.0
+            own[f"ends_{kind}"] = call_s / call if call else 1.0
+        if deep.image_patches:
+            own["bytes"] = deep.image_bytes / (deep.image_patches * estimated.layer_bytes)
+        ratios[name] = Ratios(tp, 0, **own)
+    return ratios
+
+
+def _depth(config: RunConfig) -> int:
+    return Costs(config, Profile(GPUS["H100"])).num_layers
+
+
+def _split(depths: Sequence[int], values: Sequence[float], layer: float, ends: float) -> tuple[float, float]:
+    """Return the ratios of the layers and of the rest, of values that grow with the depth."""
+    if depths[0] == depths[-1] or not layer:
+        whole = depths[-1] * layer + ends
+        ratio = values[-1] / whole if whole else 1.0
+        return ratio, ratio
+    each = max((values[-1] - values[0]) / (depths[-1] - depths[0]), 0.0)
+    rest = max(values[-1] - depths[-1] * each, 0.0)
+    return each / layer, rest / ends if ends else 1.0
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit y = a + b x with a >= 0, by least squares of the relative error. Points of one x give a = 0."""
+    if not points:
+        return 0.0, 0.0
+    xs = [x for x, _ in points]
+    through_zero = sum(y / x for x, y in points) / len(points)
+    if max(xs) < 1.3 * min(xs):
+        return 0.0, through_zero
+    weights = [1 / (y * y) if y else 0.0 for _, y in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    below = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
+    slope = above / below
+    constant = mean_y - slope * mean_x
+    return (constant, slope) if constant >= 0 else (0.0, through_zero)
+
+
+def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: Gpu, model: str) -> Profile:
+    """Turn all trainings into a profile. Those of one layout follow each other by depth."""
+    plain = Profile(gpu)
+    modules: dict[str, list[Ratios]] = {}
+    optimizer, reduction, host, base = [], [], [], []
+    for start in range(0, len(configs), len(DEPTHS)):
+        group, runs = configs[start : start + len(DEPTHS)], trainings[start : start + len(DEPTHS)]
+        for name, ratios in _ratios(group, runs, plain).items():
+            known = modules.setdefault(name, [])
+            if not any((each.tp, each.micro_batch_size) == (ratios.tp, ratios.micro_batch_size) for each in known):
+                known.append(ratios)
+        for config, run in zip(group, runs, strict=True):
+            step = Step(config, validate(config, config.layout.llm_tp * config.layout.llm_dp), Costs(config, plain))
+            optimizer.append(run.others.get("optimizer", 0.0) / step.optimizer_s())
+            if step.reduction_s():
+                reduction.append(run.others.get("gradient-sync", 0.0) / step.reduction_s())
+            host.append(run.others.get("other", 0.0) + run.others.get("idle", 0.0))
+            if run.static_bytes:
+                ((_, place),) = step.places()
+                state = sum(step.state_bytes(*each) for each in place)
+                base.append((run.static_bytes - state) / GIB)
+    return Profile(gpu, model, modules, optimizer=median(optimizer), reduction=median(reduction) if reduction else 1.0,
+                   step_s=median(host), base_gib=max(median(base), 0.0) if base else plain.base_gib,
+                   spread=max(run.spread for run in trainings))
+
+
+def describe_gpu(name: str, memory_gib: float | None) -> Gpu:
+    """Return the figures of a GPU by its driver's name; links of unknown ones are taken from the H100."""
+    known = next((gpu for key, gpu in sorted(GPUS.items(), key=lambda item: -len(item[0])) if key in name.upper()),
+                 None)
+    gpu = known or replace(GPUS["H100"], tflops=peak_tflops(name) or 1.0, memory_gib=memory_gib or 16.0)
+    return replace(gpu, name=name or "CPU", memory_gib=memory_gib or gpu.memory_gib)
+
+
+def main() -> int:
+    """Run as one rank under torchrun; the first one writes the profile."""
+    settings: Mapping[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    sys.path.append(os.getcwd())
+    configs = [parse(["--config", path]) for path in settings["runs"]]
+    from mimo.training.run import launch
+
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+
+    def body(_config: RunConfig, _grids: Grids, platform: Platform) -> None:
+        import gc
+
+        import torch
+
+        trainings = []
+        for config in configs:
+            trainings.append(_run(config, platform, rank, world_size))
+            gc.collect()
+            if platform.name == "cuda":
+                torch.cuda.empty_cache()
+        if rank == 0:
+            memory = None
+            if platform.name == "cuda":
+                # The driver and NCCL's communicators need some of it.
+                memory = torch.cuda.get_device_properties(platform.device).total_memory / GIB - OTHER_GIB
+            gpu = describe_gpu(platform.device_name, memory)
+            _profile(configs, trainings, gpu, model_name(configs[0])).save(Path(settings["result"]))
+
+    return launch(configs[0], validate(configs[0], world_size, rank), body)
+
+
+def model_name(config: RunConfig) -> str:
+    """Return the sizes that a profile depends on, for messages."""
+    costs = Costs(config, Profile(GPUS["H100"]))
+    width = "" if not costs.num_experts else f", {costs.num_experts} experts"
+    frozen = f", --freeze {config.model.freeze}" if config.model.freeze else ""
+    packed = ", packed patches" if costs.provider.token_spec(config.model_family).packs_patches else ""
+    return (f"{config.model.model_provider}, hidden size {costs.hidden_size}{width}{packed}, --seq-length "
+            f"{config.train.seq_length}{frozen}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,489 @@
+"""Step time and memory of a run on one layout, predicted from costs and sample sizes. Plain Python.
+
+The time of the passes is simulated event by event for a few iterations of the run's own samples. Reduction of
+gradients, the optimizer and the host's own time come on top.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from statistics import fmean
+
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import layers_of_stages, num_microbatches
+from mimo.grid.dry_run import parameters_per_rank
+from mimo.grid.spec import GridSpec, Layout, lane_shares
+from mimo.grid.windows import WindowSchedule
+from mimo.planner.costs import GIB, LATENCY_S, Costs
+from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, simulate
+from mimo.planner.workload import Microbatches, SampleSize, iterations
+from mimo.protocols import LANGUAGE
+
+# Lanes that are simulated; of more, those with the most work in images.
+MAX_LANES = 8
+# Lanes whose samples are looked at. More are alike, and a layout with as many times fewer replicas stands for them.
+LANES_WITH_DATA = 16
+# Microbatches that are simulated of an iteration that has more, or four for each pipeline stage if that is more.
+SHORT_ITERATION = 32
+# Passes that are simulated for a layout at most, but one iteration at least.
+MAX_PASSES = 2000
+ENCODING = "encoding"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout is expected to reach.
+
+    Attributes:
+        step_s: seconds of a step, the mean over the simulated iterations.
+        tokens_per_s: tokens of text and images without padding, per GPU.
+        memory_gib: allocated memory of the fullest rank, at its peak.
+        fullest: which rank that is.
+        encoder_gib: part of it that activations of images take.
+        parts_s: seconds of the step of the rank that is done last, by what they are for.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    memory_gib: float
+    fullest: str
+    encoder_gib: float
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[SampleSize]) -> Prediction:
+    """Predict a run on one layout.
+
+    Args:
+        config: the run, with the layout's flags.
+        layout: its layout, which the trainer accepts.
+        costs: costs of the model.
+        samples: sizes of the first samples; repeated if an iteration has more.
+    """
+    step = Step(config, layout, costs)
+    lanes, count = step.sampled.num_lanes, step.num_microbatches
+    short = min(count, max(4 * layout.language.pp, SHORT_ITERATION))
+    needed = lanes * short * config.train.micro_batch_size
+    # Few samples stand for more of their kind.
+    samples = list(islice(cycle(samples), max(needed, len(samples))))
+    batches = list(iterations(samples, num_lanes=lanes, micro_batch_size=config.train.micro_batch_size,
+                              num_microbatches=short))
+    passes = min(lanes, MAX_LANES) * layout.language.pp * short
+    batches = batches[: max(MAX_PASSES // passes, 1)]
+    after = {"optimizer": step.optimizer_s(), "gradient reduction": step.reduction_s(), "host": costs.profile.step_s}
+    parts: dict[str, float] = defaultdict(float, after)
+    seconds = sum(after.values())
+    for batch in batches:
+        timeline = step.passes(batch)
+        busy = timeline.busy_s[timeline.last]
+        whole, longer = timeline.seconds, 1.0
+        if short < count:
+            # Further microbatches add as much as the second half of these.
+            each = (whole - step.passes(batch[: short // 2]).seconds) / (short - short // 2)
+            longer = 1 + each * (count - short) / whole
+        for label, spent in busy.items():
+            parts[label or "passes"] += spent * longer / len(batches)
+        parts["waiting"] += (whole - sum(busy.values())) * longer / len(batches)
+        seconds += whole * longer / len(batches)
+    tokens = fmean(sum(sample.num_tokens for microbatch in batch for lane in microbatch for sample in lane)
+                   for batch in batches) * layout.num_lanes / lanes * count / short
+    memory, images, fullest = step.memory(batches)
+    return Prediction(seconds, tokens / seconds / layout.world_size, memory / GIB, fullest, images / GIB,
+                      {name: value for name, value in parts.items() if value})
+
+
+class Step:
+    """One training step of a layout.
+
+    Args:
+        config, layout, costs: as `predict` takes them.
+
+    Attributes:
+        sampled: the layout with few enough lanes to look at the samples of each.
+    """
+
+    def __init__(self, config: RunConfig, layout: Layout, costs: Costs) -> None:
+        self.config, self.layout, self.costs = config, layout, costs
+        self.sampled = _with_fewer_lanes(layout)
+        self.num_microbatches = num_microbatches(config)
+        language = layout.language
+        self.pass_cost = costs.language(language.tp, config.train.micro_batch_size, language.ep)
+        self.layers = layers_of_stages(config, layout)
+        recomputed = config.model.recompute_num_layers
+        self.recomputed = tuple(
+            0 if config.model.recompute != "full" else min(recomputed or count, count) for count in self.layers)
+
+    # Time of single passes.
+
+    def language_s(self, kind: str, stage: int) -> float:
+        """Seconds of a microbatch's pass on a stage of the language model."""
+        cost, layers = self.pass_cost, self.layers[stage]
+        is_last = stage == self.layout.language.pp - 1
+        if kind == FORWARD:
+            return layers * cost.forward_s + (cost.ends_forward_s if is_last else 0.0)
+        again = self.recomputed[stage] * cost.forward_s if cost.backward_s else 0.0
+        return layers * cost.backward_s + again + (cost.ends_backward_s if is_last else 0.0)
+
+    def encoder_s(self, kind: str, encoder: GridSpec, images: Iterable[int], calls: int = 1) -> float:
+        """Seconds of a pass over images, given by their tokens, on one stage of a replica of an encoder."""
+        cost = self.costs.encoder(encoder.name, encoder.tp)
+        flops = [self.costs.image_flops(encoder.name, tokens) for tokens in images]
+        if not flops:
+            return 0.0
+        forward = calls * cost.call_forward_s + sum(each[0] for each in flops) / cost.forward_flops_s
+        if kind == FORWARD:
+            return forward / encoder.pp
+        if not any(each[1] for each in flops):
+            return 0.0
+        # A frozen encoder leaves only the projector's backward pass.
+        calls = calls if self.costs.trains(encoder.name) else 0
+        trains = self.costs.trains(encoder.name)
+        again = forward if self.config.model.encoder_recompute == "full" and trains else 0.0
+        return (calls * cost.call_backward_s + sum(each[1] for each in flops) / cost.backward_flops_s + again
+                ) / encoder.pp
+
+    # Time of all passes.
+
+    def passes(self, batch: Microbatches) -> Timeline:
+        """Simulate the passes of one iteration."""
+        kind, layout = self.layout.kind, self.layout
+        if not layout.encoders or kind == "homogeneous":
+            programs = self._homogeneous(batch)
+        elif kind == "disjoint":
+            programs = self._disjoint(batch)
+        elif layout.encoder_window is not None:
+            programs = self._windows(batch)
+        else:
+            programs = self._colocated(batch)
+        return simulate(programs, self._transfer_s)
+
+    def _transfer_s(self, key: Hashable) -> float:
+        """Seconds of a transfer of a microbatch's activations or gradients between stages."""
+        moved = self.config.train.micro_batch_size * self.config.train.seq_length * self.costs.hidden_size * 2
+        across = self.layout.language.tp * self.layout.language.dp > self.costs.gpu.gpus_per_node
+        bandwidth = self.costs.gpu.network_gb_s if across else self.costs.gpu.link_gb_s
+        return LATENCY_S + moved / self.layout.language.tp / (bandwidth * 1e9)
+
+    def _images(self, lane: Sequence[SampleSize]) -> list[int]:
+        return [tokens for sample in lane for tokens in sample.images]
+
+    def _heaviest(self, batch: Microbatches, group: int) -> list[range]:
+        """Return the groups of so many neighbouring lanes that have the most image tokens, few enough to simulate."""
+        groups = [range(first, first + group) for first in range(0, self.sampled.num_lanes, group)]
+        work = {lanes.start: sum(sum(self._images(microbatch[lane])) for microbatch in batch for lane in lanes)
+                for lanes in groups}
+        groups.sort(key=lambda lanes: -work[lanes.start])
+        return groups[: max(MAX_LANES // group, 1)]
+
+    def _homogeneous(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
+        programs: dict[Hashable, list[Action]] = {}
+        stages = self.layout.language.pp
+        for (lane,) in self._heaviest(batch, 1):
+            for stage in range(stages):
+                def seconds(kind: str, microbatch: int, stage: int = stage, lane: int = lane) -> float:
+                    images = sum(self.encoder_s(kind, encoder, self._images(batch[microbatch][lane]))
+                                 for encoder in self.layout.encoders) if stage == 0 else 0.0
+                    return self.language_s(kind, stage) + images
+
+                programs[lane, stage] = Stage(stage, stages, len(batch), seconds,
+                                              *_links(lane, stage, stages)).program()
+        return programs
+
+    def _colocated(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
+        """Each replica encodes the images of its own lanes, microbatch by microbatch; all siblings wait for it."""
+        (encoder,), lanes, rows = self.sampled.encoders, self.sampled.num_lanes, self.config.train.micro_batch_size
+        group = max(lanes // encoder.dp, 1)
+        programs: dict[Hashable, list[Action]] = {}
+        for members in self._heaviest(batch, group):
+            replicas = sorted({lane * encoder.dp // lanes + part for lane in members
+                               for part in range(max(encoder.dp // lanes, 1))})
+
+            def encoding(kind: str, microbatch: int, replicas: Sequence[int] = replicas) -> float:
+                shares = [[tokens for share in lane_shares(encoder.dp, lanes, rows, replica) for tokens in self._images(
+                    batch[microbatch][share.lane][share.start:share.stop])] for replica in replicas]
+                return max(self.encoder_s(kind, encoder, images) for images in shares)
+
+            for lane in members:
+                program = programs[lane] = []
+                for microbatch in range(len(batch)):
+                    for kind in (FORWARD, BACKWARD):
+                        images = Action(encoding(kind, microbatch), posts=((members, kind, microbatch),),
+                                        awaits=((members, kind, microbatch),), label=ENCODING)
+                        own = Action(self.language_s(kind, 0), label=LANGUAGE)
+                        program += [images, own] if kind == FORWARD else [own, images]
+        return programs
+
+    def _windows(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
+        """All replicas encode the images of a window together. All lanes are alike then, so that one is simulated."""
+        (encoder,), stages = self.sampled.encoders, self.layout.language.pp
+        size = self.layout.encoder_window or len(batch)
+        chunk, again = self.config.layout.encoder_chunk, self.recomputed_images([batch])
+
+        known: dict[tuple[str, range], float] = {}
+
+        def load(kind: str, window: range) -> float:
+            """All stages ask for the same."""
+            if (kind, window) not in known:
+                known[kind, window] = compute(kind, window)
+            return known[kind, window]
+
+        def compute(kind: str, window: range) -> float:
+            images = [tokens for microbatch in window for lane in batch[microbatch] for tokens in self._images(lane)]
+            each = {tokens: self.encoder_s(kind, encoder, [tokens], calls=0) + (
+                        again * self.encoder_s(FORWARD, encoder, [tokens], calls=0) if kind == BACKWARD else 0.0)
+                    for tokens in set(images)}
+            costs = [each[tokens] for tokens in images]
+            loads = _dealt(costs, encoder.dp, balanced=self.config.layout.encoder_balance)
+            most, several = max(loads, default=0.0), -(-len(images) // encoder.dp)
+            calls = -(-several // chunk) if chunk else 1
+            cost = self.costs.encoder(encoder.name, encoder.tp)
+            return most + calls * (cost.call_forward_s if kind == FORWARD else cost.call_backward_s) * bool(most)
+
+        programs: dict[Hashable, list[Action]] = {}
+        for stage in range(stages):
+            schedule = WindowSchedule(size, stage, stages, len(batch))
+
+            def turn(windows: tuple[list[int], list[int]], stage: int = stage,
+                     schedule: WindowSchedule = schedule) -> Iterator[Action]:
+                finished, encoded = windows
+                for window in finished:
+                    gradients = ("gradients", window)
+                    yield Action(posts=(gradients,) if stage == 0 else (), awaits=(gradients,))
+                    yield Action(load(BACKWARD, schedule.microbatches(window)), label=ENCODING)
+                for window in encoded:
+                    features = ("features", window)
+                    yield Action(load(FORWARD, schedule.microbatches(window)), posts=(features,),
+                                 awaits=(features,) if stage == 0 else (), label=ENCODING)
+
+            def seconds(kind: str, microbatch: int, stage: int = stage) -> float:
+                return self.language_s(kind, stage)
+
+            def at(due: Callable[[int], tuple[list[int], list[int]]], take: Callable[..., Iterator[Action]] = turn
+                   ) -> Callable[[int], Iterator[Action]]:
+                return lambda microbatch: take(due(microbatch))
+
+            passes = Stage(
+                stage, stages, len(batch), seconds, *_links(0, stage, stages), label=LANGUAGE,
+                before_forward=at(schedule.before), after_forward=at(schedule.after),
+                after_backward=at(schedule.after_backward)).program()
+            programs[stage] = [*turn(([], schedule.at_start())), *passes, *turn((schedule.at_end(), []))]
+        return programs
+
+    def _disjoint(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
+        """The encoder's stages come before those of the language model."""
+        (encoder,), language = self.sampled.encoders, self.layout.language
+        lanes, rows, count = self.sampled.num_lanes, self.config.train.micro_batch_size, len(batch)
+        stages = encoder.pp + language.pp
+        trains = self.costs.trains(encoder.name) or self.costs.trains("projector")
+        programs: dict[Hashable, list[Action]] = {}
+        for members in self._heaviest(batch, max(lanes // encoder.dp, 1)):
+            replicas = sorted({lane * encoder.dp // lanes + part for lane in members
+                               for part in range(max(encoder.dp // lanes, 1))})
+            links = {(replica, lane): ("bridge", replica, lane) for replica in replicas for lane in members}
+            for replica in replicas:
+                for stage in range(encoder.pp):
+                    def encode(kind: str, microbatch: int, replica: int = replica) -> float:
+                        images = [tokens for share in lane_shares(encoder.dp, lanes, rows, replica)
+                                  for tokens in self._images(batch[microbatch][share.lane][share.start:share.stop])]
+                        return self.encoder_s(kind, encoder, images)
+
+                    before, after = _links(("encoder", replica), stage, encoder.pp)
+                    out = tuple(links[replica, lane] for lane in members) if stage == encoder.pp - 1 else after
+                    programs["encoder", replica, stage] = Stage(
+                        stage, stages, count, encode, before, out, label=ENCODING, takes_gradients=trains).program()
+            for lane in members:
+                for stage in range(language.pp):
+                    def seconds(kind: str, microbatch: int, stage: int = stage) -> float:
+                        return self.language_s(kind, stage)
+
+                    before, after = _links(lane, stage, language.pp)
+                    into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
+                    programs[lane, stage] = Stage(
+                        encoder.pp + stage, stages, count, seconds, into, after, label=LANGUAGE,
+                        sends_gradients=trains or stage > 0).program()
+        return programs
+
+    # What comes after the passes.
+
+    def optimizer_s(self) -> float:
+        """Seconds of the optimizer step on the rank that updates most parameters."""
+        return max(sum(self.costs.optimizer_s(self._parameters(module, grid, stage) / self._shards(grid))
+                       for module, grid, stage in place if self.costs.trains(module))
+                   for _, place in self.places())
+
+    def reduction_s(self) -> float:
+        """Seconds of the reduction of gradients and the gather of parameters that do not overlap with passes."""
+        most = 0.0
+        for _, place in self.places():
+            total = 0.0
+            for module, grid, stage in place:
+                if self.costs.trains(module):
+                    seconds = self.costs.reduction_s(self._parameters(module, grid, stage), grid.dp * grid.cp,
+                                                     grid.tp * grid.dp * grid.cp)
+                    flags = self.config.ddp
+                    overlaps = flags.overlap_grad_reduce if module == LANGUAGE else flags.encoder_ddp_overlap
+                    # The last bucket and the gather of parameters remain.
+                    total += seconds / 2 if overlaps else seconds
+            most = max(most, total)
+        return most
+
+    # Memory.
+
+    def memory(self, batches: Sequence[Microbatches]) -> tuple[float, float, str]:
+        """Return the bytes of the fullest rank at its peak, those of images among them, and which rank that is."""
+        found = []
+        for name, place in self.places():
+            total, images = self.costs.profile.base_gib * GIB, 0.0
+            for module, grid, stage in place:
+                total += self.state_bytes(module, grid, stage)
+                if module == LANGUAGE:
+                    total += self._language_bytes(stage)
+                else:
+                    images += max(self._encoder_bytes(grid, stage, batches), default=0.0)
+            found.append((total + images, images, name))
+        return max(found)
+
+    def places(self) -> Iterator[tuple[str, list[tuple[str, GridSpec, int]]]]:
+        """Yield the kinds of ranks: a name, and the modules with their grids and stages."""
+        layout = self.layout
+        for stage in range(layout.language.pp):
+            place = [(LANGUAGE, layout.language, stage)]
+            name = f"language stage {stage}" if layout.language.pp > 1 else "language"
+            if layout.kind == "colocated" or (layout.kind == "homogeneous" and stage == 0):
+                place += [(encoder.name, encoder, 0) for encoder in layout.encoders]
+                name = " and ".join([name, *(encoder.name for encoder in layout.encoders)])
+            yield name, place
+        if layout.kind == "disjoint":
+            for encoder in layout.encoders:
+                for stage in range(encoder.pp):
+                    yield (f"{encoder.name} stage {stage}" if encoder.pp > 1 else encoder.name,
+                           [(encoder.name, encoder, stage)])
+
+    def _parameters(self, module: str, grid: GridSpec, stage: int) -> int:
+        return parameters_per_rank(self.costs.shapes[module], grid, stage)
+
+    def _shards(self, grid: GridSpec) -> int:
+        return grid.dp * grid.cp if self.config.optim.use_distributed_optimizer else 1
+
+    def state_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
+        """Bytes of weights, gradients and optimizer state. Experts are sharded over fewer ranks than the rest."""
+        bf16, fp32_gradients = self.config.model.bf16, self.config.ddp.grad_reduce_in_fp32
+        total = 0.0
+        for expert in (False, True):
+            shapes = [shape for shape in self.costs.shapes[module] if (shape.split == "expert") is expert]
+            parameters = parameters_per_rank(shapes, grid, stage)
+            shards = grid.expt_dp if expert else grid.dp * grid.cp
+            shards = shards if self.config.optim.use_distributed_optimizer else 1
+            total += parameters * (2 if bf16 else 4)
+            if self.costs.trains(module):
+                gradients = 4 if fp32_gradients or not bf16 else 2
+                # bf16 weights have a master copy; both kinds have the two moments of Adam.
+                total += parameters * (gradients + (12 if bf16 else 8) / max(shards, 1))
+        return total
+
+    def _language_bytes(self, stage: int) -> float:
+        cost, stages = self.pass_cost, self.layout.language.pp
+        if not cost.backward_s:
+            return 0.0
+        kept = min(self.num_microbatches, stages - stage)
+        again = self.recomputed[stage]
+        total = kept * ((self.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes)
+        # One recomputed layer at a time has all its activations.
+        total += cost.layer_bytes if again else 0.0
+        return total + (cost.ends_bytes if stage == stages - 1 else 0.0)
+
+    def _encoder_bytes(self, grid: GridSpec, stage: int, batches: Sequence[Microbatches]) -> Iterator[float]:
+        """Yield the bytes of images whose backward pass has not come yet, at the busiest moment of each iteration."""
+        cost, gib = self.costs.encoder(grid.name, grid.tp), self.config.layout.encoder_activation_gib
+        for patches in self._kept_patches(grid, stage, batches):
+            kept, inputs = (max(patches) * each / grid.pp for each in (cost.layer_bytes, cost.recomputed_bytes))
+            if self.config.model.encoder_recompute == "full":
+                yield inputs
+            else:
+                yield kept if gib is None else min(kept, gib * GIB + inputs)
+
+    def recomputed_images(self, batches: Sequence[Microbatches]) -> float:
+        """Return the share of the encoder's layers that --encoder-activation-gib computes again."""
+        gib = self.config.layout.encoder_activation_gib
+        if gib is None or self.config.model.encoder_recompute == "full":
+            return 0.0
+        (encoder,) = self.layout.encoders
+        each = self.costs.encoder(encoder.name, encoder.tp).layer_bytes
+        over = [max(1 - gib * GIB / (kept * each), 0.0) for patches in self._kept_patches(encoder, 0, batches)
+                for kept in patches if kept]
+        return fmean(over) if over else 0.0
+
+    def _kept_patches(self, grid: GridSpec, stage: int, batches: Sequence[Microbatches]) -> Iterator[list[float]]:
+        """Yield the patches whose activations a rank keeps at each moment of each iteration, on its fullest replica."""
+        if not self.costs.trains(grid.name):
+            return
+        stages = self.layout.language.pp
+        window, lanes, rows = self.layout.encoder_window, self.sampled.num_lanes, self.config.train.micro_batch_size
+        replicas, dp = [[(lane, 0, rows)] for lane in range(lanes)], self.sampled.grids[grid.name].dp
+        if window is not None:
+            size = window or self.num_microbatches
+            # Without stages a window is finished before the next one is encoded.
+            kept = size if stages == 1 else stages + 2 * size - 1
+            replicas = [[(lane, 0, rows) for lane in range(lanes)]]
+        elif self.layout.kind == "homogeneous":
+            kept = stages
+        else:
+            kept = grid.pp + stages - stage if self.layout.kind == "disjoint" else 1
+            replicas = [[(share.lane, share.start, share.stop) for share in lane_shares(dp, lanes, rows, replica)]
+                        for replica in range(dp)]
+        kept = min(kept, self.num_microbatches)
+        # The iterations may be shortened.
+        seen = min(kept, min(map(len, batches)))
+        # Microbatches between two moments; windows without stages do not overlap.
+        apart = seen if window is not None and stages == 1 else 1
+        sizes = {tokens for batch in batches for microbatch in batch for lane in microbatch for sample in lane
+                 for tokens in sample.images}
+        lengths = {tokens: self.costs.image_patches(grid.name, tokens) for tokens in sizes}
+        for batch in batches:
+            # Attention keeps nothing that grows with the square, so bytes grow with the patches.
+            patches = [[sum(lengths[tokens] for lane, start, stop in replica
+                            for tokens in self._images(microbatch[lane][start:stop])) for microbatch in batch]
+                       for replica in replicas]
+            moments = [max(sum(each[first : first + seen]) for each in patches) * kept / seen
+                       for first in range(0, len(batch) - seen + 1, apart)]
+            if window is not None:
+                largest = max((tokens for microbatch in batch for lane in microbatch for tokens in self._images(lane)),
+                              default=0)
+                # Images are whole, so the fullest replica has up to half an image more than the mean.
+                half = self.costs.image_patches(grid.name, largest) / 2 if largest else 0.0
+                moments = [each / dp + half for each in moments]
+            yield moments
+
+
+def _with_fewer_lanes(layout: Layout) -> Layout:
+    """Return the layout with as many times fewer replicas of each module, or the layout itself if it has few lanes."""
+    common = math.gcd(layout.num_lanes, *(encoder.dp for encoder in layout.encoders))
+    factor = max((each for each in range(1, common + 1)
+                  if common % each == 0 and layout.num_lanes // each >= min(LANES_WITH_DATA, layout.num_lanes)),
+                 default=1)
+    return replace(layout, language=replace(layout.language, dp=layout.num_lanes // factor),
+                   encoders=tuple(replace(encoder, dp=encoder.dp // factor) for encoder in layout.encoders))
+
+
+def _links(name: Hashable, stage: int, num_stages: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+    """Return the links of a stage to those before and after it."""
+    return (((name, stage - 1),) if stage else (), ((name, stage),) if stage < num_stages - 1 else ())
+
+
+def _dealt(costs: Sequence[float], count: int, *, balanced: bool) -> list[float]:
+    """Return the load of each replica after images were dealt as the trainer deals them."""
+    loads = [0.0] * count
+    if not balanced:
+        for index, cost in enumerate(costs):
+            loads[index * count // len(costs)] += cost
+        return loads
+    heap = [(0.0, replica) for replica in range(count)]
+    for cost in sorted(costs, reverse=True):
+        load, replica = heap[0]
+        heapq.heapreplace(heap, (load + cost, replica))
+    return [load for load, _ in heap]

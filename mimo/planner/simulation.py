@@ -1,0 +1,203 @@
+"""Event simulation of one training step: who works, and who waits for whom. Plain Python.
+
+Each worker stands for the ranks of one module, pipeline stage and lane, which do the same at the same time. It has a
+program: a list of actions in the order in which the trainer's own schedule performs them. A transfer is a key that one
+worker or several post. Whoever awaits the key goes on once all of them have posted it. NCCL's transfers between
+stages block both sides, so there both sides post and await the same key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a program.
+
+    Attributes:
+        seconds: work before anything is posted.
+        posts: keys that the worker posts when its work is done.
+        awaits: keys that it waits for after that.
+        label: for what the work is; the sums of `Timeline.busy_s` are by label.
+    """
+
+    seconds: float = 0.0
+    posts: tuple[Hashable, ...] = ()
+    awaits: tuple[Hashable, ...] = ()
+    label: str = ""
+
+
+@dataclass
+class Timeline:
+    """Result of a simulation.
+
+    Attributes:
+        end_s: when each worker is done.
+        busy_s: seconds of work of each worker, by label.
+    """
+
+    end_s: dict[Hashable, float] = field(default_factory=dict)
+    busy_s: dict[Hashable, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """When the last worker is done."""
+        return max(self.end_s.values(), default=0.0)
+
+    @property
+    def last(self) -> Hashable:
+        """The worker that is done last."""
+        return max(self.end_s, key=lambda worker: self.end_s[worker])
+
+
+def simulate(programs: Mapping[Hashable, Sequence[Action]], transfer_s: Callable[[Hashable], float] | None = None
+             ) -> Timeline:
+    """Run all programs from time 0.
+
+    Args:
+        programs: the program of each worker.
+        transfer_s: seconds between the moment at which everybody has posted a key and the moment at which those who
+            await it go on; None: no time.
+
+    Raises:
+        ValueError: workers wait for each other, or for a key that nobody posts.
+    """
+    posters = Counter(key for program in programs.values() for action in program for key in action.posts)
+    done: dict[Hashable, float] = {}
+    posted: dict[Hashable, list[float]] = defaultdict(list)
+    waiting: dict[Hashable, list[Hashable]] = defaultdict(list)
+    times = dict.fromkeys(programs, 0.0)
+    place = dict.fromkeys(programs, 0)
+    has_worked = dict.fromkeys(programs, False)
+    timeline = Timeline(busy_s={worker: defaultdict(float) for worker in programs})
+    ready = deque(programs)
+    while ready:
+        worker = ready.popleft()
+        program = programs[worker]
+        while place[worker] < len(program):
+            action = program[place[worker]]
+            if not has_worked[worker]:
+                has_worked[worker] = True
+                times[worker] += action.seconds
+                timeline.busy_s[worker][action.label] += action.seconds
+                for key in action.posts:
+                    posted[key].append(times[worker])
+                    if len(posted[key]) == posters[key]:
+                        done[key] = max(posted.pop(key)) + (transfer_s(key) if transfer_s is not None else 0.0)
+                        ready.extend(waiting.pop(key, ()))
+            missing = next((key for key in action.awaits if key not in done), None)
+            if missing is not None:
+                waiting[missing].append(worker)
+                break
+            times[worker] = max([times[worker], *(done[key] for key in action.awaits)])
+            place[worker] += 1
+            has_worked[worker] = False
+    stuck = {worker: program[place[worker]].awaits for worker, program in programs.items()
+             if place[worker] < len(program)}
+    if stuck:
+        raise ValueError(f"the workers wait for each other: {stuck}")
+    timeline.end_s = times
+    return timeline
+
+
+def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int, *, run_ahead: int = 0) -> list[
+        tuple[str, int]]:
+    """Return the order of a stage's passes in the 1F1B schedule (PipeDream-Flush, arXiv:2006.09503).
+
+    Args:
+        stage: the stage, from 0.
+        num_stages: stages of the pipeline.
+        num_microbatches: microbatches of the iteration.
+        run_ahead: forward passes that this stage runs earlier than 1F1B would.
+
+    Returns:
+        `(FORWARD or BACKWARD, microbatch)` for each pass.
+    """
+    warmup = min(num_stages - stage - 1 + run_ahead, num_microbatches)
+    order = [(FORWARD, microbatch) for microbatch in range(warmup)]
+    for microbatch in range(warmup, num_microbatches):
+        order += [(FORWARD, microbatch), (BACKWARD, microbatch - warmup)]
+    return [*order, *((BACKWARD, microbatch) for microbatch in range(num_microbatches - warmup, num_microbatches))]
+
+
+Hook = Callable[[int], Iterable[Action]]
+
+
+def _nothing(microbatch: int) -> Iterable[Action]:
+    return ()
+
+
+@dataclass
+class Stage:
+    """One pipeline stage of one lane (or of all lanes that an encoder replica serves).
+
+    Attributes:
+        stage, num_stages: its place in the pipeline, counted over all modules that follow each other.
+        num_microbatches: of the iteration.
+        seconds: of a pass, by kind (`FORWARD`, `BACKWARD`) and microbatch.
+        inputs, outputs: names of the links to the stages before and after; several where lanes share an encoder.
+        label: of its work.
+        sends_gradients: whether gradients go back to the stage before this one.
+        takes_gradients: whether gradients come from the stage after this one.
+        run_ahead: see `one_forward_one_backward`.
+        waits_to_send: whether a send blocks until the receiver is there.
+        before_forward, after_forward, after_backward: actions around the passes of a microbatch.
+    """
+
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    seconds: Callable[[str, int], float]
+    inputs: tuple[Hashable, ...] = ()
+    outputs: tuple[Hashable, ...] = ()
+    label: str = ""
+    sends_gradients: bool = True
+    takes_gradients: bool = True
+    run_ahead: int = 0
+    waits_to_send: bool = True
+    before_forward: Hook = _nothing
+    after_forward: Hook = _nothing
+    after_backward: Hook = _nothing
+
+    def program(self) -> list[Action]:
+        """Return the stage's actions, with Megatron Core's fused sends and receives."""
+        order = one_forward_one_backward(self.stage, self.num_stages, self.num_microbatches, run_ahead=self.run_ahead)
+        first_steady = min(self.num_stages - self.stage - 1 + self.run_ahead, self.num_microbatches)
+        actions: list[Action] = []
+        for number, (kind, microbatch) in enumerate(order):
+            following = order[number + 1] if number + 1 < len(order) else None
+            if number == 0:
+                actions.append(self._call(received=(kind, microbatch)))
+            if kind == FORWARD:
+                actions += self.before_forward(microbatch)
+            actions.append(Action(self.seconds(kind, microbatch), label=self.label))
+            actions += (self.after_forward if kind == FORWARD else self.after_backward)(microbatch)
+            # In the steady state a send and the next receive are one call; else a send is a call of its own.
+            in_warmup = kind == FORWARD and microbatch < first_steady
+            fused = following is not None and following[0] != kind and not in_warmup
+            if fused:
+                actions.append(self._call(sent=(kind, microbatch), received=following))
+            else:
+                actions.append(self._call(sent=(kind, microbatch)))
+                if following is not None:
+                    actions.append(self._call(received=following))
+        return [action for action in actions if action.seconds or action.posts or action.awaits]
+
+    def _call(self, sent: tuple[str, int] | None = None, received: tuple[str, int] | None = None) -> Action:
+        posts: list[Hashable] = []
+        awaits: list[Hashable] = []
+        for transfer, forwards, backwards in (
+                (sent, self.outputs, self.inputs if self.sends_gradients else ()),
+                (received, self.inputs, self.outputs if self.takes_gradients else ())):
+            if transfer is not None:
+                keys = [(link, *transfer) for link in (forwards if transfer[0] == FORWARD else backwards)]
+                # A blocking sender needs to know that the receiver is there, so both sides post.
+                posts += keys
+                if transfer is received or self.waits_to_send:
+                    awaits += keys
+        return Action(posts=tuple(posts), awaits=tuple(awaits))

@@ -1,0 +1,78 @@
+"""Sizes of the samples of a run: what a planner needs to know of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from mimo.config.trainer import RunConfig
+from mimo.protocols import LANGUAGE, DataRequest, Lane, ModelProvider, RoutedDataProvider, Sample
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """One sample, or one packed row.
+
+    Attributes:
+        text_tokens: tokens without image tokens and padding.
+        images: tokens that the encoder makes of each image.
+    """
+
+    text_tokens: int
+    images: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of text and images."""
+        return self.text_tokens + sum(self.images)
+
+
+Microbatches = list[list[list[SampleSize]]]
+"""Samples of an iteration, by microbatch, lane and row."""
+
+
+def draw_samples(config: RunConfig, provider: ModelProvider, count: int) -> list[SampleSize]:
+    """Return the sizes of the first samples of a run, in the order in which it sees them.
+
+    Raises:
+        ValueError: the data set cannot be read; as its streams and readers.
+    """
+    family = config.model_family
+    encoders = () if config.layout.llm_only else provider.encoders(family)
+    module = encoders[0] if encoders else ""
+    samples = _stream(config, provider, module)
+    found = []
+    for _ in range(count):
+        sample = next(samples)
+        tokens = tuple(provider.num_image_tokens(family, module, *size) for size in sample.image_sizes)
+        found.append(SampleSize(len(sample.tokens) - len(tokens), tokens))
+    return found
+
+
+def _stream(config: RunConfig, provider: ModelProvider, module: str) -> Iterator[Sample]:
+    dataset, tokens = config.find_dataset(config.data.dataset_provider), provider.token_spec(config.model_family)
+    if not isinstance(dataset, RoutedDataProvider):
+        # A stream that is opened for the language model makes no pixels.
+        yield from dataset.stream(config.dataset, tokens, Lane(LANGUAGE, 0, 1, config.train.seed))
+        return
+    request = DataRequest(tokens, partial(provider.num_image_tokens, config.model_family, module), num_lanes=1,
+                          micro_batch_size=config.train.micro_batch_size, seq_length=config.train.seq_length,
+                          seed=config.train.seed)
+    reader = dataset.reader(config.dataset, request, [0])
+    try:
+        reader.start()
+        while True:
+            yield reader.read(0)
+    finally:
+        reader.close()
+
+
+def iterations(samples: Sequence[SampleSize], *, num_lanes: int, micro_batch_size: int, num_microbatches: int
+               ) -> Iterator[Microbatches]:
+    """Yield the samples of each whole iteration. Lane l of n lanes has the samples l, l + n, l + 2 n and so on."""
+    rows = micro_batch_size * num_microbatches
+    for start in range(0, len(samples) - rows * num_lanes + 1, rows * num_lanes):
+        yield [[[samples[start + (microbatch * micro_batch_size + row) * num_lanes + lane]
+                 for row in range(micro_batch_size)] for lane in range(num_lanes)]
+               for microbatch in range(num_microbatches)]

@@ -1,0 +1,35 @@
+"""`mimo plan --measure` trains on real ranks, and its profile serves a later command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mimo.config.cli import parse
+from mimo.planner.costs import Profile
+from mimo.planner.measure import measure
+from scripts.bench import presets
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_profile_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    config = parse([*presets.flags("cpu", "smallest"), "--llm-tp", "2"])
+    profile = measure(config, 2, device="cpu")
+    assert {name: [(each.tp, each.micro_batch_size) for each in found] for name, found in profile.modules.items()} == {
+        "vision": [(1, 0), (2, 0)], "language": [(1, 1), (1, 2), (2, 1), (2, 2)]}
+    for found in profile.modules.values():
+        assert all(each.forward > 0 and each.backward > 0 for each in found)
+    assert profile.optimizer > 0 and profile.reduction > 0 and profile.spread > 0
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_a_failure_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    config = parse([*presets.flags("cpu", "smallest"), "--seq-length", "2"])
+    with pytest.raises(ValueError, match="the measurement ended with exit code 1"):
+        measure(config, 1, device="cpu")

@@ -1,0 +1,157 @@
+"""Predictions of step time and memory: closed formulas, what was measured on two H200, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from mimo.commands.main import main
+from mimo.config.cli import parse
+from mimo.config.validate import validate
+from mimo.planner.candidates import HOMOGENEOUS, USABLE, Search
+from mimo.planner.costs import GIB, GPUS, Costs, Profile
+from mimo.planner.measure import _line, _split
+from mimo.planner.predict import Prediction, Step, predict
+from mimo.planner.workload import SampleSize, draw_samples, iterations
+from scripts.bench import presets
+
+# Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine.
+PROFILE = Path(__file__).with_name("h200_profile.json")
+WINDOW_TP2 = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2 --encoder-window 1"
+# Milliseconds of a step and GiB at the peak that scripts/bench/layouts.py measured there afterwards.
+MEASURED = {
+    ("10b-uneven", "--layout homogeneous --llm-pp 2 --llm-pp-layout 14,26"): (3957, 133.1),
+    ("10b-uneven", "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 8 --encoder-recompute full"
+     ): (4198, 129.0),
+    ("10b-uneven", WINDOW_TP2): (3790, 127.7),
+    ("10b-uneven", "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 2"
+     ): (3984, 116.9),
+    ("10b-uneven", "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 1 --encoder-activation-gib 20"
+     ): (3813, 128.4),
+    ("10b-even", "--layout homogeneous --llm-pp 2 --llm-pp-layout 15,25"): (3371, 113.6),
+    ("10b-even", "--layout homogeneous --llm-pp 2 --llm-pp-layout 16,24"): (3430, 111.7),
+    ("10b-even", WINDOW_TP2): (3581, 116.6),
+    ("10b-even", "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 2 --encoder-activation-gib 20"
+     ): (3402, 129.6),
+}
+
+
+def predicted(preset: str, flags: str, profile: Profile, gpus: int = 2) -> Prediction:
+    config = parse([*presets.PRESETS[preset], "--bf16", "--train-iters", "1", *flags.split()])
+    costs = Costs(config, profile)
+    return predict(config, validate(config, gpus), costs, draw_samples(config, costs.provider, 24))
+
+
+def test_what_was_measured_on_two_h200() -> None:
+    profile, times, memory = Profile.load(PROFILE), [], []
+    for (preset, flags), (step_ms, peak_gib) in MEASURED.items():
+        found = predicted(preset, flags, profile)
+        times.append(abs(found.step_s * 1000 / step_ms - 1))
+        memory.append(abs(found.memory_gib / peak_gib - 1))
+    assert median(times) <= 0.03 and max(times) <= 0.06, times
+    assert max(memory) <= 0.05, memory
+
+
+def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
+    flags = ["--bf16", "--train-iters", "1", "--layout", "homogeneous"]
+    config = parse([*presets.PRESETS["10b-even"], *flags])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    step = Step(config, validate(config, 1), costs)
+    samples = draw_samples(config, costs.provider, 12)
+    (batch,) = iterations(samples, num_lanes=1, micro_batch_size=1, num_microbatches=12)
+    encoder, cost = costs.encoder("vision", 1), costs.language(1, 1)
+    expected = 12 * (40 * (cost.forward_s + cost.backward_s) + cost.ends_forward_s + cost.ends_backward_s)
+    for sample in samples:
+        expected += encoder.call_forward_s + encoder.call_backward_s
+        for tokens in sample.images:
+            forward, backward = costs.image_flops("vision", tokens)
+            expected += forward / encoder.forward_flops_s + backward / encoder.backward_flops_s
+    assert step.passes(batch).seconds == pytest.approx(expected)
+
+
+def test_weights_gradients_and_moments_are_18_bytes_of_a_parameter_and_shards_12_less() -> None:
+    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--layout", "homogeneous",
+                    "--llm-dp", "2"])
+    layout = validate(config, 2)
+    step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
+    ((_, place),) = step.places()
+    parameters = sum(step._parameters(*each) for each in place)
+    assert sum(step.state_bytes(*each) for each in place) == pytest.approx(parameters * (2 + 4 + 12 / 2))
+    one = replace(config, optim=replace(config.optim, use_distributed_optimizer=False))
+    assert sum(Step(one, layout, step.costs).state_bytes(*each) for each in place) == pytest.approx(18 * parameters)
+
+
+def test_balanced_windows_are_not_slower_than_images_in_order() -> None:
+    profile = Profile(GPUS["H200"])
+    flags = "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 2"
+    assert predicted("10b-uneven", flags, profile).step_s < predicted(
+        "10b-uneven", f"{flags} --no-encoder-balance", profile).step_s
+    # A smaller budget of activations takes less memory and more time.
+    budget = predicted("10b-uneven", f"{flags} --encoder-activation-gib 5", profile)
+    free = predicted("10b-uneven", flags, profile)
+    assert budget.memory_gib < free.memory_gib - 10 and budget.step_s > free.step_s
+    assert free.encoder_gib * GIB > 20e9
+
+
+def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
+    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1"])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    samples = draw_samples(config, costs.provider, 12)
+    best = []
+    for gpus in (2, 4):
+        found = Search(config, costs, samples, gpus).run()
+        assert {each.kind for each in found} == {"homogeneous", "colocated", "disjoint"}
+        assert all(each.fits is (each.prediction.memory_gib <= USABLE * 134.5) for each in found)
+        for each in found[:5]:
+            again = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", *each.flags.split()])
+            assert (again.layout, again.train.micro_batch_size) == (each.config.layout,
+                                                                    each.config.train.micro_batch_size)
+        cuts = [each.config.layout.llm_pp_layout for each in found if each.kind == HOMOGENEOUS]
+        assert any(cut for cut in cuts), "uneven cuts are among them"
+        best.append(found[0].prediction.step_s)
+    assert best[1] < 0.6 * best[0]
+
+
+def test_large_layouts_are_predicted_from_some_of_their_lanes() -> None:
+    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "1024",
+                    "--layout", "homogeneous", "--llm-tp", "2", "--sequence-parallel"])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    samples = [SampleSize(1500, (144,) * 5)] * 64
+    times = []
+    for dp in (4, 64):
+        run = replace(config, layout=replace(config.layout, llm_dp=dp), train=replace(
+            config.train, global_batch_size=16 * dp))
+        found = predict(run, validate(run, 2 * dp), costs, samples)
+        times.append(found.parts_s["passes"])
+        assert found.tokens_per_s == pytest.approx(16 * 2220 / found.step_s / 2)
+    assert times[0] == pytest.approx(times[1])
+
+
+def test_ratios_of_two_depths_and_of_images() -> None:
+    # Two layers take 10, six take 18: each layer 2, the rest 6.
+    assert _split([2, 6], [10.0, 18.0], 1.0, 3.0) == pytest.approx((2.0, 2.0))
+    assert _split([4, 4], [10.0, 10.0], 2.0, 2.0) == pytest.approx((1.0, 1.0))
+    assert _line([(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)]) == pytest.approx((1.0, 2.0))
+    assert _line([(2.0, 4.0), (2.0, 6.0)]) == pytest.approx((0.0, 2.5))
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = [*presets.PRESETS["smallest"], "--no-bf16"]
+    assert main(["plan", "--gpus", "2", "--gpu", "H200", "--plan-steps", "2", *run]) == 0
+    text = capsys.readouterr().out
+    assert "2 GPUs: H200" in text and "estimated from the data sheet" in text and "Separate grids" in text
+    assert main(["plan", "--gpus", "2", "--profile", str(PROFILE), "--json", *run]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["profile"]["gpu"]["name"] == "NVIDIA H200" and len(found["layouts"]) > 10
+    wrong = tmp_path / "profile.json"
+    wrong.write_text("{}")
+    for flags, message in ((["--gpus", "2", "--profile", str(wrong)], "not a profile"),
+                           (["--gpus", "2", "--nodes", "1"], "--gpus 2 and --nodes 1: give one of them"),
+                           ([], "--gpus 0 and --nodes 0: give one of them"),
+                           (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
+        assert main(["plan", *flags, *run]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""The event simulation against the closed formulas of a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, one_forward_one_backward, simulate
+
+
+def pipeline(stages: int, microbatches: int, forward_s: float, backward_s: float, *, slow: int = -1,
+             delay_s: float = 0.0) -> float:
+    """Seconds of a pipeline of equal stages, one of which may be slower."""
+    def seconds(stage: int) -> object:
+        return lambda kind, microbatch: (forward_s if kind == FORWARD else backward_s) + delay_s * (stage == slow)
+
+    programs = {stage: Stage(stage, stages, microbatches, seconds(stage),  # type: ignore[arg-type]
+                             ((stage - 1,),) if stage else (), ((stage,),) if stage < stages - 1 else ()).program()
+                for stage in range(stages)}
+    return simulate(programs).seconds
+
+
+@given(stages=st.integers(1, 8), microbatches=st.integers(1, 24), forward_s=st.floats(0.1, 3), ratio=st.floats(1, 3))
+def test_a_pipeline_of_equal_stages_takes_its_passes_and_the_bubble(stages: int, microbatches: int, forward_s: float,
+                                                                    ratio: float) -> None:
+    each = forward_s * (1 + ratio)
+    expected = (microbatches + stages - 1) * each
+    assert pipeline(stages, microbatches, forward_s, forward_s * ratio) == pytest.approx(expected)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    even = pipeline(3, 12, 1.0, 2.0)
+    # Every microbatch waits for the slow stage twice, but for what the filling and draining hides.
+    assert even + 12.0 - 1.0 <= pipeline(3, 12, 1.0, 2.0, slow=1, delay_s=0.5) <= even + 12.0
+
+
+def test_each_pass_occurs_once_and_backward_after_forward() -> None:
+    for stage in range(4):
+        order = one_forward_one_backward(stage, 4, 6, run_ahead=2 * (stage == 0))
+        assert sorted(order) == sorted((kind, number) for kind in (FORWARD, BACKWARD) for number in range(6))
+        assert all(order.index((FORWARD, number)) < order.index((BACKWARD, number)) for number in range(6))
+    assert [kind for kind, _ in one_forward_one_backward(0, 2, 6, run_ahead=2)][:4] == [FORWARD] * 4
+
+
+def test_who_waits_forever_is_named() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate({"one": [Action(posts=("a",), awaits=("b",))], "two": [Action(awaits=("c",))]})
+
+
+def test_a_transfer_takes_its_time() -> None:
+    programs = {"one": [Action(1.0, posts=("a",))], "two": [Action(awaits=("a",)), Action(2.0, label="work")]}
+    timeline = simulate(programs, lambda key: 0.5)
+    assert timeline.end_s == {"one": 1.0, "two": 3.5}
+    assert timeline.last == "two" and timeline.busy_s["two"]["work"] == 2.0
