@@ -87,7 +87,7 @@ class PlanFlags:
     """Predict step time and memory of a run on every layout of some GPUs, print the best ones with their flags, and say
     whether separate grids are worth it. Nothing is trained, and no GPU is needed without --measure.
 
-    All other flags are those of train_hetero.py; those of its layout are ignored.
+    All other flags are those of train_hetero.py. If they give a layout of that many GPUs, it is predicted, too.
     """
 
     gpus: int = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from mimo.commands.flags import PlanFlags
 from mimo.config.cli import parse
-from mimo.config.trainer import RunConfig
+from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
 from mimo.grid.dry_run import counted, table
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
@@ -47,12 +47,14 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
                            min(flags.plan_steps * config.train.global_batch_size, MAX_SAMPLES))
     search = Search(config, costs, samples, size)
     found = _checked(search.run(), size, flags.top)
+    own = _own(config, search)
     if flags.json:
-        print(json.dumps({"gpus": size, "profile": asdict(profile), "layouts": [_record(each) for each in found]}))
+        print(json.dumps({"gpus": size, "profile": asdict(profile), "layouts": [_record(each) for each in found],
+                          "own": None if own is None else _record(own)}))
         return 0 if found and found[0].fits else 1
     for line in _head(config, profile, size, samples, measured=bool(flags.profile or flags.measure)):
         print(line)
-    for line in _table(found, flags.top):
+    for line in _table(found, flags.top, own):
         print(line)
     for line in _advice(found, search):
         print(line)
@@ -96,6 +98,14 @@ def _profile(flags: PlanFlags, config: RunConfig) -> Profile:
     return profile
 
 
+def _own(config: RunConfig, search: Search) -> Candidate | None:
+    """Predict the layout of the run's own flags, if they give one and it has the right size."""
+    if config.layout in (LayoutConfig(), LayoutConfig(llm_only=True)):
+        return None
+    layout = search.accepted(config)
+    return None if layout is None else search.candidate("yours", config, layout)
+
+
 def _checked(found: list[Candidate], size: int, top: int) -> list[Candidate]:
     """Leave out layouts that the trainer's whole check refuses, among those that are printed."""
     kept: list[Candidate] = []
@@ -132,12 +142,14 @@ def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSi
     return [*lines, ""]
 
 
-def _table(found: list[Candidate], top: int) -> list[str]:
+def _table(found: list[Candidate], top: int, own: Candidate | None) -> list[str]:
     shown = found[:top]
     # The best of each kind is always there.
     for kind in dict.fromkeys(each.kind for each in found):
         if all(each.kind != kind for each in shown):
             shown.append(next(each for each in found if each.kind == kind))
+    if own is not None:
+        shown.append(own)
     rows = [["layout", "step, s", "tokens/s per GPU", "memory, GiB", "waiting", "flags"]]
     for each in shown:
         prediction = each.prediction

@@ -144,6 +144,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["plan", "--gpus", "2", "--gpu", "H200", "--plan-steps", "2", *run]) == 0
     text = capsys.readouterr().out
     assert "2 GPUs: H200" in text and "estimated from the data sheet" in text and "Separate grids" in text
+    assert "yours" not in text
+    assert main(["plan", "--gpus", "2", *run, "--layout", "colocated", "--encoder-dp", "2", "--llm-pp", "2"]) == 0
+    assert "yours" in capsys.readouterr().out
     assert main(["plan", "--gpus", "2", "--profile", str(PROFILE), "--json", *run]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["profile"]["gpu"]["name"] == "NVIDIA H200" and len(found["layouts"]) > 10
