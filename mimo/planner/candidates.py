@@ -56,10 +56,10 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def grids(size: int, largest_tp: int, largest_pp: int) -> Iterator[tuple[int, int, int]]:
+def grids(size: int, largest_tp: int | None = None, largest_pp: int | None = None) -> Iterator[tuple[int, int, int]]:
     """Yield all (tp, dp, pp) whose product is `size`, the least split ones first."""
-    found = [(tp, size // tp // pp, pp) for tp in divisors(size) if tp <= largest_tp
-             for pp in divisors(size // tp) if pp <= largest_pp]
+    found = [(tp, size // tp // pp, pp) for tp in divisors(size) if tp <= (largest_tp or size)
+             for pp in divisors(size // tp) if pp <= (largest_pp or size)]
     yield from sorted(found, key=lambda grid: (grid[0] * grid[2], grid[2]))
 
 
@@ -98,39 +98,49 @@ class Search:
         self._num_cuts = 1 if few else 5
 
     def run(self) -> list[Candidate]:
-        """Return all layouts that the trainer accepts, the fastest first and those that do not fit last."""
+        """Return the layouts that the trainer accepts, the fastest first and those that do not fit last.
+
+        On many GPUs those that do not fit are left out.
+        """
         found = []
         for kind, layout in self._layouts():
             for samples in self._micro_batches:
                 train = replace(self.base.train, micro_batch_size=self.base.train.micro_batch_size * samples)
-                found += self._fitted(kind, replace(self.base, layout=layout, train=train))
+                config = replace(self.base, layout=layout, train=train)
+                accepted = self.accepted(config)
+                if accepted is None:
+                    continue
+                config, fits = self._fitted(config, accepted)
+                if fits or self.size <= MANY_GPUS:
+                    found.append(self.candidate(kind, config, accepted))
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
 
-    def _fitted(self, kind: str, config: RunConfig) -> list[Candidate]:
-        """Predict a layout as it is, or with the least recomputation with which it fits."""
-        layout = self.accepted(config)
-        if layout is None:
-            return []
-        found = self.candidate(kind, config, layout)
-        if found.fits or config.model.recompute == "full":
-            return [found]
-        excess = found.prediction.memory_gib - USABLE * self.costs.gpu.memory_gib
+    def _fitted(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, bool]:
+        """Add the least recomputation with which a run fits, if it needs any.
+
+        Returns:
+            The run, and whether it fits.
+        """
+        limit, step = USABLE * self.costs.gpu.memory_gib * GIB, Step(config, layout, self.costs)
+        batches = step.batches(self.samples)
+        needed, images, _ = step.memory(batches)
+        if needed <= limit or config.model.recompute == "full":
+            return config, needed <= limit
         if layout.encoder_window is not None and config.model.encoder_recompute == "none":
             # The activations of images are the first to go.
-            budget = max(int(found.prediction.encoder_gib - excess - 0.5), 0)
+            budget = max(int((images - (needed - limit)) / GIB - 0.5), 0)
             config = replace(config, layout=replace(config.layout, encoder_activation_gib=float(budget)))
-            found = self.candidate(kind, config, layout)
-            if found.fits:
-                return [found]
-            excess = found.prediction.memory_gib - USABLE * self.costs.gpu.memory_gib
-        step = Step(config, layout, self.costs)
+            needed = Step(config, layout, self.costs).memory(batches)[0]
+            if needed <= limit:
+                return config, True
         saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
-            layout.language.pp, step.num_microbatches) / GIB
+            layout.language.pp, step.num_microbatches)
         layers = max(layers_of_stages(config, layout))
         # Another layer is needed for the one that is being recomputed.
-        count = min(int(excess / saved) + 2, layers) if saved > 0 else layers
+        count = min(int((needed - limit) / saved) + 2, layers) if saved > 0 else layers
         model = replace(config.model, recompute="full", recompute_num_layers=count if count < layers else None)
-        return [self.candidate(kind, replace(config, model=model), layout)]
+        config = replace(config, model=model)
+        return config, Step(config, layout, self.costs).memory(batches)[0] <= limit
 
     def accepted(self, config: RunConfig) -> Layout | None:
         """Return the layout of a run, or None if the trainer refuses it."""

@@ -25,13 +25,13 @@ from mimo.planner.workload import Microbatches, SampleSize, iterations
 from mimo.protocols import LANGUAGE
 
 # Lanes that are simulated; of more, those with the most work in images.
-MAX_LANES = 8
+MAX_LANES = 4
 # Lanes whose samples are looked at. More are alike, and a layout with as many times fewer replicas stands for them.
-LANES_WITH_DATA = 16
+LANES_WITH_DATA = 8
 # Microbatches that are simulated of an iteration that has more, or four for each pipeline stage if that is more.
-SHORT_ITERATION = 32
+SHORT_ITERATION = 16
 # Passes that are simulated for a layout at most, but one iteration at least.
-MAX_PASSES = 2000
+MAX_PASSES = 1000
 ENCODING = "encoding"
 
 
@@ -66,15 +66,8 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         samples: sizes of the first samples; repeated if an iteration has more.
     """
     step = Step(config, layout, costs)
-    lanes, count = step.sampled.num_lanes, step.num_microbatches
-    short = min(count, max(4 * layout.language.pp, SHORT_ITERATION))
-    needed = lanes * short * config.train.micro_batch_size
-    # Few samples stand for more of their kind.
-    samples = list(islice(cycle(samples), max(needed, len(samples))))
-    batches = list(iterations(samples, num_lanes=lanes, micro_batch_size=config.train.micro_batch_size,
-                              num_microbatches=short))
-    passes = min(lanes, MAX_LANES) * layout.language.pp * short
-    batches = batches[: max(MAX_PASSES // passes, 1)]
+    batches = step.batches(samples)
+    lanes, count, short = step.sampled.num_lanes, step.num_microbatches, len(batches[0])
     after = {"optimizer": step.optimizer_s(), "gradient reduction": step.reduction_s(), "host": costs.profile.step_s}
     parts: dict[str, float] = defaultdict(float, after)
     seconds = sum(after.values())
@@ -117,6 +110,15 @@ class Step:
         recomputed = config.model.recompute_num_layers
         self.recomputed = tuple(
             0 if config.model.recompute != "full" else min(recomputed or count, count) for count in self.layers)
+
+    def batches(self, samples: Sequence[SampleSize]) -> list[Microbatches]:
+        """Return the iterations to simulate, shortened if they have many microbatches."""
+        lanes, rows, stages = self.sampled.num_lanes, self.config.train.micro_batch_size, self.layout.language.pp
+        count = min(self.num_microbatches, max(4 * stages, SHORT_ITERATION))
+        # Few samples stand for more of their kind.
+        samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
+        found = iterations(samples, num_lanes=lanes, micro_batch_size=rows, num_microbatches=count)
+        return list(islice(found, max(MAX_PASSES // (min(lanes, MAX_LANES) * stages * count), 1)))
 
     # Time of single passes.
 

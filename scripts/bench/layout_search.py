@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from mimo.config.cli import parse
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
+from mimo.planner.candidates import grids
 from scripts.training_runs import num_ranks
 
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
@@ -34,17 +35,6 @@ class Candidate:
     def name(self) -> str:
         """Name for messages, and key of the figures."""
         return f"{self.kind}: {self.flags}"
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors in rising order."""
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def grids(size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield all (tp, dp, pp) whose product is `size`, the least split ones first."""
-    found = [(tp, size // tp // pp, pp) for tp in divisors(size) for pp in divisors(size // tp)]
-    yield from sorted(found, key=lambda grid: (grid[0] * grid[2], grid[2]))
 
 
 def layout_of(kind: str, encoder: tuple[int, int, int], language: tuple[int, int, int]) -> LayoutConfig:
