@@ -16,6 +16,7 @@ from mimo.grid.dry_run import counted, table
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
 from mimo.planner.costs import GPUS, Costs, Profile
 from mimo.planner.measure import measure, model_name
+from mimo.planner.predict import Prediction
 from mimo.planner.workload import SampleSize, draw_samples
 
 # Predicted step times that differ by less are not told apart.
@@ -109,10 +110,12 @@ def _own(config: RunConfig, search: Search) -> Candidate | None:
 def _checked(found: list[Candidate], size: int, top: int) -> list[Candidate]:
     """Leave out layouts that the trainer's whole check refuses, among those that are printed."""
     kept: list[Candidate] = []
+    seen: list[Prediction] = []
     for candidate in found:
-        # Micro-batches and cuts give the same predictions in some layouts; the first of them is enough.
-        if any(candidate.flags == other.flags for other in kept):
+        # Some flags come to the same, such as windows of all microbatches and of as many as there are.
+        if candidate.prediction in seen:
             continue
+        seen.append(candidate.prediction)
         if len(kept) < 2 * top:
             try:
                 validate(candidate.config, size)

@@ -9,6 +9,7 @@ the output layer and the loss.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -309,7 +310,9 @@ def describe_gpu(name: str, memory_gib: float | None) -> Gpu:
 
 def main() -> int:
     """Run as one rank under torchrun; the first one writes the profile."""
-    settings: Mapping[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(description="One rank of `mimo plan --measure`.")
+    parser.add_argument("settings", type=Path, help="JSON file that `measure` writes")
+    settings: Mapping[str, Any] = json.loads(parser.parse_args().settings.read_text(encoding="utf-8"))
     sys.path.append(os.getcwd())
     configs = [parse(["--config", path]) for path in settings["runs"]]
     from mimo.training.run import launch

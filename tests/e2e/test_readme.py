@@ -18,7 +18,7 @@ import pytest
 
 from data import character_tokenizer
 from mimo import registry
-from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, parse_command
+from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, PlanFlags, parse_command
 from mimo.config.cli import FileConfig, parse, parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.toml_file import flag_name, typed_fields
@@ -59,6 +59,7 @@ OTHER_FLAGS = {
     "--engine-tp": "scripts/bench/refit.py",
     **dict.fromkeys(("--flags", "--good"), "scripts/bench/refit_verify.py"),
     "--layout": "scripts/bench/rl_sweep.py",
+    "--no-variants": "scripts/bench/layouts.py",
     "--tokens": "scripts/bench/rl_sweep.py",
     "--prompt-length": "scripts/bench/rl_sweep.py",
     "--completion-length": "scripts/bench/rl_sweep.py",
@@ -176,7 +177,7 @@ def test_every_mimo_command_is_accepted(words: list[str]) -> None:
 
 
 def test_every_flag_exists() -> None:
-    configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags]
+    configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags, PlanFlags]
     configs += [*(type(section) for section in vars(RlRunConfig()).values() if section is not None)]
     configs += [
         registry.model_provider(name).Config
@@ -243,7 +244,7 @@ def shown_outputs() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("command", "output"), shown_outputs(), ids=["refused", "plan"])
+@pytest.mark.parametrize(("command", "output"), shown_outputs(), ids=["refused", "fastest", "dry-run"])
 def test_outputs_are_what_is_printed(command: str, output: str) -> None:
     python, *arguments = shlex.split(command)
     assert python == "python"

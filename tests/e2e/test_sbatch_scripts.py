@@ -72,7 +72,8 @@ def test_every_value_is_in_the_scripts():
 
 def test_no_value_of_a_run_is_in_what_they_share():
     text = (SBATCH / "common.sh").read_text() + (SBATCH / "node.sh").read_text()
-    assert set(re.findall(r"\$\{(\w+):?-", text)) == {"PRINT_COMMAND", "SLURM_RESTART_COUNT"}
+    assert set(re.findall(r"\$\{(\w+):?-", text)) == {
+        "PRINT_COMMAND", "SLURM_RESTART_COUNT", "CUDA_DEVICE_MAX_CONNECTIONS"}
     assert [flag for flag in ("--lr", "--global-batch-size", "--seq-length", "--model-provider") if flag in text] == []
 
 
