@@ -77,6 +77,8 @@ def _config(flags: PlanFlags, run_flags: list[str]) -> RunConfig:
     depth = config.train.encoder_prefetch_depth
     if depth:
         raise ValueError(f"--encoder-prefetch-depth {depth}: mimo plan does not predict prefetch; leave it out")
+    if config.model.recompute == "selective":
+        raise ValueError("--recompute selective: mimo plan predicts none and full; leave it out")
     # The run has no length here, and its own layout need not fit the number of GPUs.
     return replace(config, train=replace(config.train, dry_run=True, world_size=None))
 

@@ -104,6 +104,8 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     refuse(layout.encoder_window is not None,
            f"--layout colocated with --llm-pp {config.layout.llm_pp} needs encoder windows, which RL does not support "
            "yet: use --llm-pp 1, or --layout disjoint")
+    ahead = config.layout.encoder_run_ahead
+    refuse(ahead > 0, f"--encoder-run-ahead {ahead} is not supported in RL yet: leave it out")
     config.rl.check()
     config.rollout.check()
     _check_batch(config)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from mimo.config.trainer import LayoutConfig, RunConfig
+from mimo.config.toml_file import flag_name
+from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from mimo.config.validate import layers_of_stages
 from mimo.grid.layout import build_layout, validate_layout
 from mimo.grid.spec import Layout
@@ -26,7 +27,7 @@ WINDOWS = (1, 2, 4, 0)
 # Sizes of expert parallelism that are tried, the largest that the grid and the experts allow.
 MAX_EXPERT_SIZES = 3
 # On more GPUs than this fewer of each are tried, as there are more grids.
-MANY_GPUS = 64
+MANY_GPUS = 16
 # Share of a GPU's memory that a run may plan with.
 USABLE = 0.97
 
@@ -63,18 +64,41 @@ def grids(size: int, largest_tp: int | None = None, largest_pp: int | None = Non
     yield from sorted(found, key=lambda grid: (grid[0] * grid[2], grid[2]))
 
 
+def cuts(num_layers: int, stages: int, first: float, last: float) -> list[tuple[int, ...]]:
+    """Return cuts of a pipeline, the one whose slowest stage is fastest first.
+
+    Stages between the first and the last have the same number of layers, as Megatron Core wants it.
+
+    Args:
+        num_layers: layers of the language model.
+        stages: number of stages, at least two.
+        first: time of what the first stage has besides layers, such as an encoder, in layers.
+        last: the same for the last stage, such as the logits.
+    """
+    found = []
+    for middle in range(1, num_layers // (stages - 2) + 1) if stages > 2 else (0,):
+        ends = num_layers - middle * (stages - 2)
+        for head in range(1, ends):
+            slowest = max(head + first, middle, ends - head + last)
+            found.append((slowest, abs(2 * head - ends), (head, *(middle,) * (stages - 2), ends - head)))
+    return [cut for _, _, cut in sorted(found)]
+
+
 def flags_of(config: RunConfig, base: RunConfig) -> str:
-    """Return the flags of a layout: those of the grids, and everything else in which it differs from the run."""
+    """Return the flags in which a run differs from the default layout, and in model and batch from another run."""
+    words = _changed(config.layout, LayoutConfig()) or ["--encoder-dp", "1", "--llm-dp", "1"]
+    return shlex.join([*words, *_changed(config.model, base.model), *_changed(config.train, base.train)])
+
+
+def _changed(section: LayoutConfig | ModelConfig | TrainConfig, base: LayoutConfig | ModelConfig | TrainConfig
+             ) -> list[str]:
+    """Return the flags of a section whose values differ from another's."""
     words = []
-    for section, before, always in ((config.layout, LayoutConfig(), True), (config.train, base.train, False),
-                                    (config.model, base.model, False)):
-        for field in fields(section):
-            value = vars(section)[field.name]
-            if value != (field.default if always else vars(before)[field.name]):
-                flag = field.name.replace("_", "-")
-                words += [f"--{flag}"] if value is True else [f"--no-{flag}"] if value is False else [
-                    f"--{flag}", str(value)]
-    return shlex.join(words or ["--encoder-dp", "1", "--llm-dp", "1"])
+    for name, value in vars(section).items():
+        if value != vars(base)[name]:
+            words += [flag_name(f"no_{name}")] if value is False else [flag_name(name)]
+            words += [] if isinstance(value, bool) else [str(value)]
+    return words
 
 
 class Search:
@@ -216,18 +240,8 @@ class Search:
             last = (cost.ends_forward_s + cost.ends_backward_s) / layer
             if layout.layout == "homogeneous":
                 first = self._encoder_s(layout.llm_tp) / layer
-        even = (layers + first + last) / stages
-        found = []
-        for change in (0, -1, 1, -2, 2)[: self._num_cuts]:
-            head = round(even - first) + change
-            if stages == 2:
-                counts = [head, layers - head]
-            else:
-                middle = max(round((layers - head - (even - last)) / (stages - 2)), 1)
-                counts = [head, *[middle] * (stages - 2), layers - head - middle * (stages - 2)]
-            if min(counts) > 0 and len(set(counts)) > 1:
-                found.append(",".join(map(str, counts)))
-        return list(dict.fromkeys(found))
+        found = [cut for cut in cuts(layers, stages, first, last) if len(set(cut)) > 1]
+        return [",".join(map(str, cut)) for cut in found[: self._num_cuts]]
 
     def _encoder_s(self, tp: int) -> float:
         """Seconds of both passes over the images of a mean microbatch."""

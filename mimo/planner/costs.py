@@ -1,7 +1,7 @@
-"""What each piece of a step takes: seconds and bytes of a layer, of an image, of the optimizer. Plain Python.
+"""Costs of the pieces of a step: seconds and bytes of a layer, of an image, of the optimizer. Plain Python.
 
-Everything is first estimated from the model's sizes and the figures of a GPU. A profile, which `mimo.planner.profile`
-measures on real GPUs, holds the ratio of measured to estimated values, so that it also corrects what was not measured:
+Everything is first estimated from the model's sizes and the figures of a GPU. A profile, which `mimo.planner.measure`
+makes on real GPUs, holds the ratio of measured to estimated values, so that it also corrects what was not measured:
 other depths, other images, more ranks.
 """
 
@@ -226,11 +226,11 @@ class Costs:
         """
         return self._once(self._image_flops, name, tokens)
 
-    def _once[**P, R](self, compute: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Compute a cost that many layouts ask for."""
+    def _once[R](self, compute: Callable[..., R], *arguments: Any) -> R:
+        """Compute a cost, or return it if another layout has asked for it."""
         key = (compute.__name__, *arguments)
         if key not in self._known:
-            self._known[key] = compute(*arguments, **named)
+            self._known[key] = compute(*arguments)
         found: R = self._known[key]
         return found
 
@@ -298,14 +298,14 @@ class Costs:
         return parameters * OPTIMIZER_BYTES / (MEMORY_GB_S * 1e9) * self.profile.optimizer
 
     def reduction_s(self, parameters: float, replicas: int, gpus: int) -> float:
-        """Return the seconds of reducing gradients and gathering parameters that do not overlap with passes.
+        """Return the seconds of reducing gradients and gathering parameters, without overlap.
 
         Args:
             parameters: those of a rank.
-            replicas: data-parallel size.
-            gpus: ranks over which a replica's neighbours are spread; beyond a node the network counts.
+            replicas: number of ranks that have the same ones.
+            gpus: number of GPUs over which these ranks are spread. If they are more than a node's, the network counts.
         """
-        if replicas == 1:
+        if replicas <= 1:
             return 0.0
         bandwidth = self.gpu.link_gb_s if gpus <= self.gpu.gpus_per_node else self.gpu.network_gb_s
         gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not self.config.model.bf16 else 2

@@ -30,14 +30,14 @@ MAX_LANES = 4
 LANES_WITH_DATA = 8
 # Microbatches that are simulated of an iteration that has more, or four for each pipeline stage if that is more.
 SHORT_ITERATION = 16
-# Passes that are simulated for a layout at most, but one iteration at least.
-MAX_PASSES = 1000
+# Iterations of a layout that are simulated, and their passes at most; one iteration at least.
+MAX_ITERATIONS, MAX_PASSES = 4, 1000
 ENCODING = "encoding"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout is expected to reach.
+    """Expected speed and memory of a layout.
 
     Attributes:
         step_s: seconds of a step, the mean over the simulated iterations.
@@ -118,7 +118,8 @@ class Step:
         # Few samples stand for more of their kind.
         samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
         found = iterations(samples, num_lanes=lanes, micro_batch_size=rows, num_microbatches=count)
-        return list(islice(found, max(MAX_PASSES // (min(lanes, MAX_LANES) * stages * count), 1)))
+        most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
+        return list(islice(found, min(max(most, 1), MAX_ITERATIONS)))
 
     # Time of single passes.
 
@@ -142,9 +143,9 @@ class Step:
             return forward / encoder.pp
         if not any(each[1] for each in flops):
             return 0.0
-        # A frozen encoder leaves only the projector's backward pass.
-        calls = calls if self.costs.trains(encoder.name) else 0
         trains = self.costs.trains(encoder.name)
+        # A frozen encoder leaves only the projector's backward pass.
+        calls = calls if trains else 0
         again = forward if self.config.model.encoder_recompute == "full" and trains else 0.0
         return (calls * cost.call_backward_s + sum(each[1] for each in flops) / cost.backward_flops_s + again
                 ) / encoder.pp
@@ -165,9 +166,10 @@ class Step:
         return simulate(programs, self._transfer_s)
 
     def _transfer_s(self, key: Hashable) -> float:
-        """Seconds of a transfer of a microbatch's activations or gradients between stages."""
+        """Seconds of a transfer of a microbatch's activations or gradients; those of images are fewer bytes, but count
+        as much."""
         moved = self.config.train.micro_batch_size * self.config.train.seq_length * self.costs.hidden_size * 2
-        across = self.layout.language.tp * self.layout.language.dp > self.costs.gpu.gpus_per_node
+        across = self.layout.world_size > self.costs.gpu.gpus_per_node
         bandwidth = self.costs.gpu.network_gb_s if across else self.costs.gpu.link_gb_s
         return LATENCY_S + moved / self.layout.language.tp / (bandwidth * 1e9)
 
@@ -280,7 +282,7 @@ class Step:
         """The encoder's stages come before those of the language model."""
         (encoder,), language = self.sampled.encoders, self.layout.language
         lanes, rows, count = self.sampled.num_lanes, self.config.train.micro_batch_size, len(batch)
-        stages = encoder.pp + language.pp
+        stages, ahead = encoder.pp + language.pp, self.config.layout.encoder_run_ahead
         trains = self.costs.trains(encoder.name) or self.costs.trains("projector")
         programs: dict[Hashable, list[Action]] = {}
         for members in self._heaviest(batch, max(lanes // encoder.dp, 1)):
@@ -297,7 +299,8 @@ class Step:
                     before, after = _links(("encoder", replica), stage, encoder.pp)
                     out = tuple(links[replica, lane] for lane in members) if stage == encoder.pp - 1 else after
                     programs["encoder", replica, stage] = Stage(
-                        stage, stages, count, encode, before, out, label=ENCODING, takes_gradients=trains).program()
+                        stage, stages, count, encode, before, out, label=ENCODING, takes_gradients=trains,
+                        run_ahead=ahead, buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
             for lane in members:
                 for stage in range(language.pp):
                     def seconds(kind: str, microbatch: int, stage: int = stage) -> float:
@@ -307,15 +310,17 @@ class Step:
                     into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
                     programs[lane, stage] = Stage(
                         encoder.pp + stage, stages, count, seconds, into, after, label=LANGUAGE,
-                        sends_gradients=trains or stage > 0).program()
+                        sends_gradients=trains or stage > 0,
+                        buffered=into if ahead and stage == 0 else ()).program()
         return programs
 
     # What comes after the passes.
 
     def optimizer_s(self) -> float:
         """Seconds of the optimizer step on the rank that updates most parameters."""
-        return max(sum(self.costs.optimizer_s(self._parameters(module, grid, stage) / self._shards(grid))
-                       for module, grid, stage in place if self.costs.trains(module))
+        return max(sum(self.costs.optimizer_s(count / (replicas if self.config.optim.use_distributed_optimizer else 1))
+                       for module, grid, stage in place if self.costs.trains(module)
+                       for count, replicas in self.parameters(module, grid, stage))
                    for _, place in self.places())
 
     def reduction_s(self) -> float:
@@ -325,8 +330,8 @@ class Step:
             total = 0.0
             for module, grid, stage in place:
                 if self.costs.trains(module):
-                    seconds = self.costs.reduction_s(self._parameters(module, grid, stage), grid.dp * grid.cp,
-                                                     grid.tp * grid.dp * grid.cp)
+                    seconds = sum(self.costs.reduction_s(count, replicas, grid.tp * grid.dp * grid.cp)
+                                  for count, replicas in self.parameters(module, grid, stage))
                     flags = self.config.ddp
                     overlaps = flags.overlap_grad_reduce if module == LANGUAGE else flags.encoder_ddp_overlap
                     # The last bucket and the gather of parameters remain.
@@ -339,6 +344,7 @@ class Step:
     def memory(self, batches: Sequence[Microbatches]) -> tuple[float, float, str]:
         """Return the bytes of the fullest rank at its peak, those of images among them, and which rank that is."""
         found = []
+        known: dict[tuple[str, int], float] = {}
         for name, place in self.places():
             total, images = self.costs.profile.base_gib * GIB, 0.0
             for module, grid, stage in place:
@@ -346,7 +352,9 @@ class Step:
                 if module == LANGUAGE:
                     total += self._language_bytes(stage)
                 else:
-                    images += max(self._encoder_bytes(grid, stage, batches), default=0.0)
+                    if (module, stage) not in known:
+                        known[module, stage] = max(self._encoder_bytes(grid, stage, batches), default=0.0)
+                    images += known[module, stage]
             found.append((total + images, images, name))
         return max(found)
 
@@ -366,26 +374,27 @@ class Step:
                     yield (f"{encoder.name} stage {stage}" if encoder.pp > 1 else encoder.name,
                            [(encoder.name, encoder, stage)])
 
-    def _parameters(self, module: str, grid: GridSpec, stage: int) -> int:
-        return parameters_per_rank(self.costs.shapes[module], grid, stage)
+    def parameters(self, module: str, grid: GridSpec, stage: int) -> list[tuple[int, int]]:
+        """Count a rank's parameters, each count with the number of ranks that have the same ones.
 
-    def _shards(self, grid: GridSpec) -> int:
-        return grid.dp * grid.cp if self.config.optim.use_distributed_optimizer else 1
+        Experts are on fewer ranks than the rest.
+        """
+        shapes = self.costs.shapes[module]
+        experts = [shape for shape in shapes if shape.split == "expert"]
+        others = [shape for shape in shapes if shape.split != "expert"]
+        return [(parameters_per_rank(others, grid, stage), grid.dp * grid.cp),
+                (parameters_per_rank(experts, grid, stage), grid.expt_dp)]
 
     def state_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
-        """Bytes of weights, gradients and optimizer state. Experts are sharded over fewer ranks than the rest."""
-        bf16, fp32_gradients = self.config.model.bf16, self.config.ddp.grad_reduce_in_fp32
-        total = 0.0
-        for expert in (False, True):
-            shapes = [shape for shape in self.costs.shapes[module] if (shape.split == "expert") is expert]
-            parameters = parameters_per_rank(shapes, grid, stage)
-            shards = grid.expt_dp if expert else grid.dp * grid.cp
-            shards = shards if self.config.optim.use_distributed_optimizer else 1
-            total += parameters * (2 if bf16 else 4)
+        """Bytes of weights, gradients and optimizer state."""
+        bf16, total = self.config.model.bf16, 0.0
+        for count, replicas in self.parameters(module, grid, stage):
+            total += count * (2 if bf16 else 4)
             if self.costs.trains(module):
-                gradients = 4 if fp32_gradients or not bf16 else 2
+                gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
+                shards = max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1
                 # bf16 weights have a master copy; both kinds have the two moments of Adam.
-                total += parameters * (gradients + (12 if bf16 else 8) / max(shards, 1))
+                total += count * (gradients + (12 if bf16 else 8) / shards)
         return total
 
     def _language_bytes(self, stage: int) -> float:
@@ -435,7 +444,8 @@ class Step:
         elif self.layout.kind == "homogeneous":
             kept = stages
         else:
-            kept = grid.pp + stages - stage if self.layout.kind == "disjoint" else 1
+            ahead = self.config.layout.encoder_run_ahead
+            kept = grid.pp + stages - stage + ahead if self.layout.kind == "disjoint" else 1
             replicas = [[(share.lane, share.start, share.stop) for share in lane_shares(dp, lanes, rows, replica)]
                         for replica in range(dp)]
         kept = min(kept, self.num_microbatches)

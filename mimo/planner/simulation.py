@@ -23,7 +23,7 @@ class Action:
         seconds: work before anything is posted.
         posts: keys that the worker posts when its work is done.
         awaits: keys that it waits for after that.
-        label: for what the work is; the sums of `Timeline.busy_s` are by label.
+        label: names the work; `Timeline.busy_s` sums it up by label.
     """
 
     seconds: float = 0.0
@@ -138,14 +138,14 @@ class Stage:
 
     Attributes:
         stage, num_stages: its place in the pipeline, counted over all modules that follow each other.
-        num_microbatches: of the iteration.
-        seconds: of a pass, by kind (`FORWARD`, `BACKWARD`) and microbatch.
+        num_microbatches: microbatches of the iteration.
+        seconds: returns the seconds of a pass, by kind (`FORWARD`, `BACKWARD`) and microbatch.
         inputs, outputs: names of the links to the stages before and after; several where lanes share an encoder.
-        label: of its work.
+        label: label of its work, as in `Action`.
         sends_gradients: whether gradients go back to the stage before this one.
         takes_gradients: whether gradients come from the stage after this one.
         run_ahead: see `one_forward_one_backward`.
-        waits_to_send: whether a send blocks until the receiver is there.
+        buffered: links on which a send does not wait for the receiver.
         before_forward, after_forward, after_backward: actions around the passes of a microbatch.
     """
 
@@ -159,7 +159,7 @@ class Stage:
     sends_gradients: bool = True
     takes_gradients: bool = True
     run_ahead: int = 0
-    waits_to_send: bool = True
+    buffered: tuple[Hashable, ...] = ()
     before_forward: Hook = _nothing
     after_forward: Hook = _nothing
     after_backward: Hook = _nothing
@@ -198,6 +198,5 @@ class Stage:
                 keys = [(link, *transfer) for link in (forwards if transfer[0] == FORWARD else backwards)]
                 # A blocking sender needs to know that the receiver is there, so both sides post.
                 posts += keys
-                if transfer is received or self.waits_to_send:
-                    awaits += keys
+                awaits += [key for key in keys if transfer is received or key[0] not in self.buffered]
         return Action(posts=tuple(posts), awaits=tuple(awaits))

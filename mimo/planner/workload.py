@@ -1,13 +1,14 @@
-"""Sizes of the samples of a run: what a planner needs to know of its data."""
+"""Sizes of the samples of a run, which decide how long its steps take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from mimo.config.trainer import RunConfig
-from mimo.protocols import LANGUAGE, DataRequest, Lane, ModelProvider, RoutedDataProvider, Sample
+from mimo.grid.lanes import data_request
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE, CheckedDataProvider, Lane, ModelProvider, RoutedDataProvider, Sample
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,15 @@ def draw_samples(config: RunConfig, provider: ModelProvider, count: int) -> list
 def _stream(config: RunConfig, provider: ModelProvider, module: str) -> Iterator[Sample]:
     dataset, tokens = config.find_dataset(config.data.dataset_provider), provider.token_spec(config.model_family)
     if not isinstance(dataset, RoutedDataProvider):
+        if isinstance(dataset, CheckedDataProvider):
+            dataset.validate(config.dataset, tokens)
         # A stream that is opened for the language model makes no pixels.
         yield from dataset.stream(config.dataset, tokens, Lane(LANGUAGE, 0, 1, config.train.seed))
         return
-    request = DataRequest(tokens, partial(provider.num_image_tokens, config.model_family, module), num_lanes=1,
-                          micro_batch_size=config.train.micro_batch_size, seq_length=config.train.seq_length,
-                          seed=config.train.seed)
+    one_lane = Layout("disjoint", 1, (GridSpec(module),) if module else (), GridSpec(LANGUAGE))
+    request = data_request(one_lane, provider, config.model_family, micro_batch_size=config.train.micro_batch_size,
+                           seq_length=config.train.seq_length, seed=config.train.seed, split="train")
+    dataset.validate(config.dataset, request)
     reader = dataset.reader(config.dataset, request, [0])
     try:
         reader.start()

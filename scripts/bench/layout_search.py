@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from mimo.config.cli import parse
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
-from mimo.planner.candidates import grids
+from mimo.planner.candidates import flags_of, grids
 from scripts.training_runs import num_ranks
 
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
@@ -66,24 +66,6 @@ def all_layouts(kind: str, size: int) -> Iterator[LayoutConfig]:
         for ranks in range(1, size):
             yield from (layout_of(kind, encoder, language) for encoder in grids(ranks)
                         for language in grids(size - ranks))
-
-
-def flags_of(config: RunConfig, base: RunConfig) -> str:
-    """Return the flags in which a run differs from the default layout, and in model and microbatches from `base`."""
-    words = []
-    for field in fields(LayoutConfig):
-        value = vars(config.layout)[field.name]
-        if value != field.default:
-            words += ["--" + field.name.replace("_", "-")] + ([] if value is True else [str(value)])
-    if not words:
-        words = ["--encoder-dp", "1", "--llm-dp", "1"]
-    for name in ("recompute", "recompute_num_layers", "encoder_recompute"):
-        value = vars(config.model)[name]
-        if value != vars(base.model)[name]:
-            words += ["--" + name.replace("_", "-"), str(value)]
-    if config.train.micro_batch_size != base.train.micro_batch_size:
-        words += ["--micro-batch-size", str(config.train.micro_batch_size)]
-    return shlex.join(words)
 
 
 def search(base: RunConfig, kind: str, size: int) -> tuple[list[Candidate], list[tuple[str, str]]]:

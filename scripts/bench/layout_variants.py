@@ -1,4 +1,4 @@
-"""What the search of layouts tries after the first runs: cuts, windows, recomputation and microbatches. Plain data.
+"""Further runs of the search of layouts: cuts, windows, recomputation and microbatches. Plain data.
 
 Layouts that differ in nothing else form a group. It takes these steps, each from its best configuration so far:
 
@@ -24,7 +24,8 @@ from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches, validate
 from mimo.grid.layout import build_layout
 from mimo.grid.spec import Layout
-from scripts.bench.layout_search import Candidate, flags_of
+from mimo.planner.candidates import cuts, flags_of
+from scripts.bench.layout_search import Candidate
 
 WINDOWS = (2, 1, 0)
 MOST_FITS = 5
@@ -62,29 +63,6 @@ class Work:
     encoder: float
     layers: float
     head: float
-
-
-def cuts(num_layers: int, stages: int, work: Work, *, encoder_first: bool) -> list[tuple[int, ...]]:
-    """Return cuts of a pipeline, the one whose slowest stage is fastest first.
-
-    Stages between the first and the last have the same number of layers, as Megatron Core wants it.
-
-    Args:
-        num_layers: layers of the language model.
-        stages: at least two.
-        work: time of the parts of the model.
-        encoder_first: the first stage encodes all images. If not, all stages encode.
-    """
-    layer, found = work.layers / num_layers, []
-    for middle in range(1 if stages > 2 else 0, num_layers // max(stages - 2, 1) + 1):
-        ends = num_layers - middle * (stages - 2)
-        for first in range(1, ends):
-            slowest = max(first * layer + work.encoder * encoder_first, middle * layer,
-                          (ends - first) * layer + work.head)
-            found.append((slowest, abs(2 * first - ends), (first, *(middle,) * (stages - 2), ends - first)))
-        if stages == 2:
-            break
-    return [cut for _, _, cut in sorted(found)]
 
 
 def next_recomputation(peaks: Mapping[int, float | None], layers: int, memory_gib: float | None) -> int | None:
@@ -168,7 +146,9 @@ class Variants:
         if layout.llm_pp == 1 or work is None or any(trial.candidate.config.layout.llm_pp_layout for trial in group):
             return
         (layers,) = layers_of_stages(self._base, build_layout(LayoutConfig(), 0, ("vision",)))
-        tried = cuts(layers, layout.llm_pp, work, encoder_first=layout.layout == "homogeneous")
+        layer = work.layers / layers
+        encoder = work.encoder / layer if layout.layout == "homogeneous" else 0.0
+        tried = cuts(layers, layout.llm_pp, encoder, work.head / layer)
         for cut in tried[:self._num_cuts]:
             if len(set(cut)) > 1:
                 yield self._changed(origin.candidate, layout={"llm_pp_layout": ",".join(map(str, cut))})

@@ -12,7 +12,7 @@ import pytest
 from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.config.validate import validate
-from mimo.planner.candidates import HOMOGENEOUS, USABLE, Search
+from mimo.planner.candidates import HOMOGENEOUS, USABLE, Search, cuts
 from mimo.planner.costs import GIB, GPUS, Costs, Profile
 from mimo.planner.measure import _line, _split
 from mimo.planner.predict import Prediction, Step, predict
@@ -79,7 +79,7 @@ def test_weights_gradients_and_moments_are_18_bytes_of_a_parameter_and_shards_12
     layout = validate(config, 2)
     step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
     ((_, place),) = step.places()
-    parameters = sum(step._parameters(*each) for each in place)
+    parameters = sum(count for each in place for count, _ in step.parameters(*each))
     assert sum(step.state_bytes(*each) for each in place) == pytest.approx(parameters * (2 + 4 + 12 / 2))
     one = replace(config, optim=replace(config.optim, use_distributed_optimizer=False))
     assert sum(Step(one, layout, step.costs).state_bytes(*each) for each in place) == pytest.approx(18 * parameters)
@@ -114,6 +114,39 @@ def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
         assert any(cut for cut in cuts), "uneven cuts are among them"
         best.append(found[0].prediction.step_s)
     assert best[1] < 0.6 * best[0]
+
+
+def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
+    # The encoder takes as long as nine and a half of 40 layers, the logits as long as three.
+    found = cuts(40, 2, 9.5, 3.2)
+    assert found[0] == (17, 23) and set(found[1:3]) == {(16, 24), (18, 22)}
+    assert cuts(40, 2, 0.0, 3.2)[0] == (22, 18)
+    first = cuts(40, 4, 9.5, 3.2)[0]
+    assert sum(first) == 40 and first[1] == first[2] and first[0] < first[3] < first[1]
+
+
+def test_an_encoder_that_runs_ahead_does_not_wait_for_gradients() -> None:
+    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--llm-pp", "2"])
+    costs, samples = Costs(config, Profile(GPUS["H200"])), [SampleSize(1500, (144,) * 9)] * 12
+    found = {}
+    for ahead in (0, 2):
+        run = replace(config, layout=replace(config.layout, encoder_run_ahead=ahead))
+        found[ahead] = predict(run, validate(run, 3), costs, samples)
+    # The encoder is the slowest stage; it has two microbatches more in flight.
+    assert found[2].step_s < found[0].step_s and found[2].memory_gib > found[0].memory_gib
+    assert found[2].parts_s["encoding"] == pytest.approx(found[0].parts_s["encoding"])
+    assert found[2].parts_s["waiting"] < 0.8 * found[0].parts_s["waiting"]
+
+
+def test_experts_are_on_fewer_ranks_than_the_rest() -> None:
+    flags = """--model-provider causal_lm --dataset-provider mock --mock-text-only-fraction 1 --num-experts 8
+    --moe-ffn-hidden-size 64 --llm-dp 4 --llm-ep 2 --bf16 --train-iters 1""".split()
+    config = parse(flags)
+    layout = validate(config, 4)
+    step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
+    (dense, four), (experts, two) = step.parameters("language", layout.language, 0)
+    assert (four, two) == (4, 2) and dense > 0 and experts > 0
+    assert step.state_bytes("language", layout.language, 0) == dense * (6 + 12 / 4) + experts * (6 + 12 / 2)
 
 
 def test_large_layouts_are_predicted_from_some_of_their_lanes() -> None:
@@ -155,6 +188,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     for flags, message in ((["--gpus", "2", "--profile", str(wrong)], "not a profile"),
                            (["--gpus", "2", "--nodes", "1"], "--gpus 2 and --nodes 1: give one of them"),
                            ([], "--gpus 0 and --nodes 0: give one of them"),
+                           (["--gpus", "2", "--recompute", "selective"], "--recompute selective"),
+                           (["--gpus", "2", "--encoder-prefetch-depth", "2"], "--encoder-prefetch-depth 2"),
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
         assert main(["plan", *flags, *run]) == 2
         assert message in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +14,10 @@ from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, one_forwar
 def pipeline(stages: int, microbatches: int, forward_s: float, backward_s: float, *, slow: int = -1,
              delay_s: float = 0.0) -> float:
     """Seconds of a pipeline of equal stages, one of which may be slower."""
-    def seconds(stage: int) -> object:
+    def seconds(stage: int) -> Callable[[str, int], float]:
         return lambda kind, microbatch: (forward_s if kind == FORWARD else backward_s) + delay_s * (stage == slow)
 
-    programs = {stage: Stage(stage, stages, microbatches, seconds(stage),  # type: ignore[arg-type]
+    programs = {stage: Stage(stage, stages, microbatches, seconds(stage),
                              ((stage - 1,),) if stage else (), ((stage,),) if stage < stages - 1 else ()).program()
                 for stage in range(stages)}
     return simulate(programs).seconds
@@ -33,6 +35,27 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     even = pipeline(3, 12, 1.0, 2.0)
     # Every microbatch waits for the slow stage twice, but for what the filling and draining hides.
     assert even + 12.0 - 1.0 <= pipeline(3, 12, 1.0, 2.0, slow=1, delay_s=0.5) <= even + 12.0
+
+
+@pytest.mark.parametrize(("encoder_s", "language_s", "stages", "shares"), [
+    (6.0, 5.0, 1, (0.947, 0.986, 1.0)),
+    (6.0, 5.0, 2, (0.900, 0.947, 0.973, 1.0)),
+    # The first and the last pass of the faster encoder cannot be hidden.
+    (5.0, 7.5, 1, (0.947, 0.947)),
+])
+def test_an_encoder_that_runs_ahead_of_twelve_microbatches(encoder_s: float, language_s: float, stages: int,
+                                                           shares: tuple[float, ...]) -> None:
+    for ahead, share in enumerate(shares):
+        def seconds(stage: int) -> Callable[[str, int], float]:
+            whole = language_s if stage else encoder_s
+            return lambda kind, microbatch: whole / 3 if kind == FORWARD else whole * 2 / 3
+
+        programs = {
+            stage: Stage(stage, stages + 1, 12, seconds(stage), ((stage - 1,),) if stage else (),
+                         ((stage,),) if stage < stages else (), run_ahead=0 if stage else ahead,
+                         buffered=((0,),) if ahead and stage < 2 else ()).program()
+            for stage in range(stages + 1)}
+        assert 12 * max(encoder_s, language_s) / simulate(programs).seconds == pytest.approx(share, abs=5e-4)
 
 
 def test_each_pass_occurs_once_and_backward_after_forward() -> None:

@@ -14,21 +14,13 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.bench import layouts, presets
 from scripts.bench.layout_search import COLOCATED, HOMOGENEOUS, Candidate, search
-from scripts.bench.layout_variants import MOST_FITS, Trial, Variants, Work, cuts, next_recomputation
+from scripts.bench.layout_variants import MOST_FITS, Trial, Variants, Work, next_recomputation
 from scripts.bench.layouts import OUT_OF_MEMORY, Outcome
 
 LAYERS = 40
 BASE = f"""--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16
 --train-iters 1 --num-layers {LAYERS}""".split()
 WORK = Work(encoder=0.18, layers=0.76, head=0.06)
-
-
-def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
-    found = cuts(LAYERS, 2, WORK, encoder_first=True)
-    assert found[0] == (17, 23) and set(found[1:3]) == {(16, 24), (18, 22)}
-    assert cuts(LAYERS, 2, WORK, encoder_first=False)[0] == (22, 18)
-    first = cuts(LAYERS, 4, WORK, encoder_first=True)[0]
-    assert sum(first) == LAYERS and first[1] == first[2] and first[0] < first[3] < first[1]
 
 
 @pytest.mark.parametrize("least", [1, 7, 20, 39, 40])
