@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,15 +30,14 @@ def gather_results(grids: Grids, make: Callable[[], Any]) -> list[Any]:
         ReportedElsewhereError: `make` raised it, or another error, on another rank.
         Exception: whatever else `make` raised on this rank.
     """
-    value, error, has_ended = None, None, False
+    value, error = None, None
     try:
-        value, has_ended = make(), True
+        value = make()
     except ValueError as problem:
-        error, has_ended = str(problem), True
-    finally:
-        if not has_ended:  # an error of another kind is on its way
-            unknown = sys.exception()
-            gather(grids, (None, f"{type(unknown).__name__}: {unknown}"))
+        error = str(problem)
+    except Exception as unknown:  # whatever it is, the others wait for this rank
+        gather(grids, (None, f"{type(unknown).__name__}: {unknown}"))
+        raise
     everyone = gather(grids, (value, error))
     raise_known_errors(grids, [message for _, message in everyone])
     return [result for result, _ in everyone]

@@ -214,9 +214,12 @@ class FlopsCounter:
             module: the module.
             sums: its sequences, the language model's with padding.
         """
-        return [(component, forward_flops(component, sums, whole=not self.fused).total, self._training(
-                    number, sums, True) - forward_flops(component, sums, whole=not self.fused).total)
-                for number, component in enumerate(self.components) if component.module == module]
+        found = []
+        for number, component in enumerate(self.components):
+            if component.module == module:
+                forward = forward_flops(component, sums, whole=not self.fused).total
+                found.append((component, forward, self._training(number, sums, True) - forward))
+        return found
 
     def _by_module(self, sums: Mapping[str, SequenceSums], *, hardware: bool) -> dict[str, float]:
         found = dict.fromkeys((component.module for component in self.components), 0.0)
