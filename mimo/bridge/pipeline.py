@@ -60,6 +60,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
 
     Attributes:
         after_backward: called after every backward pass, before its gradient is sent.
+        before_backward: called while the pipeline drains, before a gradient is received.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
     ) -> None:
         self.bridges, self.schedule_spans = list(bridges), schedule_spans
         self.after_backward: Callable[[], None] = lambda: None
+        self.before_backward: Callable[[], None] = lambda: None
         topology = {bridge.module: [LANGUAGE] for bridge in bridges} | {LANGUAGE: []}
         super().__init__(
             # Encoders without a bridge run beside the pipeline (`mimo.training.encoder_windows`).
@@ -113,7 +115,8 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         return gradients
 
     def recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Do as Megatron Core does; a backward pass follows."""
+        """Do as Megatron Core does; a backward pass follows. Its schedule has such calls only while it drains."""
+        self.before_backward()
         gradients: dict[str, torch.Tensor] = super().recv_backward(*args, **kwargs)
         self.schedule_spans.begin_backward()
         return gradients

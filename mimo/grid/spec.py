@@ -97,6 +97,12 @@ class Layout:
         """Number of data lanes: the language data-parallel size."""
         return self.language.dp
 
+    @property
+    def encoder_spans_stages(self) -> bool:
+        """Whether tensor-parallel ranks of an encoder are on different stages of the language model (colocated)."""
+        stage = self.language.size // self.language.pp
+        return any(stage % encoder.tp for encoder in self.encoders)
+
     def modules_of(self, rank: int) -> tuple[str, ...]:
         """Modules that a rank holds, encoders first."""
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)

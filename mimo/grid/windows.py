@@ -8,8 +8,13 @@ so that its activations do not grow with the batch).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+# Cost of an image's backward pass, in units of its forward pass. It has twice as many FLOPs; on an H200 it took 1.3 to
+# 1.5 times as long, since small kernels weigh more in the forward pass.
+BACKWARD_COST = 1.5
 
 
 @dataclass(frozen=True)
@@ -47,37 +52,33 @@ def encoding_cost(image: Image, hidden_size: int) -> float:
     return patches + patches**2 / (6 * hidden_size)
 
 
-def deal(costs: Sequence[float], totals: list[float]) -> list[int]:
-    """Give each image of a window to a replica, the most expensive first, always to the one with the least to do (LPT).
+def deal(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """Give each image to a replica, the most expensive first, always to the one with the least to do (LPT).
 
-    The busiest replica gets at most 4/3 - 1/(3 m) times the best possible load of m replicas (Graham 1969). Replicas
-    wait for each other in every window, so earlier windows only decide between replicas that have as much in this one.
+    From equal loads, the busiest of m replicas gets at most 4/3 - 1/(3 m) times the best possible load (Graham 1969).
 
     Args:
         costs: cost of each image.
-        totals: cost that each replica has got in all windows so far; updated in place.
+        loads: what each replica has to do already; updated in place.
 
     Returns:
         The replica of each image. Ties are resolved by index, so all ranks find the same.
     """
-    owners, loads = [0] * len(costs), [0.0] * len(totals)
+    owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owner = min(range(len(loads)), key=lambda replica: (loads[replica], totals[replica], replica))
+        owner = min(range(len(loads)), key=lambda replica: (loads[replica], replica))
         owners[index] = owner
         loads[owner] += costs[index]
-        totals[owner] += costs[index]
     return owners
 
 
-def deal_in_order(costs: Sequence[float], totals: list[float]) -> list[int]:
+def deal_in_order(costs: Sequence[float], num_replicas: int) -> list[int]:
     """Give each replica a run of consecutive images, the same number of them, whatever they cost.
 
-    Takes and returns the same as `deal`.
+    Returns:
+        The replica of each image.
     """
-    owners = [index * len(totals) // len(costs) for index in range(len(costs))]
-    for owner, cost in zip(owners, costs, strict=True):
-        totals[owner] += cost
-    return owners
+    return [index * num_replicas // len(costs) for index in range(len(costs))]
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,15 @@ class WindowSchedule:
     Without pipeline stages, the first window is encoded before the passes start, and each later one just before the
     forward pass of its first microbatch, when the windows before it have been finished.
 
-    With p stages, windows of the first p + 1 microbatches are encoded before the pipeline starts. Every later one has
-    its turn after the first stage's forward pass of the microbatch before its first one, and its backward pass p
-    forward passes after its last one; those of the last windows come after all passes. So a rank keeps the activations
-    of at most p + 2 size - 1 microbatches' images, shared out over all replicas.
+    With p stages, a window has its turn after the first stage's forward pass of the microbatch before its first one,
+    and its backward pass p forward passes after its last one. So a rank keeps the activations of at most p + 2 size - 1
+    microbatches' images, shared out over all replicas. The first windows, up to that of microbatch p, and the last
+    ones, from that of the last microbatch but p - 1, use the time in which a pipeline fills and drains. Stage s would
+    wait for s forward passes at first, so it encodes the windows of the first s + 1 microbatches then, and each further
+    one of the first p before the forward pass that it runs when the first stage is at that microbatch. After those it
+    would wait for gradients, so it encodes the window of microbatch p there; only the last stage, which does not wait,
+    has encoded it at the start. In the other direction, it finishes one window before it receives each of the last
+    p - s - 1 gradients, and the rest when its own passes are over.
 
     All stages take their turns at the same time, as an encoder may be split over stages, and features and gradients
     pass between them. In 1F1B a stage's forward pass ends when the backward pass of the stage after it ends, because
@@ -106,6 +112,9 @@ class WindowSchedule:
         stage, num_stages: of the language model's pipeline.
         num_microbatches: of the iteration.
         forward_only: no backward passes follow.
+        together: an encoder is split over stages, so that all of them encode each window at the same time. Nobody can
+            use the time in which the pipeline fills and drains then: the first windows are encoded before the passes,
+            and the last ones are finished after them.
     """
 
     size: int
@@ -113,6 +122,7 @@ class WindowSchedule:
     num_stages: int
     num_microbatches: int
     forward_only: bool = False
+    together: bool = False
 
     @property
     def num_windows(self) -> int:
@@ -123,47 +133,136 @@ class WindowSchedule:
         """Microbatches of a window."""
         return range(window * self.size, min((window + 1) * self.size, self.num_microbatches))
 
+    def turns(self, window: int) -> tuple[int, int]:
+        """Return when a window is encoded and when it is finished.
+
+        Returns:
+            Two turns: 0 while the pipeline fills, m when the first stage is at its forward pass of microbatch m, and
+            `num_microbatches` while the pipeline drains.
+        """
+        members = self.microbatches(window)
+        ahead = 0 if self._before_forward else 1
+        encoded = 0 if members.start < self.num_stages + ahead else members.start - ahead
+        return encoded, min(members.stop - 1 + self.num_stages, self.num_microbatches)
+
+    @property
+    def first_windows(self) -> list[int]:
+        """Windows that are encoded while the pipeline fills."""
+        return [window for window in range(self.num_windows) if not self.turns(window)[0]]
+
     def at_start(self) -> list[int]:
-        """Windows that are encoded before the pipeline starts."""
-        count = self.num_stages + (0 if self._before_forward else 1)
-        return [window for window in range(self.num_windows) if self.microbatches(window).start < count]
+        """Windows that this stage encodes before the pipeline starts."""
+        if not self._fills or self.stage == self.num_stages - 1:
+            return self.first_windows
+        return [window for window in self.first_windows if self.microbatches(window).start <= self.stage]
 
     def before(self, forward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, once the input of a forward pass has been received."""
-        return self._turn(forward + self.stage, forward + self.stage) if self._before_forward else ([], [])
+        if self._before_forward:
+            return self._turn(forward + self.stage)
+        return [], self._while_filling(forward + self.stage) if 0 < forward < self.num_stages - self.stage else []
 
     def after(self, forward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, after a forward pass and before its output is sent."""
-        if self._before_forward or self.stage % 2:
+        if self._before_forward:
             return [], []
-        first_stage = forward + self.stage // 2
-        return self._turn(first_stage, first_stage + 1)
+        if forward == self.num_stages - 1 - self.stage:
+            return [], self._while_filling(self.num_stages)
+        return ([], []) if self.stage % 2 else self._turn(forward + self.stage // 2)
 
     def after_backward(self, backward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, after a backward pass and before its gradient is sent."""
         if self._before_forward or self.stage % 2 == 0:
             return [], []
-        first_stage = backward + self.num_stages - (self.stage + 1) // 2
-        return self._turn(first_stage, first_stage + 1)
+        return self._turn(backward + self.num_stages - (self.stage + 1) // 2)
+
+    def before_backward(self, backward: int) -> tuple[list[int], list[int]]:
+        """Windows to finish, and none to encode, before a gradient is received while the pipeline drains."""
+        return [window for window in self._last_windows
+                if self._fills and self.microbatches(window).stop + self.stage == backward], []
 
     def at_end(self) -> list[int]:
         """Windows whose backward pass is left after all passes of the language model."""
-        return [window for window in range(self.num_windows)
-                if self.microbatches(window).stop - 1 + self.num_stages >= self.num_microbatches]
+        return [window for window in self._last_windows
+                if not self._fills or self.microbatches(window).stop + self.stage >= self.num_microbatches]
+
+    @property
+    def _last_windows(self) -> list[int]:
+        return [window for window in range(self.num_windows) if self.turns(window)[1] == self.num_microbatches]
+
+    def _while_filling(self, microbatch: int) -> list[int]:
+        """Windows that stages encode in the time in which they wait, by their first microbatch."""
+        if not self._fills or self.stage == self.num_stages - 1:
+            return []
+        return [window for window in self.first_windows if self.microbatches(window).start == microbatch]
 
     @property
     def _before_forward(self) -> bool:
         return self.forward_only or self.num_stages == 1
 
-    def _turn(self, forward: int, coming: int) -> tuple[list[int], list[int]]:
-        """Windows to finish and to encode.
+    @property
+    def _fills(self) -> bool:
+        return not (self._before_forward or self.together)
 
-        Args:
-            forward: the forward pass that the first stage is at.
-            coming: microbatch whose features are needed next.
-        """
+    def _turn(self, forward: int) -> tuple[list[int], list[int]]:
+        """Windows to finish and to encode when the first stage is at a forward pass."""
         if not self.num_stages <= forward < self.num_microbatches:
             return [], []
         windows = range(self.num_windows)
-        return ([window for window in windows if self.microbatches(window).stop - 1 + self.num_stages == forward],
-                [window for window in windows if self.microbatches(window).start == coming])
+        return ([window for window in windows if self.turns(window)[1] == forward],
+                [window for window in windows if self.turns(window)[0] == forward])
+
+
+def deal_iteration(costs: Sequence[Sequence[float]], schedule: WindowSchedule, num_replicas: int, *,
+                   backward: float) -> list[list[int]]:
+    """Deal the images of an iteration to the replicas of an encoder, by cost.
+
+    Replicas wait for each other at every turn, where one window is finished and another encoded. So the images of each
+    window are divided into shares that cost as much as possible the same, and the largest share of a window goes to the
+    replica that has the least to do in the turn in which the window is encoded. Shares are not made unequal in order to
+    make up for a difference: backward passes take longer, so the next turns would have a larger difference.
+
+    Args:
+        costs: cost of each image's forward pass, by window.
+        schedule: the windows; of any stage.
+        num_replicas: replicas of the encoder.
+        backward: cost of an image's backward pass, in units of that of its forward pass.
+
+    Returns:
+        The replica of each image, by window.
+    """
+    turns: dict[int, list[float]] = defaultdict(lambda: [0.0] * num_replicas)
+    totals, found = [0.0] * num_replicas, []
+    for window, each in enumerate(costs):
+        shares = [0.0] * num_replicas
+        members = deal(each, shares)
+        encoded, finished = (turns[turn] for turn in schedule.turns(window))
+        least_busy = sorted(range(num_replicas), key=lambda replica: (encoded[replica], totals[replica], replica))
+        largest = sorted(range(num_replicas), key=lambda share: (-shares[share], share))
+        replica_of = dict(zip(largest, least_busy, strict=True))
+        found.append([replica_of[share] for share in members])
+        for share, replica in replica_of.items():
+            encoded[replica] += shares[share]
+            finished[replica] += shares[share] * backward
+            totals[replica] += shares[share]
+    return found
+
+
+def busiest_turns(costs: Sequence[Sequence[float]], owners: Sequence[Sequence[int]], schedule: WindowSchedule,
+                  num_replicas: int, *, backward: float) -> float:
+    """Return the cost of the busiest replica in each turn, summed over all turns.
+
+    Args:
+        costs: cost of each image's forward pass, by window.
+        owners: the replica of each image, by window.
+        schedule: the windows; of any stage.
+        num_replicas: replicas of the encoder.
+        backward: cost of an image's backward pass, in units of that of its forward pass.
+    """
+    turns: dict[int, list[float]] = defaultdict(lambda: [0.0] * num_replicas)
+    for window, (each, replicas) in enumerate(zip(costs, owners, strict=True)):
+        encoded, finished = schedule.turns(window)
+        for cost, replica in zip(each, replicas, strict=True):
+            turns[encoded][replica] += cost
+            turns[finished][replica] += cost * backward
+    return sum(map(max, turns.values()))

@@ -6,7 +6,6 @@ gradients, the optimizer and the host's own time come on top.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches
 from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.spec import GridSpec, Layout, lane_shares
-from mimo.grid.windows import WindowSchedule
+from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB, LATENCY_S, Costs
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, simulate
 from mimo.planner.workload import Microbatches, SampleSize, iterations
@@ -223,46 +222,32 @@ class Step:
         return programs
 
     def _windows(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
-        """All replicas encode the images of a window together. All lanes are alike then, so that one is simulated."""
+        """All replicas encode the images of a window together. Those of a stage are one worker."""
         (encoder,), stages = self.sampled.encoders, self.layout.language.pp
-        size = self.layout.encoder_window or len(batch)
-        chunk, again = self.config.layout.encoder_chunk, self.recomputed_images([batch])
-
-        known: dict[tuple[str, range], float] = {}
-
-        def load(kind: str, window: range) -> float:
-            """All stages ask for the same."""
-            if (kind, window) not in known:
-                known[kind, window] = compute(kind, window)
-            return known[kind, window]
-
-        def compute(kind: str, window: range) -> float:
-            images = [tokens for microbatch in window for lane in batch[microbatch] for tokens in self._images(lane)]
-            each = {tokens: self.encoder_s(kind, encoder, [tokens], calls=0) + (
-                        again * self.encoder_s(FORWARD, encoder, [tokens], calls=0) if kind == BACKWARD else 0.0)
-                    for tokens in set(images)}
-            costs = [each[tokens] for tokens in images]
-            loads = _dealt(costs, encoder.dp, balanced=self.config.layout.encoder_balance)
-            most, several = max(loads, default=0.0), -(-len(images) // encoder.dp)
-            calls = -(-several // chunk) if chunk else 1
-            cost = self.costs.encoder(encoder.name, encoder.tp)
-            return most + calls * (cost.call_forward_s if kind == FORWARD else cost.call_backward_s) * bool(most)
-
+        whole = WindowSchedule(self.layout.encoder_window or len(batch), 0, stages, len(batch),
+                               together=self.layout.encoder_spans_stages)
+        forward, backward = self._window_seconds(batch, whole)
         programs: dict[Hashable, list[Action]] = {}
         for stage in range(stages):
-            schedule = WindowSchedule(size, stage, stages, len(batch))
+            schedule = replace(whole, stage=stage)
+            mine = slice(0, encoder.dp) if whole.together else slice(
+                stage * encoder.dp // stages, (stage + 1) * encoder.dp // stages)
 
-            def turn(windows: tuple[list[int], list[int]], stage: int = stage,
-                     schedule: WindowSchedule = schedule) -> Iterator[Action]:
+            def turn(windows: tuple[list[int], list[int]], stage: int = stage, mine: slice = mine) -> Iterator[Action]:
                 finished, encoded = windows
+                # What each replica has to do before they wait for each other.
+                left = [0.0] * len(forward[0][mine])
                 for window in finished:
-                    gradients = ("gradients", window)
-                    yield Action(posts=(gradients,) if stage == 0 else (), awaits=(gradients,))
-                    yield Action(load(BACKWARD, schedule.microbatches(window)), label=ENCODING)
+                    key = ("gradients", window)
+                    yield Action(max(left, default=0.0), (key,) if stage == 0 else (), (key,), ENCODING)
+                    left = backward[window][mine]
+                if finished and not encoded:
+                    yield Action(max(left, default=0.0), label=ENCODING)
                 for window in encoded:
-                    features = ("features", window)
-                    yield Action(load(FORWARD, schedule.microbatches(window)), posts=(features,),
-                                 awaits=(features,) if stage == 0 else (), label=ENCODING)
+                    key = ("features", window)
+                    left = [before + own for before, own in zip(left, forward[window][mine], strict=True)]
+                    yield Action(max(left, default=0.0), (key,), (key,) if stage == 0 else (), ENCODING)
+                    left = [0.0] * len(left)
 
             def seconds(kind: str, microbatch: int, stage: int = stage) -> float:
                 return self.language_s(kind, stage)
@@ -274,9 +259,35 @@ class Step:
             passes = Stage(
                 stage, stages, len(batch), seconds, *_links(0, stage, stages), label=LANGUAGE,
                 before_forward=at(schedule.before), after_forward=at(schedule.after),
-                after_backward=at(schedule.after_backward)).program()
+                after_backward=at(schedule.after_backward), before_backward=at(schedule.before_backward)).program()
             programs[stage] = [*turn(([], schedule.at_start())), *passes, *turn((schedule.at_end(), []))]
         return programs
+
+    def _window_seconds(self, batch: Microbatches, schedule: WindowSchedule) -> tuple[list[list[float]], ...]:
+        """Return the seconds of the forward and of the backward passes of each window, by replica."""
+        (encoder,), chunk = self.sampled.encoders, self.config.layout.encoder_chunk
+        cost, again = self.costs.encoder(encoder.name, encoder.tp), self.recomputed_images([batch])
+        windows = [[tokens for microbatch in schedule.microbatches(window) for lane in batch[microbatch]
+                    for tokens in self._images(lane)] for window in range(schedule.num_windows)]
+        each = {tokens: tuple(self.encoder_s(kind, encoder, [tokens], calls=0) for kind in (FORWARD, BACKWARD))
+                for images in windows for tokens in images}
+        if self.config.layout.encoder_balance:
+            costs = [[each[tokens][0] for tokens in images] for images in windows]
+            owners = deal_iteration(costs, schedule, encoder.dp, backward=BACKWARD_COST)
+        else:
+            owners = [deal_in_order(images, encoder.dp) for images in windows]
+        found: tuple[list[list[float]], ...] = [], []
+        for images, replicas in zip(windows, owners, strict=True):
+            forward, backward, count = ([0.0] * encoder.dp for _ in range(3))
+            for tokens, replica in zip(images, replicas, strict=True):
+                forward[replica] += each[tokens][0]
+                backward[replica] += each[tokens][1] + again * each[tokens][0]
+                count[replica] += 1
+            calls = [math.ceil(mine / chunk) if chunk else bool(mine) for mine in count]
+            for seconds, call_s, into in ((forward, cost.call_forward_s, found[0]),
+                                          (backward, cost.call_backward_s, found[1])):
+                into.append([own + number * call_s for own, number in zip(seconds, calls, strict=True)])
+        return found
 
     def _disjoint(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         """The encoder's stages come before those of the language model."""
@@ -485,17 +496,3 @@ def _with_fewer_lanes(layout: Layout) -> Layout:
 def _links(name: Hashable, stage: int, num_stages: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     """Return the links of a stage to those before and after it."""
     return (((name, stage - 1),) if stage else (), ((name, stage),) if stage < num_stages - 1 else ())
-
-
-def _dealt(costs: Sequence[float], count: int, *, balanced: bool) -> list[float]:
-    """Return the load of each replica after images were dealt as the trainer deals them."""
-    loads = [0.0] * count
-    if not balanced:
-        for index, cost in enumerate(costs):
-            loads[index * count // len(costs)] += cost
-        return loads
-    heap = [(0.0, replica) for replica in range(count)]
-    for cost in sorted(costs, reverse=True):
-        load, replica = heap[0]
-        heapq.heapreplace(heap, (load + cost, replica))
-    return [load for load, _ in heap]

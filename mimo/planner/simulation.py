@@ -147,6 +147,7 @@ class Stage:
         run_ahead: see `one_forward_one_backward`.
         buffered: links on which a send does not wait for the receiver.
         before_forward, after_forward, after_backward: actions around the passes of a microbatch.
+        before_backward: actions before the gradient of a microbatch is received in a call of its own.
     """
 
     stage: int
@@ -163,6 +164,7 @@ class Stage:
     before_forward: Hook = _nothing
     after_forward: Hook = _nothing
     after_backward: Hook = _nothing
+    before_backward: Hook = _nothing
 
     def program(self) -> list[Action]:
         """Return the stage's actions, with Megatron Core's fused sends and receives."""
@@ -185,6 +187,7 @@ class Stage:
             else:
                 actions.append(self._call(sent=(kind, microbatch)))
                 if following is not None:
+                    actions += self.before_backward(following[1]) if following[0] == BACKWARD else ()
                     actions.append(self._call(received=following))
         return [action for action in actions if action.seconds or action.posts or action.awaits]
 

@@ -27,7 +27,7 @@ from mimo.data.collate import join_images, split_images
 from mimo.grid.groups import Grids
 from mimo.grid.lanes import lanes_read_by
 from mimo.grid.spec import GridSpec
-from mimo.grid.windows import Image, WindowSchedule, deal, deal_in_order, encoding_cost
+from mimo.grid.windows import Image, WindowSchedule, busiest_turns, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.spans import Kind, Trace
 from mimo.training.encoder_activations import LayerRecomputation
 
@@ -71,31 +71,35 @@ class ModuleWindows:
         needs_grad: whether any part of the encoder or its projector trains.
         chunk: most images in one forward pass of the encoder; 0: all that the replica has in a window.
         balanced: whether images are dealt by cost. If not, they are dealt in order, the same number to each replica.
+        backward: cost of an image's backward pass, in units of that of its forward pass.
         recomputation: chooses the layers that are recomputed; None: the encoder does as it was built.
 
     Attributes:
-        largest: cost of the busiest replica of each window, summed over the windows of the iteration.
+        largest: cost of the busiest replica of each turn, summed over the turns of the iteration.
         largest_in_order: the same if images were dealt in order.
         mean: cost of the iteration, per replica.
     """
 
     def __init__(self, encoder: GridSpec, module: Encoder, grids: Grids, exchange: Exchange, *, hidden_size: int,
                  encoder_hidden_size: int, dtype: torch.dtype, device: torch.device, needs_grad: bool, chunk: int,
-                 balanced: bool, recomputation: LayerRecomputation | None = None) -> None:
+                 balanced: bool, backward: float, recomputation: LayerRecomputation | None = None) -> None:
         self.name, self._module, self._grids, self._exchange = encoder.name, module, grids, exchange
         self._recomputation = recomputation
         self._encoder, self._language = encoder, grids.layout.language
         self._hidden_size, self._encoder_hidden_size = hidden_size, encoder_hidden_size
         self.dtype, self.device, self._needs_grad, self._chunk = dtype, device, needs_grad, chunk
         self._balanced = balanced
+        self._backward = backward
         self._place = encoder.coordinates(grids.rank)
         language = self._language.coordinates(grids.rank)
         self._lane, self._language_tp = language["dp"], language["tp"]
         self._is_first_stage = language["pp"] == 0
         # Images of each window in the order of microbatch, lane and row, each with the replica that encodes it.
         self._windows: list[list[tuple[Image, int]]] = []
-        # Pixels of this rank's lane on the host, of the windows that have not been encoded.
+        # Pixels of this rank's lane on the host, of the windows whose pixels have not been sent.
         self._pixels: dict[int, list[torch.Tensor]] = {}
+        # Pixels of this rank's images of the windows that it has received and not encoded.
+        self._received: dict[int, list[torch.Tensor]] = {}
         self._encoded: dict[int, _Encoded] = {}
         self._forward_only = False
         self.largest = self.largest_in_order = self.mean = 0.0
@@ -112,27 +116,29 @@ class ModuleWindows:
         """
         self._forward_only = forward_only
         self._encoded.clear()
-        totals = [0.0] * self._encoder.dp
-        self._windows, self.largest, self.largest_in_order = [], 0.0, 0.0
-        for window in range(schedule.num_windows):
-            members = schedule.microbatches(window)
-            chosen = [image for image in images if image.microbatch in members]
-            costs = [encoding_cost(image, self._encoder_hidden_size) for image in chosen]
-            owners = deal(costs, totals) if self._balanced else deal_in_order(costs, totals)
-            self._windows.append(list(zip(chosen, owners, strict=True)))
-            # The replicas wait for each other in every window.
-            self.largest += _largest_load(costs, owners, len(totals))
-            self.largest_in_order += _largest_load(costs, deal_in_order(costs, [0.0] * len(totals)), len(totals))
-        self.mean = sum(totals) / len(totals)
+        self._received.clear()
+        windows: list[list[Image]] = [[] for _ in range(schedule.num_windows)]
+        for image in images:
+            windows[image.microbatch // schedule.size].append(image)
+        costs = [[encoding_cost(image, self._encoder_hidden_size) for image in window] for window in windows]
+        replicas, backward = self._encoder.dp, 0.0 if forward_only else self._backward
+        in_order = [deal_in_order(each, replicas) for each in costs]
+        owners = deal_iteration(costs, schedule, replicas, backward=backward) if self._balanced else in_order
+        self._windows = [list(zip(*each, strict=True)) for each in zip(windows, owners, strict=True)]
+        self.largest, self.largest_in_order = (
+            busiest_turns(costs, each, schedule, replicas, backward=backward) for each in (owners, in_order))
+        self.mean = sum(map(sum, costs)) * (1 + backward) / replicas
         own = iter(pixels)
         self._pixels = {window: [next(own) for _ in self._of_lane(window)] if len(pixels) else []
                         for window in range(schedule.num_windows)}
 
-    def _spread_pixels(self, window: int, mine: list[Image]) -> list[torch.Tensor]:
-        """Send the pixels of this rank's lane to the replicas that encode them, and return those of this replica.
+    def spread_pixels(self, window: int) -> None:
+        """Send the pixels of this rank's lane to the replicas that encode them, and receive those of this replica.
 
-        Both ends of a message have to agree on the dtype: the loader's is float32 whatever the encoder computes in.
+        The readers of the lanes hold them on the host until then. Both ends of a message have to agree on the dtype:
+        the loader's is float32 whatever the encoder computes in.
         """
+        mine = self._of_replica(window, self._place["dp"])
         by_replica: dict[int, list[torch.Tensor]] = {}
         held = self._pixels.pop(window)
         for (_, replica), pixels in zip(self._of_lane(window) if held else [], held, strict=True):
@@ -147,15 +153,13 @@ class ModuleWindows:
         receives = {self._language.rank_at(dp=lane): self._empty(sum(sizes[lane])) for lane in lanes}
         self._exchange.staged(PIXELS, sends, receives)
         split = {lane: iter(receives[self._language.rank_at(dp=lane)].split(sizes[lane])) for lane in lanes}
-        return [next(split[image.lane]).view(image.shape) for image in mine]
+        self._received[window] = [next(split[image.lane]).view(image.shape) for image in mine]
 
     def encode(self, window: int) -> None:
-        """Run this replica's images of a window through the encoder and send their features to their lanes.
-
-        The pixels come from the readers of the lanes, which hold them on the host until then.
-        """
-        mine, outputs = self._of_replica(window, self._place["dp"]), []
-        pixels = self._spread_pixels(window, mine)
+        """Run this replica's images of a window through the encoder and send their features to their lanes."""
+        if window not in self._received:
+            self.spread_pixels(window)
+        mine, outputs, pixels = self._of_replica(window, self._place["dp"]), [], self._received.pop(window)
         chunk = self._chunk or len(mine)
         parts = [slice(start, start + chunk) for start in range(0, len(mine), chunk or 1)]
         elements = [sum(map(_elements, mine[part])) for part in parts]
@@ -280,13 +284,6 @@ class ModuleWindows:
         return torch.empty(count, dtype=self.dtype, device=self.device)
 
 
-def _largest_load(costs: Sequence[float], owners: Sequence[int], num_replicas: int) -> float:
-    loads = [0.0] * num_replicas
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    return max(loads)
-
-
 def _elements(image: Image) -> int:
     return math.prod(image.shape)
 
@@ -348,7 +345,8 @@ class EncoderWindows:
         """
         self.exchange.begin_step()
         size, language = self._size or len(microbatches), self._grids.layout.language
-        self._schedule = WindowSchedule(size, self._stage, language.pp, len(microbatches), forward_only)
+        self._schedule = WindowSchedule(size, self._stage, language.pp, len(microbatches), forward_only,
+                                        together=self._grids.layout.encoder_spans_stages)
         self._next = self._next_backward = 0
         reads = bool(lanes_read_by(self._grids.layout, self._grids.rank))
         lane = language.coordinates(self._grids.rank)["dp"]
@@ -363,6 +361,9 @@ class EncoderWindows:
             pixels = [pixels for batch in microbatches if reads
                       for _, pixels in split_images(batch.encoders[module.name].inputs)]
             module.begin_step(images, pixels, self._schedule, forward_only)
+        if self._is_first_stage:
+            # A later stage encodes while this one is at its first passes.
+            self._spread_pixels(self._schedule.first_windows)
         # Here and not in the first forward pass: a later stage first waits for what the first stage makes of these.
         self._take_turn([], self._schedule.at_start())
         return [replace(batch, encoders={}) for batch in microbatches]
@@ -383,6 +384,10 @@ class EncoderWindows:
         """Encode and finish the windows whose turn it is after the forward pass that has just run."""
         self._take_turn(*self._schedule.after(self._next))
         self._next += 1
+
+    def before_backward(self) -> None:
+        """Finish the windows whose turn it is before the next gradient is received, while the pipeline drains."""
+        self._take_turn(*self._schedule.before_backward(self._next_backward))
 
     def after_backward(self) -> None:
         """Encode and finish the windows whose turn it is after the backward pass that has just run."""
@@ -407,7 +412,14 @@ class EncoderWindows:
         return (sum(module.largest for module in self._modules) / mean,
                 sum(module.largest_in_order for module in self._modules) / mean)
 
+    def _spread_pixels(self, windows: list[int]) -> None:
+        for window, module in product(windows, self._modules):
+            module.spread_pixels(window)
+
     def _take_turn(self, finished: list[int], encoded: list[int]) -> None:
+        if self._is_first_stage and finished:
+            # So that replicas with fewer images to finish can go on to the others.
+            self._spread_pixels(encoded)
         for window, module in product(finished, self._modules):
             with self._trace.spans.span(Kind.BACKWARD, "encoder window", module=module.name):
                 module.finish(window)

@@ -23,6 +23,7 @@ from mimo.comm.host import raise_on_any_rank
 from mimo.config.trainer import RunConfig
 from mimo.data.loader import StepLoader
 from mimo.grid.groups import Grids
+from mimo.grid.windows import BACKWARD_COST
 from mimo.model.build import BuiltModel, build_model, layer_impl, params_dtype
 from mimo.model.submodule import VisionSubmodule
 from mimo.observability.clock import DeviceClock, HostClock
@@ -70,7 +71,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     communicator = _communicator(config, provider, grids, platform, watchdog, built, schedule_spans)
     windows = _windows(config, provider, grids, platform, built, Trace(watchdog, spans))
     if windows is not None and communicator is not None:
-        communicator.after_backward = windows.after_backward
+        communicator.after_backward, communicator.before_backward = windows.after_backward, windows.before_backward
     STARTUP.enter(Phase.OPTIMIZERS)
     grad_sync = GradSync(built, grids, Trace(watchdog, spans))
     optimizer = build_optimizer(config.optim, built, grids)
@@ -125,6 +126,7 @@ def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform:
             hidden_size=provider.hidden_size(config.model_family), encoder_hidden_size=submodule.config.hidden_size,
             dtype=built.params_dtype, device=platform.device, needs_grad=built.trainable[encoder.name],
             chunk=config.layout.encoder_chunk, balanced=config.layout.encoder_balance,
+            backward=0.0 if encoder.name in config.model.frozen else BACKWARD_COST,
             recomputation=(None if budget is None or encoder.name in config.model.frozen
                            else LayerRecomputation(encoder.name, submodule, budget))))
     built.model.windows = EncoderWindows(grids, modules, exchange, grids.layout.encoder_window, trace)

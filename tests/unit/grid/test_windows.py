@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.grid.windows import Image, WindowSchedule, deal, deal_in_order, encoding_cost
-from mimo.planner.simulation import Action, Stage, simulate
+from mimo.grid.windows import Image, WindowSchedule, busiest_turns, deal, deal_in_order, deal_iteration, encoding_cost
+from mimo.planner.simulation import FORWARD, Action, Stage, one_forward_one_backward, simulate
 
 COSTS = st.lists(st.floats(0.1, 100.0), max_size=60)
 
@@ -30,20 +30,27 @@ def test_no_replica_has_more_than_four_thirds_of_the_best_load(costs: list[float
     assert max(loads) <= sum(costs) / replicas + max(costs, default=0.0) + 1e-9
 
 
-def test_earlier_windows_decide_between_equals_alone() -> None:
-    totals = [10.0, 0.0]
-    assert deal([5.0, 5.0, 4.0], totals) == [1, 0, 1]
-    assert totals == [15.0, 9.0]
-    # The surplus of an odd number goes to each replica in turn.
-    totals = [0.0, 0.0]
-    assert [deal([1.0], totals) for _ in range(4)] == [[0], [1], [0], [1]]
+def test_replicas_with_more_to_finish_have_less_to_encode() -> None:
+    schedule = WindowSchedule(1, 0, 2, 8)
+    assert [schedule.turns(window) for window in (0, 2, 3, 5, 7)] == [(0, 2), (0, 4), (2, 5), (4, 7), (6, 8)]
+    costs = [[1.0] * 5] * 8
+    owners = deal_iteration(costs, schedule, 2, backward=1.5)
+    counts = [[window.count(replica) for replica in range(2)] for window in owners]
+    for window in range(5):
+        # In one turn window `w` is finished and window `w + 3` encoded.
+        assert counts[window] == counts[window + 3][::-1] and max(counts[window]) == 3
+    # The images cost 5 * 2.5 in each of five turns, 5 in the turn that encodes alone, and 15 and 22.5 at the ends.
+    mean = (5 * 12.5 + 15 + 22.5) / 2
+    assert mean <= busiest_turns(costs, owners, schedule, 2, backward=1.5) <= 1.05 * mean
+    in_order = [deal_in_order(each, 2) for each in costs]
+    assert busiest_turns(costs, in_order, schedule, 2, backward=1.5) > 1.15 * mean
+    # With nothing to finish, the surplus of an odd number goes to each replica in turn.
+    assert [each[0] for each in deal_iteration([[1.0]] * 8, schedule, 2, backward=0.0)] == [0, 1] * 4
 
 
 def test_images_in_order_are_equal_in_number() -> None:
-    loads = [0.0, 0.0]
-    assert deal_in_order([9.0, 1.0, 1.0, 1.0], loads) == [0, 0, 1, 1]
-    assert loads == [10.0, 2.0]
-    assert deal_in_order([], loads) == []
+    assert deal_in_order([9.0, 1.0, 1.0, 1.0], 2) == [0, 0, 1, 1]
+    assert deal_in_order([], 2) == []
 
 
 def test_the_cost_of_an_image_is_that_of_its_layers() -> None:
@@ -57,8 +64,8 @@ def test_the_cost_of_an_image_is_that_of_its_layers() -> None:
 def most_held(stages: int, microbatches: int, window: int, split: bool) -> list[int]:
     """Simulate 1F1B with windows, and return the most microbatches of images that each stage keeps at any time.
 
-    Later stages send features that the first one waits for; gradients go the other way. If the encoder is split over
-    the stages, all of them have to be at a turn together.
+    Later stages send features that the first one waits for; pixels and gradients go the other way. If the encoder is
+    split over the stages, all of them have to be at a turn together.
 
     Raises:
         ValueError: stages wait for each other.
@@ -66,13 +73,17 @@ def most_held(stages: int, microbatches: int, window: int, split: bool) -> list[
     programs: dict[Hashable, list[Action]] = {}
     most = []
     for number in range(stages):
-        schedule = WindowSchedule(window, number, stages, microbatches)
+        schedule = WindowSchedule(window, number, stages, microbatches, together=split)
         held, peak = [0], [0]
 
         def turn(windows: tuple[list[int], list[int]], first: bool = number == 0, held: list[int] = held,
                  peak: list[int] = peak, schedule: WindowSchedule = schedule) -> Iterator[Action]:
+            if first and windows[0]:
+                yield Action(posts=tuple(("pixels", each) for each in windows[1]))
             for kind, sign, chosen in (("finish", -1, windows[0]), ("encode", 1, windows[1])):
                 for each in chosen:
+                    if kind == "encode" and not (first and (windows[0] or each in schedule.first_windows)):
+                        yield Action(posts=(("pixels", each),) if first else (), awaits=(("pixels", each),))
                     held[0] += sign * len(schedule.microbatches(each))
                     peak[0] = max(peak[0], *held)
                     posts = split or first or kind == "encode"
@@ -84,10 +95,12 @@ def most_held(stages: int, microbatches: int, window: int, split: bool) -> list[
             return lambda index: take(due(index))
 
         # The program is made first, as it is what calls `turn`.
-        start = list(turn(([], schedule.at_start())))
+        start = [Action(posts=tuple(("pixels", each) for each in schedule.first_windows if number == 0)),
+                 *turn(([], schedule.at_start()))]
         passes = Stage(number, stages, microbatches, lambda kind, index: 1.0, ((number - 1,),) if number else (),
                        ((number,),) if number < stages - 1 else (), before_forward=at(schedule.before),
-                       after_forward=at(schedule.after), after_backward=at(schedule.after_backward)).program()
+                       after_forward=at(schedule.after), after_backward=at(schedule.after_backward),
+                       before_backward=at(schedule.before_backward)).program()
         programs[number] = [*start, *passes, *turn((schedule.at_end(), []))]
         assert held == [0]
         most += peak
@@ -103,13 +116,21 @@ def test_no_stage_waits_forever_and_none_keeps_more_than_it_says(stages: int, mi
         assert kept <= (window if stages == 1 else stages + 2 * window - 1)
 
 
-@given(size=st.integers(1, 9), microbatches=st.integers(1, 20), stages=st.integers(1, 6), forward_only=st.booleans())
+@given(size=st.integers(1, 9), microbatches=st.integers(1, 20), stages=st.integers(1, 6), forward_only=st.booleans(),
+       together=st.booleans())
 def test_every_window_is_encoded_and_finished_once_on_every_stage(size: int, microbatches: int, stages: int,
-                                                                  forward_only: bool) -> None:
+                                                                  forward_only: bool, together: bool) -> None:
     for stage in range(stages):
-        schedule = WindowSchedule(size, stage, stages, microbatches, forward_only)
-        backward = [] if forward_only else [schedule.after_backward]
-        turns = [turn(index) for index in range(microbatches) for turn in (schedule.before, schedule.after, *backward)]
+        schedule = WindowSchedule(size, stage, stages, microbatches, forward_only, together)
+        turns = []
+        for kind, index in ([(FORWARD, index) for index in range(microbatches)] if forward_only
+                            else one_forward_one_backward(stage, stages, microbatches)):
+            if kind == FORWARD:
+                turns += [schedule.before(index), schedule.after(index)]
+            else:
+                # Before the others, the gradient is received together with the last output's transfer.
+                drains = index >= microbatches - min(stages - 1 - stage, microbatches)
+                turns += [schedule.before_backward(index) if drains else ([], []), schedule.after_backward(index)]
         encoded = schedule.at_start() + [window for _, windows in turns for window in windows]
         finished = [window for windows, _ in turns for window in windows] + schedule.at_end()
         assert encoded == finished == list(range(schedule.num_windows))
