@@ -141,7 +141,8 @@ def saved_bytes(layer: torch.nn.Module, inputs: dict[str, Any]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in left_out:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Without its graph: an operation that saved its own output would keep itself alive forever.
+        return tensor.detach()
 
     tracker = get_cuda_rng_tracker()
     host, device, streams = torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,3 +74,30 @@ def test_results_are_equal_to_the_last_bit_with_every_budget(pool: WorkerPool, l
         for outcome, _, _ in (ample[rank], half[rank], none[rank]):
             for value, other in zip(bits(expected), bits(outcome), strict=True):
                 assert np.array_equal(value, other)
+
+
+class Layer(torch.nn.Module):
+    """A layer with an operation that saves its own output for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(hidden_states))
+
+
+def measure(rank: int) -> tuple[int, bool]:
+    """Return what the layer saves, in bytes, and whether its weights are still there when nobody needs it."""
+    from mimo.training.encoder_activations import saved_bytes
+
+    layer = Layer()
+    found, weights = saved_bytes(layer, {"hidden_states": torch.ones(4, 8)}), weakref.ref(layer.linear.weight)
+    del layer
+    gc.collect()
+    return found, weights() is not None
+
+
+def test_a_layer_that_was_measured_is_not_kept(pool: WorkerPool) -> None:
+    # The input and the weights are not counted, and the output of the linear layer is not saved.
+    assert pool.run(measure, world_size=1) == [(4 * 8 * 4, False)]
