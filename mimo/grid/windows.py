@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 # Cost of an image's backward pass, in units of its forward pass. It has twice as many FLOPs; on an H200 it took 1.3 to
 # 1.5 times as long, since small kernels weigh more in the forward pass.
@@ -108,7 +109,8 @@ class WindowSchedule:
     of m - s.
 
     Attributes:
-        size: microbatches of a window; the last one may have fewer.
+        size: microbatches of a window. Those that are encoded while the pipeline fills or finished while it drains have
+            one, unless there is one window only; there may be fewer left for the last of the others.
         stage, num_stages: of the language model's pipeline.
         num_microbatches: of the iteration.
         forward_only: no backward passes follow.
@@ -124,14 +126,20 @@ class WindowSchedule:
     forward_only: bool = False
     together: bool = False
 
-    @property
-    def num_windows(self) -> int:
-        """Windows of the iteration."""
-        return -(-self.num_microbatches // self.size)
+    @cached_property
+    def windows(self) -> tuple[range, ...]:
+        """Microbatches of each window."""
+        count = self.num_microbatches
+        edge = min(self.num_stages, count // 2) if self._fills and self.size < count else 0
+        inner = range(edge, count - edge, self.size)
+        return (*(range(each, each + 1) for each in range(edge)),
+                *(range(start, min(start + self.size, count - edge)) for start in inner),
+                *(range(each, each + 1) for each in range(count - edge, count)))
 
-    def microbatches(self, window: int) -> range:
-        """Microbatches of a window."""
-        return range(window * self.size, min((window + 1) * self.size, self.num_microbatches))
+    @cached_property
+    def window_of(self) -> tuple[int, ...]:
+        """Window of each microbatch."""
+        return tuple(window for window, members in enumerate(self.windows) for _ in members)
 
     def turns(self, window: int) -> tuple[int, int]:
         """Return when a window is encoded and when it is finished.
@@ -140,7 +148,7 @@ class WindowSchedule:
             Two turns: 0 while the pipeline fills, m when the first stage is at its forward pass of microbatch m, and
             `num_microbatches` while the pipeline drains.
         """
-        members = self.microbatches(window)
+        members = self.windows[window]
         ahead = 0 if self._before_forward else 1
         encoded = 0 if members.start < self.num_stages + ahead else members.start - ahead
         return encoded, min(members.stop - 1 + self.num_stages, self.num_microbatches)
@@ -148,13 +156,13 @@ class WindowSchedule:
     @property
     def first_windows(self) -> list[int]:
         """Windows that are encoded while the pipeline fills."""
-        return [window for window in range(self.num_windows) if not self.turns(window)[0]]
+        return [window for window in range(len(self.windows)) if not self.turns(window)[0]]
 
     def at_start(self) -> list[int]:
         """Windows that this stage encodes before the pipeline starts."""
         if not self._fills or self.stage == self.num_stages - 1:
             return self.first_windows
-        return [window for window in self.first_windows if self.microbatches(window).start <= self.stage]
+        return [window for window in self.first_windows if self.windows[window].start <= self.stage]
 
     def before(self, forward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, once the input of a forward pass has been received."""
@@ -179,22 +187,22 @@ class WindowSchedule:
     def before_backward(self, backward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, and none to encode, before a gradient is received while the pipeline drains."""
         return [window for window in self._last_windows
-                if self._fills and self.microbatches(window).stop + self.stage == backward], []
+                if self._fills and self.windows[window].stop + self.stage == backward], []
 
     def at_end(self) -> list[int]:
         """Windows whose backward pass is left after all passes of the language model."""
         return [window for window in self._last_windows
-                if not self._fills or self.microbatches(window).stop + self.stage >= self.num_microbatches]
+                if not self._fills or self.windows[window].stop + self.stage >= self.num_microbatches]
 
     @property
     def _last_windows(self) -> list[int]:
-        return [window for window in range(self.num_windows) if self.turns(window)[1] == self.num_microbatches]
+        return [window for window in range(len(self.windows)) if self.turns(window)[1] == self.num_microbatches]
 
     def _while_filling(self, microbatch: int) -> list[int]:
         """Windows that stages encode in the time in which they wait, by their first microbatch."""
         if not self._fills or self.stage == self.num_stages - 1:
             return []
-        return [window for window in self.first_windows if self.microbatches(window).start == microbatch]
+        return [window for window in self.first_windows if self.windows[window].start == microbatch]
 
     @property
     def _before_forward(self) -> bool:
@@ -208,7 +216,7 @@ class WindowSchedule:
         """Windows to finish and to encode when the first stage is at a forward pass."""
         if not self.num_stages <= forward < self.num_microbatches:
             return [], []
-        windows = range(self.num_windows)
+        windows = range(len(self.windows))
         return ([window for window in windows if self.turns(window)[1] == forward],
                 [window for window in windows if self.turns(window)[0] == forward])
 

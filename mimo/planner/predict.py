@@ -267,8 +267,8 @@ class Step:
         """Return the seconds of the forward and of the backward passes of each window, by replica."""
         (encoder,), chunk = self.sampled.encoders, self.config.layout.encoder_chunk
         cost, again = self.costs.encoder(encoder.name, encoder.tp), self.recomputed_images([batch])
-        windows = [[tokens for microbatch in schedule.microbatches(window) for lane in batch[microbatch]
-                    for tokens in self._images(lane)] for window in range(schedule.num_windows)]
+        windows = [[tokens for microbatch in window for lane in batch[microbatch] for tokens in self._images(lane)]
+                   for window in schedule.windows]
         each = {tokens: tuple(self.encoder_s(kind, encoder, [tokens], calls=0) for kind in (FORWARD, BACKWARD))
                 for images in windows for tokens in images}
         if self.config.layout.encoder_balance:

@@ -117,9 +117,9 @@ class ModuleWindows:
         self._forward_only = forward_only
         self._encoded.clear()
         self._received.clear()
-        windows: list[list[Image]] = [[] for _ in range(schedule.num_windows)]
+        windows: list[list[Image]] = [[] for _ in range(len(schedule.windows))]
         for image in images:
-            windows[image.microbatch // schedule.size].append(image)
+            windows[schedule.window_of[image.microbatch]].append(image)
         costs = [[encoding_cost(image, self._encoder_hidden_size) for image in window] for window in windows]
         replicas, backward = self._encoder.dp, 0.0 if forward_only else self._backward
         in_order = [deal_in_order(each, replicas) for each in costs]
@@ -130,7 +130,7 @@ class ModuleWindows:
         self.mean = sum(map(sum, costs)) * (1 + backward) / replicas
         own = iter(pixels)
         self._pixels = {window: [next(own) for _ in self._of_lane(window)] if len(pixels) else []
-                        for window in range(schedule.num_windows)}
+                        for window in range(len(schedule.windows))}
 
     def spread_pixels(self, window: int) -> None:
         """Send the pixels of this rank's lane to the replicas that encode them, and receive those of this replica.
@@ -378,7 +378,8 @@ class EncoderWindows:
         self._take_turn(*self._schedule.before(forward))
         if not self._is_first_stage:
             return {}
-        return {module.name: module.features(forward // self._schedule.size, forward) for module in self._modules}
+        window = self._schedule.window_of[forward]
+        return {module.name: module.features(window, forward) for module in self._modules}
 
     def after_forward(self) -> None:
         """Encode and finish the windows whose turn it is after the forward pass that has just run."""

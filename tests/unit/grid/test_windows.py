@@ -84,7 +84,7 @@ def most_held(stages: int, microbatches: int, window: int, split: bool) -> list[
                 for each in chosen:
                     if kind == "encode" and not (first and (windows[0] or each in schedule.first_windows)):
                         yield Action(posts=(("pixels", each),) if first else (), awaits=(("pixels", each),))
-                    held[0] += sign * len(schedule.microbatches(each))
+                    held[0] += sign * len(schedule.windows[each])
                     peak[0] = max(peak[0], *held)
                     posts = split or first or kind == "encode"
                     yield Action(1.0, posts=((kind, each),) if posts else (),
@@ -133,9 +133,9 @@ def test_every_window_is_encoded_and_finished_once_on_every_stage(size: int, mic
                 turns += [schedule.before_backward(index) if drains else ([], []), schedule.after_backward(index)]
         encoded = schedule.at_start() + [window for _, windows in turns for window in windows]
         finished = [window for windows, _ in turns for window in windows] + schedule.at_end()
-        assert encoded == finished == list(range(schedule.num_windows))
+        assert encoded == finished == list(range(len(schedule.windows)))
         ready = set(schedule.at_start())
         for forward in range(microbatches):
             ready.update(schedule.before(forward)[1])
-            assert stage or forward // size in ready, "the first stage has the features of each forward pass"
+            assert stage or schedule.window_of[forward] in ready, "the first stage has the features of each pass"
             ready.update(schedule.after(forward)[1])
