@@ -22,21 +22,22 @@ from scripts.bench import presets
 # Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine.
 PROFILE = Path(__file__).with_name("h200_profile.json")
 WINDOW_TP2 = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2 --encoder-window 1"
+PP2 = "--layout colocated --encoder-dp 2 --llm-pp 2"
 # Milliseconds of a step and GiB at the peak that scripts/bench/layouts.py measured there afterwards.
 MEASURED = {
+    ("10b-uneven", "--layout homogeneous --llm-pp 2 --llm-pp-layout 13,27"): (3853, 128.1),
     ("10b-uneven", "--layout homogeneous --llm-pp 2 --llm-pp-layout 14,26"): (3957, 133.1),
     ("10b-uneven", "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 8 --encoder-recompute full"
      ): (4198, 129.0),
-    ("10b-uneven", WINDOW_TP2): (3790, 127.7),
-    ("10b-uneven", "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 2"
-     ): (3984, 116.9),
-    ("10b-uneven", "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 1 --encoder-activation-gib 20"
-     ): (3813, 128.4),
+    ("10b-uneven", WINDOW_TP2): (3649, 127.3),
+    ("10b-uneven", f"{PP2} --encoder-window 1 --encoder-activation-gib 24"): (3593, 131.2),
+    ("10b-uneven", f"{PP2} --encoder-window 2 --encoder-activation-gib 23"): (3520, 130.7),
+    ("10b-even", "--layout homogeneous --llm-pp 2 --llm-pp-layout 14,26"): (3388, 112.5),
     ("10b-even", "--layout homogeneous --llm-pp 2 --llm-pp-layout 15,25"): (3371, 113.6),
     ("10b-even", "--layout homogeneous --llm-pp 2 --llm-pp-layout 16,24"): (3430, 111.7),
     ("10b-even", WINDOW_TP2): (3581, 116.6),
-    ("10b-even", "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 2 --encoder-activation-gib 20"
-     ): (3402, 129.6),
+    ("10b-even", f"{PP2} --encoder-window 1"): (3346, 122.4),
+    ("10b-even", f"{PP2} --encoder-window 2 --encoder-activation-gib 24"): (3310, 126.7),
 }
 
 
