@@ -46,7 +46,7 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
         raise ValueError(f"mimo plan: the model has the encoders {', '.join(costs.encoders)}; only one is supported")
     samples = draw_samples(config, costs.provider,
                            min(flags.plan_steps * config.train.global_batch_size, MAX_SAMPLES))
-    search = Search(config, costs, samples, size)
+    search = Search(config, costs, samples, size, 2 * flags.top)
     found = _checked(search.run(), size, flags.top)
     own = _own(config, search)
     if flags.json:
@@ -167,7 +167,8 @@ def _table(found: list[Candidate], top: int, own: Candidate | None) -> list[str]
 
 
 def _advice(found: list[Candidate], search: Search) -> list[str]:
-    lines = ["", f"{len(found)} layouts predicted, {search.refused} refused by the trainer's rules"]
+    slow = f", {search.slow} left out because they are slower even if nobody waits" if search.slow else ""
+    lines = ["", f"{len(found)} layouts predicted, {search.refused} refused by the trainer's rules{slow}"]
     fitting = [each for each in found if each.fits]
     if not fitting:
         return [*lines, f"None fits into {USABLE * search.costs.gpu.memory_gib:.0f} GiB: use more GPUs, or "

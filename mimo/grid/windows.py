@@ -145,22 +145,21 @@ class WindowSchedule:
         """Window of each microbatch."""
         return tuple(window for window, members in enumerate(self.windows) for _ in members)
 
-    def turns(self, window: int) -> tuple[int, int]:
-        """Return when a window is encoded and when it is finished.
+    @cached_property
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """When each window is encoded and when it is finished.
 
-        Returns:
-            Two turns: 0 while the pipeline fills, m when the first stage is at its forward pass of microbatch m, and
-            `num_microbatches` while the pipeline drains.
+        0 is while the pipeline fills, m when the first stage is at its forward pass of microbatch m, and
+        `num_microbatches` while the pipeline drains.
         """
-        members = self.windows[window]
         ahead = 0 if self._before_forward else 1
-        encoded = 0 if members.start < self.num_stages + ahead else members.start - ahead
-        return encoded, min(members.stop - 1 + self.num_stages, self.num_microbatches)
+        return tuple((0 if each.start < self.num_stages + ahead else each.start - ahead,
+                      min(each.stop - 1 + self.num_stages, self.num_microbatches)) for each in self.windows)
 
-    @property
+    @cached_property
     def first_windows(self) -> list[int]:
         """Windows that are encoded while the pipeline fills."""
-        return [window for window in range(len(self.windows)) if not self.turns(window)[0]]
+        return [window for window, (encoded, _) in enumerate(self.turns) if not encoded]
 
     def at_start(self) -> list[int]:
         """Windows that this stage encodes before the pipeline starts."""
@@ -198,9 +197,9 @@ class WindowSchedule:
         return [window for window in self._last_windows
                 if not self._fills or self.windows[window].stop + self.stage >= self.num_microbatches]
 
-    @property
+    @cached_property
     def _last_windows(self) -> list[int]:
-        return [window for window in range(len(self.windows)) if self.turns(window)[1] == self.num_microbatches]
+        return [window for window, (_, finished) in enumerate(self.turns) if finished == self.num_microbatches]
 
     def _while_filling(self, microbatch: int) -> list[int]:
         """Windows that stages encode in the time in which they wait, by their first microbatch."""
@@ -218,11 +217,16 @@ class WindowSchedule:
 
     def _turn(self, forward: int) -> tuple[list[int], list[int]]:
         """Windows to finish and to encode when the first stage is at a forward pass."""
-        if not self.num_stages <= forward < self.num_microbatches:
-            return [], []
-        windows = range(len(self.windows))
-        return ([window for window in windows if self.turns(window)[1] == forward],
-                [window for window in windows if self.turns(window)[0] == forward])
+        return self._steady_turns.get(forward, ([], []))
+
+    @cached_property
+    def _steady_turns(self) -> dict[int, tuple[list[int], list[int]]]:
+        found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for window, (encoded, finished) in enumerate(self.turns):
+            found[finished][0].append(window)
+            found[encoded][1].append(window)
+        return {turn: windows for turn, windows in found.items() if self.num_stages <= turn < self.num_microbatches}
+
 
 
 def deal_iteration(costs: Sequence[Sequence[float]], schedule: WindowSchedule, num_replicas: int, *,
@@ -248,7 +252,7 @@ def deal_iteration(costs: Sequence[Sequence[float]], schedule: WindowSchedule, n
     for window, each in enumerate(costs):
         shares = [0.0] * num_replicas
         members = deal(each, shares)
-        encoded, finished = (turns[turn] for turn in schedule.turns(window))
+        encoded, finished = (turns[turn] for turn in schedule.turns[window])
         least_busy = sorted(range(num_replicas), key=lambda replica: (encoded[replica], totals[replica], replica))
         largest = sorted(range(num_replicas), key=lambda share: (-shares[share], share))
         replica_of = dict(zip(largest, least_busy, strict=True))
@@ -273,7 +277,7 @@ def busiest_turns(costs: Sequence[Sequence[float]], owners: Sequence[Sequence[in
     """
     turns: dict[int, list[float]] = defaultdict(lambda: [0.0] * num_replicas)
     for window, (each, replicas) in enumerate(zip(costs, owners, strict=True)):
-        encoded, finished = schedule.turns(window)
+        encoded, finished = schedule.turns[window]
         for cost, replica in zip(each, replicas, strict=True):
             turns[encoded][replica] += cost
             turns[finished][replica] += cost * backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,8 @@ WINDOWS = (1, 2, 4, 0)
 MAX_EXPERT_SIZES = 3
 # On more GPUs than this fewer of each are tried, as there are more grids.
 MANY_GPUS = 16
+# Layouts that a search has to find, of all and of each kind.
+BEST, BEST_OF_KIND = 20, 3
 # Share of a GPU's memory that a run may plan with.
 USABLE = 0.97
 
@@ -109,12 +112,18 @@ class Search:
         costs: costs of the model.
         samples: sizes of the run's first samples.
         size: number of GPUs.
+        best: layouts that have to be among the results, the fastest of all that fit.
+
+    Attributes:
+        refused: layouts that the trainer refuses.
+        slow: layouts that were not predicted because they cannot be among the best.
     """
 
-    def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int) -> None:
+    def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int, best: int = BEST) -> None:
+        self._best = best
         self.base, self.costs, self.samples, self.size = base, costs, samples, size
         self.encoders = costs.encoders
-        self.refused = 0
+        self.refused = self.slow = 0
         few = size > MANY_GPUS
         self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
         self._windows: tuple[int, ...] = (1, 0) if few else WINDOWS
@@ -124,9 +133,13 @@ class Search:
     def run(self) -> list[Candidate]:
         """Return the layouts that the trainer accepts, the fastest first and those that do not fit last.
 
-        On many GPUs those that do not fit are left out.
+        On many GPUs those that do not fit are left out, and so are those that cannot be among the best even if nobody
+        waits.
         """
-        found = []
+        few, found = self.size <= MANY_GPUS, list[Candidate]()
+        plausible: list[tuple[float, int, str, RunConfig, Layout]] = []
+        counts = Counter(tokens for sample in self.samples for tokens in sample.images)
+        images = {tokens: number / len(self.samples) for tokens, number in counts.items()}
         for kind, layout in self._layouts():
             for samples in self._micro_batches:
                 train = replace(self.base.train, micro_batch_size=self.base.train.micro_batch_size * samples)
@@ -135,9 +148,22 @@ class Search:
                 if accepted is None:
                     continue
                 config, fits = self._fitted(config, accepted)
-                if fits or self.size <= MANY_GPUS:
-                    found.append(self.candidate(kind, config, accepted))
+                if fits or few:
+                    least = 0.0 if few else Step(config, accepted, self.costs).least_s(images)
+                    plausible.append((least, len(plausible), kind, config, accepted))
+        for least, _, kind, config, accepted in sorted(plausible, key=lambda each: each[:2]):
+            if not few and self._is_hopeless(kind, least, found):
+                self.slow += 1
+            else:
+                found.append(self.candidate(kind, config, accepted))
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
+
+    def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
+        """Whether a layout cannot be among the best, neither of all nor of its kind."""
+        times = sorted(each.prediction.step_s for each in found)
+        alike = sorted(each.prediction.step_s for each in found if each.kind == kind)
+        return (len(times) >= self._best and least_s > times[self._best - 1]
+                and len(alike) >= BEST_OF_KIND and least_s > alike[BEST_OF_KIND - 1])
 
     def _fitted(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, bool]:
         """Add the least recomputation with which a run fits, if it needs any.

@@ -151,6 +151,28 @@ class Step:
 
     # Time of all passes.
 
+    def least_s(self, images: Mapping[int, float]) -> float:
+        """Seconds that a step takes at least, with images that are dealt evenly, if no rank waited longer than for the
+        first and the last passes of the stages before it.
+
+        Args:
+            images: number of images in a mean sample, by the tokens of an image.
+        """
+        layout, count = self.layout, self.num_microbatches
+        stages = [self.language_s(FORWARD, stage) + self.language_s(BACKWARD, stage)
+                  for stage in range(layout.language.pp)]
+        samples = self.config.train.micro_batch_size * count * layout.num_lanes
+        encoding = [samples / encoder.dp * sum(
+                        number * self.encoder_s(kind, encoder, [tokens], calls=0)
+                        for tokens, number in images.items() for kind in (FORWARD, BACKWARD))
+                    for encoder in layout.encoders]
+        longest = [*encoding, *(count * each + sum(stages[:stage]) for stage, each in enumerate(stages))]
+        if layout.kind == "homogeneous":
+            longest.append(count * stages[0] + sum(encoding))
+        elif layout.kind == "colocated":
+            longest.append(count * fmean(stages) + sum(encoding))
+        return max(longest) + self.reduction_s() + self.optimizer_s() + self.costs.profile.step_s
+
     def passes(self, batch: Microbatches) -> Timeline:
         """Simulate the passes of one iteration."""
         kind, layout = self.layout.kind, self.layout
@@ -270,7 +292,7 @@ class Step:
         windows = [[tokens for microbatch in window for lane in batch[microbatch] for tokens in self._images(lane)]
                    for window in schedule.windows]
         each = {tokens: tuple(self.encoder_s(kind, encoder, [tokens], calls=0) for kind in (FORWARD, BACKWARD))
-                for images in windows for tokens in images}
+                for tokens in {tokens for images in windows for tokens in images}}
         if self.config.layout.encoder_balance:
             costs = [[each[tokens][0] for tokens in images] for images in windows]
             owners = deal_iteration(costs, schedule, encoder.dp, backward=BACKWARD_COST)

@@ -32,7 +32,7 @@ def test_no_replica_has_more_than_four_thirds_of_the_best_load(costs: list[float
 
 def test_replicas_with_more_to_finish_have_less_to_encode() -> None:
     schedule = WindowSchedule(1, 0, 2, 8)
-    assert [schedule.turns(window) for window in (0, 2, 3, 5, 7)] == [(0, 2), (0, 4), (2, 5), (4, 7), (6, 8)]
+    assert [schedule.turns[window] for window in (0, 2, 3, 5, 7)] == [(0, 2), (0, 4), (2, 5), (4, 7), (6, 8)]
     costs = [[1.0] * 5] * 8
     owners = deal_iteration(costs, schedule, 2, backward=1.5)
     counts = [[window.count(replica) for replica in range(2)] for window in owners]

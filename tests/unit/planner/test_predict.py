@@ -12,7 +12,7 @@ import pytest
 from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.config.validate import validate
-from mimo.planner.candidates import HOMOGENEOUS, USABLE, Search, cuts
+from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts
 from mimo.planner.costs import GIB, GPUS, Costs, Profile
 from mimo.planner.measure import _line, _split
 from mimo.planner.predict import Prediction, Step, predict
@@ -115,6 +115,21 @@ def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
         assert any(cut for cut in cuts), "uneven cuts are among them"
         best.append(found[0].prediction.step_s)
     assert best[1] < 0.6 * best[0]
+
+
+def test_many_gpus_leave_out_only_what_cannot_be_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--global-batch-size", "96"])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    samples = draw_samples(config, costs.provider, 48)
+    search = Search(config, costs, samples, 24)
+    short = search.run()
+    monkeypatch.setattr(Search, "_is_hopeless", lambda *_: False)
+    whole = Search(config, costs, samples, 24).run()
+    assert len(whole) == len(short) + search.slow and search.slow > len(whole) / 3
+    assert [each.flags for each in short[:BEST]] == [each.flags for each in whole[:BEST]]
+    for kind in {each.kind for each in whole}:
+        first = [[each.flags for each in found if each.kind == kind][:3] for found in (short, whole)]
+        assert first[0] == first[1]
 
 
 def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
