@@ -16,6 +16,7 @@ from mimo.config.validate import run_world_size, validate
 from mimo.config.validate_paths import check_paths
 from mimo.grid.dry_run import dry_run_report
 from mimo.observability.startup import announce_imports
+from mimo.planner.predict import memory_line
 from mimo.watchdog.process_exit import command_line, refuse, report_uncaught
 
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         if config.train.dry_run:
             report = dry_run_report(config, layout, registry.model_provider(config.model.model_provider))
             if speaks:
-                print(report)
+                print(report, memory_line(config, layout), sep="\n\n")
             return 0
         # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
         announce_imports()

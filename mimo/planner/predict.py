@@ -13,15 +13,17 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from statistics import fmean
 
+from mimo import registry
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches
 from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
-from mimo.planner.costs import GIB, LATENCY_S, Costs
+from mimo.observability.flops import FlopsProvider
+from mimo.planner.costs import GIB, GPUS, LATENCY_S, Costs, Profile
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, simulate
-from mimo.planner.workload import Microbatches, SampleSize, iterations
-from mimo.protocols import LANGUAGE
+from mimo.planner.workload import Microbatches, SampleSize, draw_samples, iterations
+from mimo.protocols import LANGUAGE, RoutedDataProvider
 
 # Lanes that are simulated; of more, those with the most work in images.
 MAX_LANES = 4
@@ -32,6 +34,8 @@ SHORT_ITERATION = 16
 # Iterations of a layout that are simulated, and their passes at most; one iteration at least.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 ENCODING = "encoding"
+# Samples that the plan of a run looks at.
+PLANNED_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -518,3 +522,27 @@ def _with_fewer_lanes(layout: Layout) -> Layout:
 def _links(name: Hashable, stage: int, num_stages: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     """Return the links of a stage to those before and after it."""
     return (((name, stage - 1),) if stage else (), ((name, stage),) if stage < num_stages - 1 else ())
+
+
+def memory_line(config: RunConfig, layout: Layout) -> str:
+    """Say how much memory the fullest rank is expected to take, for the plan of a run.
+
+    Activations of images depend on the data. They are left out for a data set that is costly to read.
+    """
+    provider = registry.model_provider(config.model.model_provider)
+    for is_unknown, why in (
+            (not isinstance(provider, FlopsProvider), f"{config.model.model_provider} does not say what it computes"),
+            (len(layout.encoders) > 1, "the model has several encoders"),
+            (config.train.encoder_prefetch_depth, f"--encoder-prefetch-depth {config.train.encoder_prefetch_depth}"),
+            (config.model.recompute == "selective", "--recompute selective")):
+        if is_unknown:
+            return f"memory: not estimated, as mimo plan does not support it ({why})"
+    step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
+    is_read = not isinstance(config.find_dataset(config.data.dataset_provider), RoutedDataProvider)
+    samples = [SampleSize(config.train.seq_length)]
+    if is_read:
+        samples = draw_samples(config, provider, min(config.train.global_batch_size, PLANNED_SAMPLES))
+    needed, images, place = step.memory(step.batches(samples))
+    part = f", {images / GIB:.3g} GiB of them for images" if images else ""
+    left_out = "" if is_read or not layout.encoders else ", without activations of images"
+    return f"memory: about {needed / GIB:.3g} GiB on the fullest rank ({place}){part}{left_out}; see mimo plan"

@@ -15,7 +15,7 @@ from mimo.config.validate import validate
 from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts
 from mimo.planner.costs import GIB, GPUS, Costs, Profile
 from mimo.planner.measure import _line, _split
-from mimo.planner.predict import Prediction, Step, predict
+from mimo.planner.predict import Prediction, Step, memory_line, predict
 from mimo.planner.workload import SampleSize, draw_samples, iterations
 from scripts.bench import presets
 
@@ -209,3 +209,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
         assert main(["plan", *flags, *run]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
+    def line(preset: str, *flags: str) -> str:
+        config = parse([*presets.PRESETS[preset], "--bf16", "--train-iters", "1", *flags])
+        return memory_line(config, validate(config, 2))
+
+    flags = f"{PP2} --encoder-window 1".split()
+    found = predicted("10b-even", " ".join(flags), Profile(GPUS["H200"]))
+    assert line("10b-even", *flags) == (
+        f"memory: about {found.memory_gib:.3g} GiB on the fullest rank (language stage 0 and vision), "
+        f"{found.encoder_gib:.3g} GiB of them for images; see mimo plan")
+    assert "not estimated" in line("10b-even", "--recompute", "selective") and "selective" in line(
+        "10b-even", "--recompute", "selective")
