@@ -184,12 +184,23 @@ def num_microbatches(config: RunConfig) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * config.layout.llm_dp)
 
 
+def num_layers(config: RunConfig) -> int:
+    """Number of layers of the language model.
+
+    A provider without a field or property of this name may have one kind of layer only.
+    """
+    family = config.model_family
+    if hasattr(family, "num_layers"):
+        return int(family.num_layers)
+    shapes = registry.model_provider(config.model.model_provider).parameter_shapes(family, LANGUAGE)
+    # An expert's shape counts once for each expert of each layer.
+    return max((shape.count for shape in shapes if shape.stage == "layer" and shape.split != "expert"), default=0)
+
+
 def layers_of_stages(config: RunConfig, layout: Layout) -> tuple[int, ...]:
     """Number of language layers on each pipeline stage."""
     stages = layout.language.pp
-    shapes = registry.model_provider(config.model.model_provider).parameter_shapes(config.model_family, LANGUAGE)
-    layers = max((shape.count for shape in shapes if shape.stage == "layer"), default=0)
-    return layout.language.stage_layers or (-(-layers // stages),) * stages
+    return layout.language.stage_layers or (-(-num_layers(config) // stages),) * stages
 
 
 def train_iterations(config: RunConfig) -> int:

@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
@@ -288,4 +289,12 @@ class Search:
         language += cost.ends_forward_s + cost.ends_backward_s
         images = self._encoder_s(1)
         share = images / (images + language) * self.size
-        return sorted(range(1, self.size), key=lambda ranks: (abs(ranks - share), ranks))[: self._num_encoder_sizes]
+        nearest = sorted(range(1, self.size), key=lambda ranks: (abs(ranks - share), ranks))
+        return list(islice(filter(self._can_split, nearest), self._num_encoder_sizes))
+
+    def _can_split(self, ranks: int) -> bool:
+        """Whether the global batch and the lanes can be divided if the encoder has so many ranks."""
+        batch = self.base.train.global_batch_size // self.base.train.micro_batch_size
+        encoders = [ranks // tp for tp in divisors(ranks) if tp <= self.costs.gpu.gpus_per_node]
+        return any(batch % dp == 0 and any(dp % replicas == 0 or replicas % dp == 0 for replicas in encoders)
+                   for _, dp, _ in self._grids(self.size - ranks))

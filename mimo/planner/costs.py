@@ -16,6 +16,7 @@ from typing import Any
 
 from mimo import registry
 from mimo.config.trainer import RunConfig
+from mimo.config.validate import num_layers
 from mimo.observability.flops import FlopsCounter, FlopsProvider, SequenceSums
 from mimo.protocols import LANGUAGE, ModelProvider, ParameterShape
 
@@ -202,7 +203,7 @@ class Costs:
         self.shapes: dict[str, list[ParameterShape]] = {
             module: self.provider.parameter_shapes(family, module) for module in modules}
         self.hidden_size = self.provider.hidden_size(family)
-        self.num_layers = num_layers(self.shapes[LANGUAGE])
+        self.num_layers = max(num_layers(config), 1)
         self.num_experts = self.provider.num_experts(family)
         self._frozen = config.model.frozen
         self._known: dict[tuple[object, ...], Any] = {}
@@ -269,7 +270,7 @@ class Costs:
         efficiency = ENCODER_EFFICIENCY if tp == 1 else ENCODER_EFFICIENCY * SPLIT_ENCODER
         rate = self.gpu.tflops * 1e12 * efficiency * tp
         shapes = self.shapes[name]
-        layers = num_layers(shapes)
+        layers = _num_layers(shapes)
         width = min((min(shape.shape) for shape in shapes if len(shape.shape) == 2 and shape.stage == "layer"),
                     default=self.hidden_size)
         return EncoderCost(
@@ -318,7 +319,8 @@ class Costs:
         Each product keeps its input, and a layer keeps the outputs of its products until they have been used; norms and
         residuals are four times the width. For a Llama layer this is 34 bytes per token and channel.
         """
-        per_token = 4.0 * width * num_layers(self.shapes[module])
+        layers = self.num_layers if module == LANGUAGE else _num_layers(self.shapes[module])
+        per_token = 4.0 * width * layers
         for shape in self.shapes[module]:
             if shape.stage == "layer" and len(shape.shape) == 2:
                 used = shape.count * (self._top_k / self.num_experts if shape.split == "expert" else 1)
@@ -326,8 +328,8 @@ class Costs:
         return (2.0 if self.config.model.bf16 else 4.0) * per_token
 
 
-def num_layers(shapes: Sequence[ParameterShape]) -> int:
-    """Return the number of layers of a module, from parameters that every layer has."""
+def _num_layers(shapes: Sequence[ParameterShape]) -> int:
+    """Return the number of layers of an encoder, from parameters that every layer has."""
     return max((shape.count for shape in shapes if shape.stage == "layer" and shape.split != "expert"), default=1)
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from mimo.commands.main import main
 from mimo.config.cli import parse
-from mimo.config.validate import validate
-from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts
-from mimo.planner.costs import GIB, GPUS, Costs, Profile
+from mimo.config.validate import layers_of_stages, validate
+from mimo.observability.flops import SequenceSums
+from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts, divisors
+from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, Costs, Profile
 from mimo.planner.measure import _line, _split
 from mimo.planner.predict import Prediction, Step, memory_line, predict
 from mimo.planner.workload import SampleSize, draw_samples, iterations
@@ -72,6 +73,30 @@ def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
             forward, backward = costs.image_flops("vision", tokens)
             expected += forward / encoder.forward_flops_s + backward / encoder.backward_flops_s
     assert step.passes(batch).seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("provider", "layers"), [
+    ("--model-provider nemotron-moe-vlm-20l", 20),
+    ("--model-provider llava --num-layers 6 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 512", 6)])
+def test_experts_and_layers_of_several_kinds_are_not_counted_as_further_layers(provider: str, layers: int) -> None:
+    config = parse([*provider.split(), "--bf16", "--train-iters", "1", "--seq-length", "4096"])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    step = Step(config, validate(config, 2), costs)
+    assert step.layers == (layers,) and layers_of_stages(config, step.layout) == (layers,)
+    flops = sum(forward for component, forward, _ in costs.counter.passes(
+        "language", SequenceSums.of_rows([[4096]], 4096)) if component.recomputed)
+    cost = step.pass_cost
+    assert step.language_s("forward", 0) - cost.ends_forward_s == pytest.approx(
+        flops / (GPUS["H200"].tflops * 1e12 * EXPERT_EFFICIENCY))
+
+
+def test_the_encoder_gets_numbers_of_ranks_with_which_the_batch_can_be_divided() -> None:
+    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "768"])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    sizes = Search(config, costs, [SampleSize(2000, (144,))] * 8, 264)._encoder_sizes()
+    # The 251 ranks that 13 would leave divide neither 768 samples nor themselves.
+    assert {12, 14} <= set(sizes) and 13 not in sizes
+    assert all(any(768 % dp == 0 for dp in divisors(264 - size)) for size in sizes)
 
 
 def test_weights_gradients_and_moments_are_18_bytes_of_a_parameter_and_shards_12_less() -> None:
