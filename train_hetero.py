@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         if config.train.dry_run:
             report = dry_run_report(config, layout, registry.model_provider(config.model.model_provider))
             if speaks:
-                print(report, memory_line(config, layout), sep="\n\n")
+                print(report, end="\n\n", flush=True)
+                print(memory_line(config, layout))
             return 0
         # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
         announce_imports()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -40,6 +41,8 @@ class Exchange:
         self._together = self._new_group(backend)
         outer = (PIXELS, FEATURES, GRADIENTS) if language.pp > 1 else ()
         self._between = {what: self._new_group(backend) for what in outer}
+        # Peers that this rank has sent to (0) or received from (1), by kind of message.
+        self._linked: dict[tuple[str, int], set[int]] = defaultdict(set)
         # What was sent and not waited for yet, with its works.
         self._sent: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self.timer = DeviceTimer()
@@ -55,6 +58,26 @@ class Exchange:
         assert not self._sent, "the step before was not flushed"
         self.timer = DeviceTimer()
 
+    def link(self, what: str, sends: set[int], receives: set[int]) -> None:
+        """Connect this rank with peers of the coming messages. Collective: all ranks call it, in one order of `what`.
+
+        NCCL connects two ranks of a communicator in their first message, and the sender's host waits for the receiver
+        then. Later a stage sends when the receiver may still wait for something else of it.
+
+        Args:
+            what: as in `staged`.
+            sends: peers to which this rank will send; each of them names this rank among those it receives from.
+            receives: peers from which this rank will receive.
+        """
+        new = [peers - self._linked[what, kind] for kind, peers in enumerate((sends, receives))]
+        for kind, peers in enumerate(new):
+            self._linked[what, kind] |= peers
+        tensors = [{peer: torch.zeros(1, device=self._device) for peer in sorted(peers)} for peers in new]
+        for group, other in ((self._between.get(what), True), (self._together, False)):
+            chosen = [self._between_stages(each, other) for each in tensors]
+            if group is not None and any(chosen):
+                self._wait(what, self._post(group, *chosen), *chosen)
+
     def staged(self, what: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         """Exchange messages of a window. Each rank calls it at its own place of the schedule.
 
@@ -63,6 +86,8 @@ class Exchange:
             sends: contiguous tensor for each peer; one for this rank itself is copied.
             receives: where to put the message of each peer.
         """
+        for kind, peers in enumerate((sends, receives)):
+            assert set(peers) - {self._grids.rank} <= self._linked[what, kind], (what, kind, set(peers))
         self._copy_own(sends, receives)
         inner, outer = (self._between_stages(sends, False), self._between_stages(receives, False)), (
             self._between_stages(sends, True), self._between_stages(receives, True))

@@ -234,7 +234,7 @@ def deal_iteration(costs: Sequence[Sequence[float]], schedule: WindowSchedule, n
     """Deal the images of an iteration to the replicas of an encoder, by cost.
 
     Replicas wait for each other at every turn, where one window is finished and another encoded. So the images of each
-    window are divided into shares that cost as much as possible the same, and the largest share of a window goes to the
+    window are divided into shares of as equal cost as possible, and the largest share of a window goes to the
     replica that has the least to do in the turn in which the window is encoded. Shares are not made unequal in order to
     make up for a difference: backward passes take longer, so the next turns would have a larger difference.
 

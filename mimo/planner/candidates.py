@@ -31,7 +31,9 @@ MAX_EXPERT_SIZES = 3
 # On more GPUs than this fewer of each are tried, as there are more grids.
 MANY_GPUS = 16
 # Layouts that a search has to find, of all and of each kind.
-BEST, BEST_OF_KIND = 20, 3
+BEST, BEST_OF_KIND = 20, 6
+# Predictions are of a few iterations, so they may be lower than the least time with a mean sample by this share.
+TOLERANCE = 0.05
 # Share of a GPU's memory that a run may plan with.
 USABLE = 0.97
 
@@ -161,6 +163,7 @@ class Search:
 
     def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
         """Whether a layout cannot be among the best, neither of all nor of its kind."""
+        least_s *= 1 - TOLERANCE
         times = sorted(each.prediction.step_s for each in found)
         alike = sorted(each.prediction.step_s for each in found if each.kind == kind)
         return (len(times) >= self._best and least_s > times[self._best - 1]

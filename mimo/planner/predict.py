@@ -299,7 +299,8 @@ class Step:
                 for tokens in {tokens for images in windows for tokens in images}}
         if self.config.layout.encoder_balance:
             costs = [[each[tokens][0] for tokens in images] for images in windows]
-            owners = deal_iteration(costs, schedule, encoder.dp, backward=BACKWARD_COST)
+            owners = deal_iteration(costs, schedule, encoder.dp,
+                                    backward=BACKWARD_COST if self.costs.trains(encoder.name) else 0.0)
         else:
             owners = [deal_in_order(images, encoder.dp) for images in windows]
         found: tuple[list[list[float]], ...] = [], []
@@ -540,8 +541,11 @@ def memory_line(config: RunConfig, layout: Layout) -> str:
     step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
     is_read = not isinstance(config.find_dataset(config.data.dataset_provider), RoutedDataProvider)
     samples = [SampleSize(config.train.seq_length)]
-    if is_read:
-        samples = draw_samples(config, provider, min(config.train.global_batch_size, PLANNED_SAMPLES))
+    try:
+        if is_read:
+            samples = draw_samples(config, provider, min(config.train.global_batch_size, PLANNED_SAMPLES))
+    except (ValueError, OSError) as error:
+        return f"memory: not estimated, as the samples cannot be read: {error}"
     needed, images, place = step.memory(step.batches(samples))
     part = f", {images / GIB:.3g} GiB of them for images" if images else ""
     left_out = "" if is_read or not layout.encoders else ", without activations of images"

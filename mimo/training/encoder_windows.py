@@ -132,10 +132,30 @@ class ModuleWindows:
         self._pixels = {window: [next(own) for _ in self._of_lane(window)] if len(pixels) else []
                         for window in range(len(schedule.windows))}
 
+    def peers(self) -> dict[str, tuple[set[int], set[int]]]:
+        """Return the ranks to which this rank sends in the iteration, and those from which it receives, by message."""
+        rank, found = self._grids.rank, {what: (set[int](), set[int]()) for what in (PIXELS, FEATURES, GRADIENTS)}
+
+        def note(what: str, sender: int, receiver: int) -> None:
+            if sender == rank != receiver:
+                found[what][0].add(receiver)
+            if receiver == rank != sender:
+                found[what][1].add(sender)
+
+        for lane, replica in {(image.lane, owner) for window in self._windows for image, owner in window}:
+            for tp in range(self._encoder.tp):
+                encodes = self._encoder.rank_at(dp=replica, tp=tp)
+                note(PIXELS, self._language.rank_at(dp=lane), encodes)
+                note(GRADIENTS, self._language.rank_at(dp=lane, tp=tp % self._language.tp), encodes)
+            for tp in range(self._language.tp):
+                note(FEATURES, self._encoder.rank_at(dp=replica, tp=tp % self._encoder.tp),
+                     self._language.rank_at(dp=lane, tp=tp))
+        return found
+
     def spread_pixels(self, window: int) -> None:
         """Send the pixels of this rank's lane to the replicas that encode them, and receive those of this replica.
 
-        The readers of the lanes hold them on the host until then. Both ends of a message have to agree on the dtype:
+        Until a reader sends them, it holds them on the host. Both ends of a message have to agree on the dtype:
         the loader's is float32 whatever the encoder computes in.
         """
         mine = self._of_replica(window, self._place["dp"])
@@ -361,6 +381,8 @@ class EncoderWindows:
             pixels = [pixels for batch in microbatches if reads
                       for _, pixels in split_images(batch.encoders[module.name].inputs)]
             module.begin_step(images, pixels, self._schedule, forward_only)
+            for what, (sends, receives) in module.peers().items():
+                self.exchange.link(what, sends, receives)
         if self._is_first_stage:
             # A later stage encodes while this one is at its first passes.
             self._spread_pixels(self._schedule.first_windows)

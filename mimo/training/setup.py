@@ -89,11 +89,12 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         return None
     hidden = provider.hidden_size(config.model_family)
     frozen, ahead = config.model.frozen, config.layout.encoder_run_ahead
-    if ahead and platform.name == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    windows = grids.layout.encoder_window is not None
+    if (ahead or windows) and platform.name == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         # With one queue for all streams, a pass waits behind a message that waits for the other side.
-        raise ValueError(f"--encoder-run-ahead {ahead} needs several streams at a time, and "
-                         "CUDA_DEVICE_MAX_CONNECTIONS=1 allows one: leave the variable unset or set it to 32, or leave "
-                         "out the flag")
+        what = f"--encoder-run-ahead {ahead}" if ahead else f"--encoder-window with --llm-pp {grids.layout.language.pp}"
+        raise ValueError(f"{what} needs several streams at a time, and CUDA_DEVICE_MAX_CONNECTIONS=1 allows one: leave "
+                         "the variable unset or set it to 32, or choose another layout")
     bridges = [
         Bridge(grids, encoder.name, micro_batch_size=config.lane_rows, hidden_size=hidden,
                dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen,
