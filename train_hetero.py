@@ -16,7 +16,6 @@ from mimo.config.validate import run_world_size, validate
 from mimo.config.validate_paths import check_paths
 from mimo.grid.dry_run import dry_run_report
 from mimo.observability.startup import announce_imports
-from mimo.planner.predict import memory_line
 from mimo.watchdog.process_exit import command_line, refuse, report_uncaught
 
 
@@ -36,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         if speaks:
             check_paths(config)
         if config.train.dry_run:
+            # Imported late, as a run does not need it.
+            from mimo.planner.predict import memory_line
+
             report = dry_run_report(config, layout, registry.model_provider(config.model.model_provider))
             if speaks:
                 print(report, end="\n\n", flush=True)

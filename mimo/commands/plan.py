@@ -167,7 +167,7 @@ def _table(found: list[Candidate], top: int, own: Candidate | None) -> list[str]
 
 
 def _advice(found: list[Candidate], search: Search) -> list[str]:
-    slow = f", {search.slow} left out because they are slower even if nobody waits" if search.slow else ""
+    slow = f", {search.slow} left out because they cannot be among the best" if search.slow else ""
     lines = ["", f"{len(found)} layouts predicted, {search.refused} refused by the trainer's rules{slow}"]
     fitting = [each for each in found if each.fits]
     if not fitting:

@@ -93,15 +93,15 @@ class WindowSchedule:
     Without pipeline stages, the first window is encoded before the passes start, and each later one just before the
     forward pass of its first microbatch, when the windows before it have been finished.
 
-    With p stages, a window has its turn after the first stage's forward pass of the microbatch before its first one,
-    and its backward pass p forward passes after its last one. So a rank keeps the activations of at most p + 2 size - 1
-    microbatches' images, shared out over all replicas. The first windows, up to that of microbatch p, and the last
-    ones, from that of the last microbatch but p - 1, use the time in which a pipeline fills and drains. Stage s would
-    wait for s forward passes at first, so it encodes the windows of the first s + 1 microbatches then, and each further
-    one of the first p before the forward pass that it runs when the first stage is at that microbatch. After those it
-    would wait for gradients, so it encodes the window of microbatch p there; only the last stage, which does not wait,
-    has encoded it at the start. In the other direction, it finishes one window before it receives each of the last
-    p - s - 1 gradients, and the rest when its own passes are over.
+    With p stages, a window has its turn after the first stage's forward pass of the microbatch before its first
+    one, and its backward pass p forward passes after its last one. So a rank keeps the activations of at most p + 2
+    size - 1 microbatches' images, shared out over all replicas. The windows of the first p + 1 and of the last p
+    microbatches use the time in which a pipeline fills and drains. Stage s would wait for s forward passes at
+    first, so it encodes the windows of the first s + 1 microbatches then, and each further one of the first p
+    before the forward pass that it runs when the first stage is at that microbatch. After those it would wait for
+    gradients, so it encodes the window of microbatch p there; only the last stage, which does not wait, has encoded
+    it at the start. In the other direction, it finishes one window before it receives each of the last p - s - 1
+    gradients, and the rest when its own passes are over.
 
     All stages take their turns at the same time, as an encoder may be split over stages, and features and gradients
     pass between them. In 1F1B a stage's forward pass ends when the backward pass of the stage after it ends, because
@@ -228,15 +228,15 @@ class WindowSchedule:
         return {turn: windows for turn, windows in found.items() if self.num_stages <= turn < self.num_microbatches}
 
 
-
 def deal_iteration(costs: Sequence[Sequence[float]], schedule: WindowSchedule, num_replicas: int, *,
                    backward: float) -> list[list[int]]:
     """Deal the images of an iteration to the replicas of an encoder, by cost.
 
-    Replicas wait for each other at every turn, where one window is finished and another encoded. So the images of each
-    window are divided into shares of as equal cost as possible, and the largest share of a window goes to the
-    replica that has the least to do in the turn in which the window is encoded. Shares are not made unequal in order to
-    make up for a difference: backward passes take longer, so the next turns would have a larger difference.
+    Replicas wait for each other at every turn, where one window is finished and another encoded; the time in which the
+    pipeline fills counts as one turn, and so does that in which it drains. So the images of each window are divided
+    into shares of as equal cost as possible, and the largest share of a window goes to the replica that has the least
+    to do in the turn in which the window is encoded. Shares are not made unequal in order to make up for a difference:
+    backward passes take longer, so the next turns would have a larger difference.
 
     Args:
         costs: cost of each image's forward pass, by window.

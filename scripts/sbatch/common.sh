@@ -134,8 +134,8 @@ set_communication() {
     # Warnings name the peer and the device of a failed connection. INFO would print megabytes on every node.
     export NCCL_DEBUG=WARN
     # Kernels of one stream start in the order in which they were issued, as Megatron's overlap of tensor-parallel
-    # communication with computation expects on GPUs before Blackwell. --encoder-run-ahead, and encoder
-    # windows with pipeline stages, need more: set 32 before.
+    # communication with computation expects on GPUs before Blackwell. --encoder-run-ahead and
+    # encoder windows with pipeline stages need more: set 32 before.
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # If a peer is gone, end the process instead of waiting in a collective that cannot finish.
     export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
