@@ -15,7 +15,7 @@ from mimo.grid.layout import build_layout, validate_layout
 from mimo.grid.spec import Layout
 from mimo.planner.costs import GIB, Costs
 from mimo.planner.predict import Prediction, Step, predict
-from mimo.planner.workload import SampleSize
+from mimo.planner.workload import Microbatches, SampleSize
 
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
 # A text model has no encoder to place.
@@ -180,13 +180,31 @@ class Search:
         needed, images, _ = step.memory(batches)
         if needed <= limit or config.model.recompute == "full":
             return config, needed <= limit
-        if layout.encoder_window is not None and config.model.encoder_recompute == "none":
+        recomputes = config.model.encoder_recompute != "none"
+        if layout.encoder_window is not None and not recomputes:
             # The activations of images are the first to go.
             budget = max(int((images - (needed - limit)) / GIB - 0.5), 0)
             config = replace(config, layout=replace(config.layout, encoder_activation_gib=float(budget)))
-            needed = Step(config, layout, self.costs).memory(batches)[0]
-            if needed <= limit:
+            if Step(config, layout, self.costs).memory(batches)[0] <= limit:
                 return config, True
+            return self._recomputed(config, layout, batches, limit)
+        found = [self._recomputed(config, layout, batches, limit)]
+        if self.encoders and not recomputes:
+            # Without windows there is no budget: an encoder recomputes all its layers or none.
+            model = replace(config.model, encoder_recompute="full")
+            found.append(self._recomputed(replace(config, model=model), layout, batches, limit))
+        fitting = [each for each, fits in found if fits]
+        if len(fitting) < 2:
+            return (fitting[0], True) if fitting else found[-1]
+        return min(fitting, key=lambda each: predict(each, layout, self.costs, self.samples).step_s), True
+
+    def _recomputed(self, config: RunConfig, layout: Layout, batches: list[Microbatches], limit: float
+                    ) -> tuple[RunConfig, bool]:
+        """Let a run recompute the fewest layers of the language model with which it fits, and say whether it does."""
+        step = Step(config, layout, self.costs)
+        needed = step.memory(batches)[0]
+        if needed <= limit:
+            return config, True
         saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
             layout.language.pp, step.num_microbatches)
         layers = max(layers_of_stages(config, layout))
