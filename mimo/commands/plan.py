@@ -11,12 +11,10 @@ from typing import Any
 from mimo.commands.flags import PlanFlags
 from mimo.config.cli import parse
 from mimo.config.trainer import LayoutConfig, RunConfig
-from mimo.config.validate import validate
 from mimo.grid.dry_run import counted, table
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
-from mimo.planner.costs import GPUS, Costs, Profile
+from mimo.planner.costs import GPUS, Costs, Profile, check_supported
 from mimo.planner.measure import measure, model_name
-from mimo.planner.predict import Prediction
 from mimo.planner.workload import SampleSize, draw_samples
 
 # Predicted step times that differ by less are not told apart.
@@ -42,12 +40,12 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
     profile = _profile(flags, config)
     size = flags.gpus or flags.nodes * profile.gpu.gpus_per_node
     costs = Costs(config, profile)
-    if len(costs.encoders) > 1:
-        raise ValueError(f"mimo plan: the model has the encoders {', '.join(costs.encoders)}; only one is supported")
     samples = draw_samples(config, costs.provider,
                            min(flags.plan_steps * config.train.global_batch_size, MAX_SAMPLES))
     search = Search(config, costs, samples, size, 2 * flags.top)
-    found = _checked(search.run(), size, flags.top)
+    found = search.run()
+    if not found and not search.large:
+        raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {search.refusal}")
     own = _own(config, search)
     if flags.json:
         print(json.dumps({"gpus": size, "profile": asdict(profile), "layouts": [_record(each) for each in found],
@@ -74,11 +72,7 @@ def _config(flags: PlanFlags, run_flags: list[str]) -> RunConfig:
     if flags.gpu_memory_gib is not None and not flags.gpu_memory_gib > 0:
         raise ValueError(f"--gpu-memory-gib {flags.gpu_memory_gib} is not above 0")
     config = parse(run_flags)
-    depth = config.train.encoder_prefetch_depth
-    if depth:
-        raise ValueError(f"--encoder-prefetch-depth {depth}: mimo plan does not predict prefetch; leave it out")
-    if config.model.recompute == "selective":
-        raise ValueError("--recompute selective: mimo plan predicts none and full; leave it out")
+    check_supported(config)
     # The run has no length here, and its own layout need not fit the number of GPUs.
     return replace(config, train=replace(config.train, dry_run=True, world_size=None))
 
@@ -109,24 +103,6 @@ def _own(config: RunConfig, search: Search) -> Candidate | None:
     return None if layout is None else search.candidate("yours", config, layout)
 
 
-def _checked(found: list[Candidate], size: int, top: int) -> list[Candidate]:
-    """Leave out layouts that the trainer's whole check refuses, among those that are printed."""
-    kept: list[Candidate] = []
-    seen: list[Prediction] = []
-    for candidate in found:
-        # Some flags come to the same, such as windows of all microbatches and of as many as there are.
-        if candidate.prediction in seen:
-            continue
-        seen.append(candidate.prediction)
-        if len(kept) < 2 * top:
-            try:
-                validate(candidate.config, size)
-            except ValueError:
-                continue
-        kept.append(candidate)
-    return kept
-
-
 def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSize], *, measured: bool) -> list[str]:
     counts = [len(sample.images) for sample in samples]
     mean = fmean(counts)
@@ -155,13 +131,14 @@ def _table(found: list[Candidate], top: int, own: Candidate | None) -> list[str]
             shown.append(next(each for each in found if each.kind == kind))
     if own is not None:
         shown.append(own)
-    rows = [["layout", "step, s", "tokens/s per GPU", "memory, GiB", "waiting", "flags"]]
+    rows = [["layout", "step, s", "bound, s", "tokens/s per GPU", "memory, GiB", "waiting", "flags"]]
     for each in shown:
         prediction = each.prediction
         waiting = prediction.parts_s.get("waiting", 0.0) / prediction.step_s
-        rows.append([each.kind, f"{prediction.step_s:.3g}", f"{prediction.tokens_per_s:,.0f}",
-                     f"{prediction.memory_gib:.1f}" + ("" if each.fits else " (too much)"), f"{waiting:.0%}",
-                     each.flags])
+        rows.append([each.kind, f"{prediction.step_s:.3g}", f"{prediction.bound_s:.3g}",
+                     f"{prediction.tokens_per_s:,.0f}",
+                     f"{prediction.memory_gib:.1f}" + ("" if each.fits else " (too much)"),
+                     f"{waiting:.0%}", each.flags])
     widths = table([row[:-1] for row in rows])
     return [f"{line:<{max(map(len, widths))}}  {row[-1]}" for line, row in zip(widths, rows, strict=True)]
 

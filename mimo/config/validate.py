@@ -153,6 +153,21 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
     """
+    layout = validate_without_data(config, world_size)
+    check_data(config, layout, rank)
+    return layout
+
+
+def validate_without_data(config: RunConfig, world_size: int) -> Layout:
+    """Check everything but the data of a run, which may be costly to open, and return the run's layout.
+
+    Args:
+        config: the run; a dry run needs no length.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: as `validate`.
+    """
     provider, train = registry.model_provider(config.model.model_provider), config.train
     if train.world_size is not None and not train.dry_run and train.world_size != world_size:
         raise ValueError(f"--world-size {train.world_size} is for --dry-run; this run has {world_size} ranks")
@@ -175,7 +190,6 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     check_observe(config.observe, world_size, length, dry_run=train.dry_run)
     if train.device != "auto":  # which means the machine that the run is on
         check_device(config.observe, train.device)
-    _check_data(config, layout, rank)
     return layout
 
 
@@ -324,10 +338,13 @@ def _check_ddp(config: RunConfig, layout: Layout) -> None:
                "it out")
 
 
-def _check_data(config: RunConfig, layout: Layout, rank: int) -> None:
+def check_data(config: RunConfig, layout: Layout, rank: int = 0) -> None:
     """Let the data set check its flags, and refuse images in a run without an encoder.
 
     A data set that is read by lanes is checked on the ranks that read it, any other one on all ranks.
+
+    Raises:
+        ValueError: the data set's flags or files do not fit the run.
     """
     dataset = config.find_dataset(config.data.dataset_provider)
     provider, train = registry.model_provider(config.model.model_provider), config.train

@@ -10,8 +10,7 @@ from itertools import islice
 
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from mimo.config.validate import layers_of_stages
-from mimo.grid.layout import build_layout, validate_layout
+from mimo.config.validate import check_data, layers_of_stages, validate_without_data
 from mimo.grid.spec import Layout
 from mimo.planner.costs import GIB, Costs
 from mimo.planner.predict import Prediction, Step, predict
@@ -119,14 +118,19 @@ class Search:
 
     Attributes:
         refused: layouts that the trainer refuses.
+        refusal: why it refuses the last one of them.
         slow: layouts that were not predicted because they cannot be among the best.
+        large: layouts that were not predicted because they do not fit.
     """
 
     def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int, best: int = BEST) -> None:
         self._best = best
         self.base, self.costs, self.samples, self.size = base, costs, samples, size
         self.encoders = costs.encoders
-        self.refused = self.slow = 0
+        self.refused = self.slow = self.large = 0
+        self.refusal = ""
+        # Why the data set refuses layouts, by what it sees of a layout; empty if it takes them.
+        self._data_refusals: dict[tuple[int, int], str] = {}
         few = size > MANY_GPUS
         self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
         self._windows: tuple[int, ...] = (1, 0) if few else WINDOWS
@@ -154,11 +158,19 @@ class Search:
                 if fits or few:
                     least = 0.0 if few else Step(config, accepted, self.costs).least_s(images)
                     plausible.append((least, len(plausible), kind, config, accepted))
+                else:
+                    self.large += 1
         for least, _, kind, config, accepted in sorted(plausible, key=lambda each: each[:2]):
             if not few and self._is_hopeless(kind, least, found):
                 self.slow += 1
-            else:
-                found.append(self.candidate(kind, config, accepted))
+                continue
+            # Recomputation may have been added since. Only a layout that can run may keep others out.
+            if self._refuses(config):
+                continue
+            candidate = self.candidate(kind, config, accepted)
+            # Some flags come to the same, such as windows of all microbatches and of as many as there are.
+            if all(candidate.prediction != each.prediction for each in found):
+                found.append(candidate)
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
 
     def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
@@ -217,15 +229,28 @@ class Search:
     def accepted(self, config: RunConfig) -> Layout | None:
         """Return the layout of a run, or None if the trainer refuses it."""
         try:
-            layout = build_layout(config.layout, self.size, self.encoders)
-            validate_layout(layout, micro_batch_size=config.train.micro_batch_size, lane_rows=config.lane_rows,
-                            global_batch_size=config.train.global_batch_size, num_experts=self.costs.num_experts,
-                            sequence_parallel=config.layout.sequence_parallel)
-            self.costs.provider.validate(config.model_family, layout, config.train.seq_length)
-        except ValueError:
-            self.refused += 1
+            layout = validate_without_data(config, self.size)
+        except ValueError as error:
+            self.refused, self.refusal = self.refused + 1, str(error)
             return None
         return layout
+
+    def _refuses(self, config: RunConfig) -> bool:
+        """Whether the trainer or the data set refuses a run."""
+        layout = self.accepted(config)
+        if layout is None:
+            return True
+        seen = layout.num_lanes, config.train.micro_batch_size
+        if seen not in self._data_refusals:
+            try:
+                check_data(config, layout)
+                self._data_refusals[seen] = ""
+            except ValueError as error:
+                self._data_refusals[seen] = str(error)
+        why = self._data_refusals[seen]
+        if why:
+            self.refused, self.refusal = self.refused + 1, why
+        return bool(why)
 
     def candidate(self, kind: str, config: RunConfig, layout: Layout) -> Candidate:
         """Predict one layout."""

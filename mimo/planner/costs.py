@@ -185,19 +185,17 @@ class Costs:
         profile: measured ratios, or `Profile(gpu)`.
 
     Raises:
-        ValueError: the model's provider does not say what its model computes.
+        ValueError: the planner does not support the run; see `check_supported`.
     """
 
     def __init__(self, config: RunConfig, profile: Profile) -> None:
+        check_supported(config)
         self.config, self.profile, self.gpu = config, profile, profile.gpu
         self.provider: ModelProvider = registry.model_provider(config.model.model_provider)
-        family, name = config.model_family, config.model.model_provider
-        self.encoders: tuple[str, ...] = () if config.layout.llm_only else self.provider.encoders(family)
-        described: Any = self.provider
-        if not isinstance(described, FlopsProvider):
-            raise ValueError(f"mimo plan: --model-provider {name} does not say what its model computes "
-                             "(flop_components), so that its time cannot be estimated")
+        family = config.model_family
+        self.encoders = _encoders(config)
         modules = (*self.encoders, LANGUAGE)
+        described: Any = self.provider
         self.counter = FlopsCounter([each for each in described.flop_components(family) if each.module in modules],
                                     frozen=config.model.frozen)
         self.shapes: dict[str, list[ParameterShape]] = {
@@ -326,6 +324,27 @@ class Costs:
                 used = shape.count * (self._top_k / self.num_experts if shape.split == "expert" else 1)
                 per_token += used * max(shape.shape)
         return (2.0 if self.config.model.bf16 else 4.0) * per_token
+
+
+def check_supported(config: RunConfig) -> None:
+    """Raise ValueError, saying what to change, if the planner cannot predict a run on any layout."""
+    name, encoders = config.model.model_provider, _encoders(config)
+    provider: Any = registry.model_provider(name)
+    depth = config.train.encoder_prefetch_depth
+    if not isinstance(provider, FlopsProvider):
+        raise ValueError(f"mimo plan does not support --model-provider {name}: it does not say what its model computes "
+                         "(flop_components)")
+    if len(encoders) > 1:
+        raise ValueError(f"mimo plan does not support models with several encoders ({', '.join(encoders)})")
+    if depth:
+        raise ValueError(f"mimo plan does not support --encoder-prefetch-depth {depth}; leave it out")
+    if config.model.recompute == "selective":
+        raise ValueError("mimo plan does not support --recompute selective, only none and full")
+
+
+def _encoders(config: RunConfig) -> tuple[str, ...]:
+    provider = registry.model_provider(config.model.model_provider)
+    return () if config.layout.llm_only else provider.encoders(config.model_family)
 
 
 def _num_layers(shapes: Sequence[ParameterShape]) -> int:

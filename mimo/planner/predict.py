@@ -10,20 +10,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, islice
 from statistics import fmean
 
-from mimo import registry
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches
 from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
-from mimo.observability.flops import FlopsProvider
-from mimo.planner.costs import GIB, GPUS, LATENCY_S, Costs, Profile
+from mimo.planner.costs import GIB, LATENCY_S, Costs
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, simulate
-from mimo.planner.workload import Microbatches, SampleSize, draw_samples, iterations
-from mimo.protocols import LANGUAGE, RoutedDataProvider
+from mimo.planner.workload import Microbatches, SampleSize, iterations
+from mimo.protocols import LANGUAGE
 
 # Lanes that are simulated; of more, those with the most work in images.
 MAX_LANES = 4
@@ -34,8 +33,6 @@ SHORT_ITERATION = 16
 # Iterations of a layout that are simulated, and their passes at most; one iteration at least.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 ENCODING = "encoding"
-# Samples that the plan of a run looks at.
-PLANNED_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,8 @@ class Prediction:
 
     Attributes:
         step_s: seconds of a step, the mean over the simulated iterations.
+        bound_s: the same if transfers between ranks took no time. The images of a colocated layout are then shared out
+            evenly and fill the time in which a pipeline waits, as far as they fit into it.
         tokens_per_s: tokens of text and images without padding, per GPU.
         memory_gib: allocated memory of the fullest rank, at its peak.
         fullest: which rank that is.
@@ -52,6 +51,7 @@ class Prediction:
     """
 
     step_s: float
+    bound_s: float
     tokens_per_s: float
     memory_gib: float
     fullest: str
@@ -73,7 +73,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
     lanes, count, short = step.sampled.num_lanes, step.num_microbatches, len(batches[0])
     after = {"optimizer": step.optimizer_s(), "gradient reduction": step.reduction_s(), "host": costs.profile.step_s}
     parts: dict[str, float] = defaultdict(float, after)
-    seconds = sum(after.values())
+    seconds = bound = sum(after.values())
     for batch in batches:
         timeline = step.passes(batch)
         busy = timeline.busy_s[timeline.last]
@@ -82,6 +82,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
             # Further microbatches add as much as the second half of these.
             each = (whole - step.passes(batch[: short // 2]).seconds) / (short - short // 2)
             longer = 1 + each * (count - short) / whole
+        bound += step.bound_s(batch) * longer / len(batches)
         for label, spent in busy.items():
             parts[label or "passes"] += spent * longer / len(batches)
         parts["waiting"] += (whole - sum(busy.values())) * longer / len(batches)
@@ -89,7 +90,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
     tokens = fmean(sum(sample.num_tokens for microbatch in batch for lane in microbatch for sample in lane)
                    for batch in batches) * layout.num_lanes / lanes * count / short
     memory, images, fullest = step.memory(batches)
-    return Prediction(seconds, tokens / seconds / layout.world_size, memory / GIB, fullest, images / GIB,
+    return Prediction(seconds, bound, tokens / seconds / layout.world_size, memory / GIB, fullest, images / GIB,
                       {name: value for name, value in parts.items() if value})
 
 
@@ -177,18 +178,46 @@ class Step:
             longest.append(count * fmean(stages) + sum(encoding))
         return max(longest) + self.reduction_s() + self.optimizer_s() + self.costs.profile.step_s
 
+    def bound_s(self, batch: Microbatches) -> float:
+        """Seconds of the passes of one iteration without transfers, with images that are shared out evenly.
+
+        A colocated layout of n replicas needs at least `T + max(0, E / n - idle)`: T of 1F1B without images, E for the
+        images, one call of each window included, and the time in which the busiest stage would be idle in T.
+        """
+        if self.layout.kind != "colocated":
+            return simulate(self._programs(batch)).seconds
+        (encoder,), count, stages = self.sampled.encoders, len(batch), self.layout.language.pp
+        images = [tokens for microbatch in batch for lane in microbatch for tokens in self._images(lane)]
+        windows = count
+        if self.layout.encoder_window is not None:
+            windows = len(self._window_schedule(count).windows)
+        forward, backward = (self.encoder_s(kind, encoder, images, calls=windows * encoder.dp) / encoder.dp
+                             for kind in (FORWARD, BACKWARD))
+        encoding = forward * (1 + self.recomputed_images([batch])) + backward
+        programs: dict[Hashable, list[Action]] = {
+            stage: Stage(stage, stages, count, partial(self._stage_s, stage),
+                         *_links(LANGUAGE, stage, stages)).program() for stage in range(stages)}
+        passes = simulate(programs).seconds
+        busiest = count * max(self.language_s(FORWARD, stage) + self.language_s(BACKWARD, stage)
+                              for stage in range(stages))
+        return max(passes, busiest + encoding)
+
+    def _stage_s(self, stage: int, kind: str, microbatch: int) -> float:
+        return self.language_s(kind, stage)
+
     def passes(self, batch: Microbatches) -> Timeline:
         """Simulate the passes of one iteration."""
+        return simulate(self._programs(batch), self._transfer_s)
+
+    def _programs(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         kind, layout = self.layout.kind, self.layout
         if not layout.encoders or kind == "homogeneous":
-            programs = self._homogeneous(batch)
-        elif kind == "disjoint":
-            programs = self._disjoint(batch)
-        elif layout.encoder_window is not None:
-            programs = self._windows(batch)
-        else:
-            programs = self._colocated(batch)
-        return simulate(programs, self._transfer_s)
+            return self._homogeneous(batch)
+        if kind == "disjoint":
+            return self._disjoint(batch)
+        if layout.encoder_window is not None:
+            return self._windows(batch)
+        return self._colocated(batch)
 
     def _transfer_s(self, key: Hashable) -> float:
         """Seconds of a transfer of a microbatch's activations or gradients; those of images are fewer bytes, but count
@@ -250,8 +279,7 @@ class Step:
     def _windows(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         """All replicas encode the images of a window together. Those of a stage are one worker."""
         (encoder,), stages = self.sampled.encoders, self.layout.language.pp
-        whole = WindowSchedule(self.layout.encoder_window or len(batch), 0, stages, len(batch),
-                               together=self.layout.encoder_spans_stages)
+        whole = self._window_schedule(len(batch))
         forward, backward = self._window_seconds(batch, whole)
         programs: dict[Hashable, list[Action]] = {}
         for stage in range(stages):
@@ -275,19 +303,21 @@ class Step:
                     yield Action(max(left, default=0.0), (key,), (key,) if stage == 0 else (), ENCODING)
                     left = [0.0] * len(left)
 
-            def seconds(kind: str, microbatch: int, stage: int = stage) -> float:
-                return self.language_s(kind, stage)
-
             def at(due: Callable[[int], tuple[list[int], list[int]]], take: Callable[..., Iterator[Action]] = turn
                    ) -> Callable[[int], Iterator[Action]]:
                 return lambda microbatch: take(due(microbatch))
 
             passes = Stage(
-                stage, stages, len(batch), seconds, *_links(0, stage, stages), label=LANGUAGE,
+                stage, stages, len(batch), partial(self._stage_s, stage), *_links(0, stage, stages), label=LANGUAGE,
                 before_forward=at(schedule.before), after_forward=at(schedule.after),
                 after_backward=at(schedule.after_backward), before_backward=at(schedule.before_backward)).program()
             programs[stage] = [*turn(([], schedule.at_start())), *passes, *turn((schedule.at_end(), []))]
         return programs
+
+    def _window_schedule(self, count: int) -> WindowSchedule:
+        """Return the windows of an iteration of so many microbatches, as the first stage has them."""
+        return WindowSchedule(self.layout.encoder_window or count, 0, self.layout.language.pp, count,
+                              together=self.layout.encoder_spans_stages)
 
     def _window_seconds(self, batch: Microbatches, schedule: WindowSchedule) -> tuple[list[list[float]], ...]:
         """Return the seconds of the forward and of the backward passes of each window, by replica."""
@@ -341,13 +371,10 @@ class Step:
                         run_ahead=ahead, buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
             for lane in members:
                 for stage in range(language.pp):
-                    def seconds(kind: str, microbatch: int, stage: int = stage) -> float:
-                        return self.language_s(kind, stage)
-
                     before, after = _links(lane, stage, language.pp)
                     into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
                     programs[lane, stage] = Stage(
-                        encoder.pp + stage, stages, count, seconds, into, after, label=LANGUAGE,
+                        encoder.pp + stage, stages, count, partial(self._stage_s, stage), into, after, label=LANGUAGE,
                         sends_gradients=trains or stage > 0,
                         buffered=into if ahead and stage == 0 else ()).program()
         return programs
@@ -383,6 +410,7 @@ class Step:
         """Return the bytes of the fullest rank at its peak, those of images among them, and which rank that is."""
         found = []
         known: dict[tuple[str, int], float] = {}
+        sent, received = self._pixel_bytes(batches)
         for name, place in self.places():
             total, images = self.costs.profile.base_gib * GIB, 0.0
             for module, grid, stage in place:
@@ -393,6 +421,9 @@ class Step:
                     if (module, stage) not in known:
                         known[module, stage] = max(self._encoder_bytes(grid, stage, batches), default=0.0)
                     images += known[module, stage]
+            if self.layout.encoder_window is not None:
+                # A lane is read on the first stage, and every rank encodes.
+                images += (sent if place[0][2] == 0 else 0.0) + received
             found.append((total + images, images, name))
         return max(found)
 
@@ -455,6 +486,28 @@ class Step:
                 yield inputs
             else:
                 yield kept if gib is None else min(kept, gib * GIB + inputs)
+
+    def _pixel_bytes(self, batches: Sequence[Microbatches]) -> tuple[float, float]:
+        """Return the bytes of the pixels of the first windows, which travel at the start of a step, at most.
+
+        Returns:
+            Those that the reader of a lane sends, and those that a replica receives.
+        """
+        if self.layout.encoder_window is None:
+            return 0.0, 0.0
+        (encoder,), tokens = self.sampled.encoders, self.costs.provider.token_spec(self.config.model_family)
+        each = (2 if self.config.model.bf16 else 4) * tokens.num_channels
+        sent = received = 0.0
+        for batch in batches:
+            schedule = self._window_schedule(len(batch))
+            first = [microbatch for window in schedule.first_windows for microbatch in schedule.windows[window]]
+            # The iteration may be shortened.
+            longer = self.num_microbatches / len(batch) if len(first) == len(batch) else 1.0
+            lanes = [sum(each * (math.prod(tokens.image_shape) if tokens.image_size else size * tokens.size_multiple**2)
+                         for microbatch in first for size in self._images(batch[microbatch][lane])) * longer
+                     for lane in range(self.sampled.num_lanes)]
+            sent, received = max(sent, *lanes), max(received, sum(lanes) / encoder.dp)
+        return sent, received
 
     def recomputed_images(self, batches: Sequence[Microbatches]) -> float:
         """Return the share of the encoder's layers that --encoder-activation-gib computes again."""
@@ -523,30 +576,3 @@ def _with_fewer_lanes(layout: Layout) -> Layout:
 def _links(name: Hashable, stage: int, num_stages: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     """Return the links of a stage to those before and after it."""
     return (((name, stage - 1),) if stage else (), ((name, stage),) if stage < num_stages - 1 else ())
-
-
-def memory_line(config: RunConfig, layout: Layout) -> str:
-    """Say how much memory the fullest rank is expected to take, for the plan of a run.
-
-    Activations of images depend on the data. They are left out for a data set that is costly to read.
-    """
-    provider = registry.model_provider(config.model.model_provider)
-    for is_unknown, why in (
-            (not isinstance(provider, FlopsProvider), f"{config.model.model_provider} does not say what it computes"),
-            (len(layout.encoders) > 1, "the model has several encoders"),
-            (config.train.encoder_prefetch_depth, f"--encoder-prefetch-depth {config.train.encoder_prefetch_depth}"),
-            (config.model.recompute == "selective", "--recompute selective")):
-        if is_unknown:
-            return f"memory: not estimated, as mimo plan does not support it ({why})"
-    step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
-    is_read = not isinstance(config.find_dataset(config.data.dataset_provider), RoutedDataProvider)
-    samples = [SampleSize(config.train.seq_length)]
-    try:
-        if is_read:
-            samples = draw_samples(config, provider, min(config.train.global_batch_size, PLANNED_SAMPLES))
-    except (ValueError, OSError) as error:
-        return f"memory: not estimated, as the samples cannot be read: {error}"
-    needed, images, place = step.memory(step.batches(samples))
-    part = f", {images / GIB:.3g} GiB of them for images" if images else ""
-    left_out = "" if is_read or not layout.encoders else ", without activations of images"
-    return f"memory: about {needed / GIB:.3g} GiB on the fullest rank ({place}){part}{left_out}; see mimo plan"

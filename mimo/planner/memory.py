@@ -1,0 +1,36 @@
+"""The line about memory in the plan of a run (--dry-run)."""
+
+from __future__ import annotations
+
+from mimo.config.trainer import RunConfig
+from mimo.grid.spec import Layout
+from mimo.planner.costs import GIB, GPUS, Costs, Profile
+from mimo.planner.predict import Step
+from mimo.planner.workload import SampleSize, draw_samples
+from mimo.protocols import RoutedDataProvider
+
+# Samples that the plan of a run looks at.
+PLANNED_SAMPLES = 64
+
+
+def memory_line(config: RunConfig, layout: Layout) -> str:
+    """Say how much memory the fullest rank is expected to take, for the plan of a run.
+
+    Activations of images depend on the data. They are left out for a data set that is costly to read.
+    """
+    try:
+        costs = Costs(config, Profile(GPUS["H200"]))
+    except ValueError as error:
+        return f"memory: not estimated: {error}"
+    step = Step(config, layout, costs)
+    is_read = not isinstance(config.find_dataset(config.data.dataset_provider), RoutedDataProvider)
+    samples = [SampleSize(config.train.seq_length)]
+    try:
+        if is_read:
+            samples = draw_samples(config, costs.provider, min(config.train.global_batch_size, PLANNED_SAMPLES))
+    except (ValueError, OSError) as error:
+        return f"memory: not estimated, as the samples cannot be read: {error}"
+    needed, images, place = step.memory(step.batches(samples))
+    part = f", {images / GIB:.3g} GiB of them for images" if images else ""
+    left_out = "" if is_read or not layout.encoders else ", without activations of images"
+    return f"memory: about {needed / GIB:.3g} GiB on the fullest rank ({place}){part}{left_out}; see mimo plan"
