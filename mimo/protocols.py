@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from mimo.data.positions import TokenGrid
     from mimo.grid.spec import GridSpec, Layout
     from mimo.weights.rules import WeightMap
 
@@ -86,6 +87,9 @@ class TokenSpec:
         patch_size: pixels a side of a patch if the encoder packs patches of images of any size; otherwise 0.
         size_multiple: divides height and width of an image (patch size times pixel shuffle factor).
         image_width: width of images in pixels; 0: the same as `image_size`.
+        merge_size: patches a side of a block. Packed patches come block by block, so that the patches of a block, which
+            become one token, follow each other; 1: row by row.
+        temporal_patch_size: frames of a patch. An image is repeated as often.
     """
 
     vocab_size: int
@@ -95,6 +99,8 @@ class TokenSpec:
     patch_size: int = 0
     size_multiple: int = 1
     image_width: int = 0
+    merge_size: int = 1
+    temporal_patch_size: int = 1
 
     @property
     def image_shape(self) -> tuple[int, int]:
@@ -462,6 +468,18 @@ class ComparableProvider(Protocol):
 
     def hf_key(self, field: str) -> str:
         """Return the key of a Hugging Face configuration that corresponds to a field, for messages."""
+        ...
+
+
+@runtime_checkable
+class TokenGridProvider(Protocol):
+    """A model provider whose decoder rotates positions of three axes: time, row and column."""
+
+    def token_grid(self, config: Any, module: str, height: int, width: int) -> TokenGrid:
+        """Return the language tokens of an image of (height, width) pixels as a grid.
+
+        It has as many tokens as `num_image_tokens` counts. Raises ValueError for a wrong size in pixels.
+        """
         ...
 
 

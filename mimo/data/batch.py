@@ -50,7 +50,7 @@ class TextBatch:
         input_ids: int64 `[b, s]`.
         labels: int64 `[b, s]`, the next token.
         loss_mask: float32 `[b, s]`, 1 where the label is a target.
-        position_ids: int64 `[b, s]`.
+        position_ids: int64 `[b, s]`; `[3, b, s]` (time, row, column) for a decoder that rotates three axes.
         placeholders: for each encoder module, the positions that its output fills: int64 indices into `[s * b]`, in
             sample order.
         num_tokens: tokens of all samples, padding excluded.
@@ -89,9 +89,10 @@ class EncoderBatch:
         lane_sizes: number of samples of each served lane, in lane order; sums to `len(keys)`.
         inputs: arguments of the encoder, empty if no sample has an image. Images of one size have `pixel_values`, float
             `[images, C, H, W]`. Images of any size have `pixel_values`, float `[1, patches, C * P * P]`, image after
-            image and row by row; `imgs_sizes`, an int64 NumPy array `[images, 2]` of heights and widths in pixels,
-            which stays on the host because reading it from a device would wait for the device; and
-            `packed_seq_params`, `PackedSequences` with one sequence for each image.
+            image and row by row (or block by block, with several frames a patch, see `TokenSpec`); `imgs_sizes`, an
+            int64 NumPy array `[images, 2]` of heights and widths in pixels, which stays on the host because reading it
+            from a device would wait for the device; and `packed_seq_params`, `PackedSequences` with one sequence for
+            each image.
     """
 
     keys: tuple[str, ...]

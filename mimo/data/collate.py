@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
-from mimo.protocols import Sample
+from mimo.data.positions import TokenGrid, multimodal_positions
+from mimo.protocols import Sample, TokenSpec
 
 # Inputs of an encoder: the images of each lane as tensors, and all lanes of a rank as one batch.
 #
@@ -34,22 +35,53 @@ def whole_images(images: Sequence[np.ndarray], dtype: torch.dtype) -> dict[str, 
     return {"pixel_values": torch.from_numpy(np.stack(images)).to(dtype)} if images else {}
 
 
-def patchify(image: np.ndarray, patch_size: int) -> np.ndarray:
-    """Cut an image `[C, H, W]` into patches `[H / P * W / P, C * P * P]`, row by row; a patch is a flat `[C, P, P]`."""
+@dataclass(frozen=True)
+class PatchOrder:
+    """How images become patches: the fields of the same names in `TokenSpec`."""
+
+    patch_size: int
+    merge_size: int = 1
+    temporal_patch_size: int = 1
+
+    @classmethod
+    def of(cls, tokens: TokenSpec) -> PatchOrder | None:
+        """Return the patches that an encoder takes; None if it takes whole images."""
+        if not tokens.packs_patches:
+            return None
+        return cls(tokens.patch_size, tokens.merge_size, tokens.temporal_patch_size)
+
+
+def patchify(image: np.ndarray, order: PatchOrder) -> np.ndarray:
+    """Cut an image `[C, H, W]` into patches `[H / P * W / P, C * T * P * P]`; a patch is a flat `[C, T, P, P]`.
+
+    Patches come row by row, or with a merge size above 1 block by block, each block row by row. The T frames of a patch
+    are the image itself.
+    """
     channels, height, width = image.shape
-    assert height % patch_size == 0 and width % patch_size == 0, (image.shape, patch_size)
-    grid = image.reshape(channels, height // patch_size, patch_size, width // patch_size, patch_size)
-    return grid.transpose(1, 3, 0, 2, 4).reshape(-1, channels * patch_size**2)
+    patch, merge, frames = order.patch_size, order.merge_size, order.temporal_patch_size
+    assert height % (patch * merge) == 0 and width % (patch * merge) == 0, (image.shape, order)
+    grid = image.reshape(channels, height // (patch * merge), merge, patch, width // (patch * merge), merge, patch)
+    patches = grid.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, channels, 1, patch**2)
+    return np.repeat(patches, frames, axis=2).reshape(-1, channels * frames * patch**2)
 
 
-def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[int, int]], patch_size: int,
+def unpatchify(patches: np.ndarray, size: tuple[int, int], order: PatchOrder) -> np.ndarray:
+    """Return the image of `[C, height, width]` whose patches these are; the inverse of `patchify`."""
+    (height, width), patch, merge, frames = size, order.patch_size, order.merge_size, order.temporal_patch_size
+    channels = patches.shape[1] // (frames * patch**2)
+    single = patches.reshape(-1, channels, frames, patch**2)[:, :, 0]
+    grid = single.reshape(height // (patch * merge), width // (patch * merge), merge, merge, channels, patch, patch)
+    return grid.transpose(4, 0, 2, 5, 1, 3, 6).reshape(channels, height, width)
+
+
+def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[int, int]], order: PatchOrder,
                    dtype: torch.dtype) -> dict[str, Any]:
     """Return images of any size as one sequence of patches.
 
     Args:
         images: float32 `[C, height, width]` each; None if only their sizes are needed.
-        sizes: `(height, width)` of each image, multiples of `patch_size`.
-        patch_size: pixels a side of a patch.
+        sizes: `(height, width)` of each image, multiples of the patch size.
+        order: how they become patches.
         dtype: dtype of the patches.
 
     Returns:
@@ -58,10 +90,10 @@ def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[in
     if not sizes:
         return {}
     imgs_sizes = np.array(sizes, np.int64)
-    patches = (imgs_sizes // patch_size).prod(axis=1)
+    patches = (imgs_sizes // order.patch_size).prod(axis=1)
     inputs: dict[str, Any] = {}
     if images is not None:
-        pixels = np.concatenate([patchify(image, patch_size) for image in images])
+        pixels = np.concatenate([patchify(image, order) for image in images])
         inputs["pixel_values"] = torch.from_numpy(pixels)[None].to(dtype)
     cu_seqlens = torch.tensor([0, *patches.cumsum()], dtype=torch.int32)
     return inputs | {"imgs_sizes": imgs_sizes, PACKED_SEQ_PARAMS: PackedSequences(cu_seqlens, int(patches.max()))}
@@ -108,7 +140,7 @@ def split_images(inputs: Mapping[str, Any]) -> list[tuple[tuple[int, int], torch
     """Take an encoder's inputs apart, image by image; the inverse of `join_images`.
 
     Returns:
-        Height and width in pixels of each image with its pixels: `[C, H, W]`, or `[patches, C * P * P]` where the
+        Height and width in pixels of each image with its pixels: `[C, H, W]`, or `[patches, channels]` where the
         encoder takes packed patches. The tensors are views.
     """
     if not inputs:
@@ -140,6 +172,8 @@ def join_images(pixels: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
 
 # (encoder module, height, width in pixels) -> language tokens.
 TokenCounter = Callable[[str, int, int], int]
+# The same arguments -> these tokens as a grid.
+GridFinder = Callable[[str, int, int], TokenGrid]
 
 
 def image_owners(sample: Sample, modules: dict[str, int]) -> list[str]:
@@ -202,12 +236,16 @@ class Expanded:
         targets: bool `[n]`.
         images: for each module, the tokens of each of its images.
         ends: end of each sample of a pack, one past its last token; `(n,)` for a single sample.
+        owners: module of each image, in order.
+        starts: index of the first token of each image, in order.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     images: dict[str, list[int]]
     ends: np.ndarray
+    owners: list[str]
+    starts: np.ndarray
 
     @property
     def image_tokens(self) -> dict[str, int]:
@@ -224,8 +262,8 @@ def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: Tok
     """Repeat each image placeholder once for each token of its image. Raises ValueError as the functions above."""
     owners = image_owners(sample, modules)
     counts = image_token_counts(sample, owners, num_image_tokens)
-    repeats = np.ones(len(sample.tokens), np.int64)
-    repeats[np.isin(sample.tokens, list(modules.values()))] = counts
+    repeats, is_image = np.ones(len(sample.tokens), np.int64), np.isin(sample.tokens, list(modules.values()))
+    repeats[is_image] = counts
     images: dict[str, list[int]] = {module: [] for module in modules}
     for module, count in zip(owners, counts, strict=True):
         images[module].append(count)
@@ -236,7 +274,14 @@ def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: Tok
             raise ValueError(f"sample {sample.key}: a pack of {len(sample.tokens)} tokens says that its samples have "
                              f"{list(sample.lengths)}")
         ends = np.cumsum(repeats)[np.cumsum(sample.lengths) - 1]
-    return Expanded(tokens, np.repeat(sample.target_mask, repeats), images, ends)
+    starts = (np.cumsum(repeats) - repeats)[is_image]
+    return Expanded(tokens, np.repeat(sample.target_mask, repeats), images, ends, owners, starts)
+
+
+def image_grids(sample: Sample, row: Expanded, token_grid: GridFinder) -> list[tuple[int, TokenGrid]]:
+    """Return the first token's index and the grid of each image of an expanded row, in order."""
+    return [(int(start), token_grid(module, *size))
+            for start, module, size in zip(row.starts, row.owners, sample.image_sizes, strict=True)]
 
 
 def collate_text(
@@ -247,6 +292,7 @@ def collate_text(
     seq_length: int,
     vocab_size: int,
     pad_token_id: int,
+    token_grid: GridFinder | None = None,
 ) -> TextBatch:
     """Make the language side of a microbatch: images expanded, labels shifted by one, padding on the right.
 
@@ -257,6 +303,7 @@ def collate_text(
         seq_length: tokens per sample after expansion and padding.
         vocab_size: upper bound of token ids.
         pad_token_id: fills `input_ids` and `labels` after a sample's end, where the loss mask is 0.
+        token_grid: returns the tokens of an image as a grid, for a decoder that rotates three axes; None for one.
 
     Raises:
         ValueError: naming the sample, for anything wrong with it.
@@ -277,13 +324,21 @@ def collate_text(
         # The last token of a sample predicts nothing, because the token after it belongs to another sample.
         labels[index, row.ends - 1], loss_mask[index, row.ends - 1] = pad_token_id, 0
     packed = packed_sequences(rows[0].ends, seq_length) if samples and samples[0].lengths else None
+    if token_grid is None:
+        position_ids = positions_of(packed, seq_length).expand(len(samples), seq_length).contiguous()
+    else:
+        # Padding behind a single sample continues its positions, because nothing attends to it.
+        lengths = [seq_length] if packed is None else packed.cu_seqlens.diff().tolist()
+        position_ids = torch.from_numpy(np.stack(
+            [multimodal_positions(lengths, image_grids(sample, row, token_grid))
+             for sample, row in zip(samples, rows, strict=True)], axis=1))
     return TextBatch(
         keys=tuple(sample.key for sample in samples),
         token_counts={module: tuple(row.image_tokens[module] for row in rows) for module in modules},
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
-        position_ids=positions_of(packed, seq_length).expand(len(samples), seq_length).contiguous(),
+        position_ids=position_ids,
         placeholders={
             module: placeholder_positions(torch.from_numpy(input_ids), token) for module, token in modules.items()
         },
@@ -371,7 +426,7 @@ def collate_encoder(
     num_channels: int,
     lane_sizes: Sequence[int],
     dtype: torch.dtype,
-    patch_size: int = 0,
+    patches: PatchOrder | None = None,
     pixels: bool = True,
 ) -> EncoderBatch:
     """Make the encoder side of a microbatch.
@@ -384,7 +439,7 @@ def collate_encoder(
         num_channels: channels that the encoder takes.
         lane_sizes: samples of each lane; sums to `len(samples)`.
         dtype: dtype of `pixel_values`.
-        patch_size: pixels a side of a patch if the encoder takes packed patches; 0 if it takes whole images.
+        patches: how images become packed patches; None if the encoder takes whole images.
         pixels: False on pipeline stages after the first, which receive activations instead of pixels.
 
     Raises:
@@ -404,11 +459,11 @@ def collate_encoder(
             for image, shape, owner in zip(held, sample.image_sizes, owners, strict=True):
                 if owner == module:
                     first = first or (sample.key, shape)
-                    _check_size(sample.key, shape, first, patch_size)
+                    _check_size(sample.key, shape, first, patches)
                     images.append(image)
                     sizes.append(shape)
-        if patch_size:
-            lanes.append(packed_patches(images if pixels else None, sizes, patch_size, dtype))
+        if patches is not None:
+            lanes.append(packed_patches(images if pixels else None, sizes, patches, dtype))
         else:
             lanes.append(whole_images(images, dtype) if pixels else {})
     return EncoderBatch(
@@ -419,13 +474,16 @@ def collate_encoder(
     )
 
 
-def _check_size(key: str, size: tuple[int, int], first: tuple[str, tuple[int, int]], patch_size: int) -> None:
+def _check_size(key: str, size: tuple[int, int], first: tuple[str, tuple[int, int]], patches: PatchOrder | None) -> (
+        None):
     """Raise ValueError if an image does not fit the microbatch, given the key and size of the first image."""
     height, width = size
-    if patch_size and (height % patch_size or width % patch_size):
-        raise ValueError(f"sample {key}: an image of {height}x{width} pixels is not whole patches of "
-                         f"{patch_size}x{patch_size}")
-    if not patch_size and size != first[1]:
+    if patches is not None:
+        unit = patches.patch_size * patches.merge_size
+        if height % unit or width % unit:
+            raise ValueError(f"sample {key}: an image of {height}x{width} pixels is not whole "
+                             f"{'patches' if patches.merge_size == 1 else 'blocks of patches'} of {unit}x{unit}")
+    elif size != first[1]:
         raise ValueError(
             f"sample {key}: an image of {height}x{width} pixels cannot share a microbatch with one of "
             f"{first[1][0]}x{first[1][1]} (sample {first[0]}); the data set must give one size"

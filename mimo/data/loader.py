@@ -15,11 +15,18 @@ import torch.distributed as dist
 from mimo.comm.host import HostChannel
 from mimo.config.trainer import DataConfig
 from mimo.data.batch import EncoderBatch, Microbatch
-from mimo.data.collate import collate_encoder, collate_text
+from mimo.data.collate import PatchOrder, collate_encoder, collate_text
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StepSamples, StreamSource
 from mimo.grid.lanes import data_request, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, DataProvider, DataRequest, ModelProvider, RoutedDataProvider
+from mimo.protocols import (
+    LANGUAGE,
+    DataProvider,
+    DataRequest,
+    ModelProvider,
+    RoutedDataProvider,
+    TokenGridProvider,
+)
 from mimo.watchdog.status import LoaderStatus
 
 
@@ -75,13 +82,15 @@ class StepLoader:
             seq_length=seq_length,
             vocab_size=tokens.vocab_size,
             pad_token_id=pad_token_id,
+            token_grid=partial(model_provider.token_grid, model_config)
+            if isinstance(model_provider, TokenGridProvider) else None,
         )
         self._collate_encoder = partial(
             collate_encoder,
             modules=modules,
             num_image_tokens=num_image_tokens,
             num_channels=tokens.num_channels,
-            patch_size=tokens.patch_size if tokens.packs_patches else 0,
+            patches=PatchOrder.of(tokens),
             dtype=dtype,
         )
         self._pin_memory = pin_memory

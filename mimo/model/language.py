@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,16 +95,64 @@ class PaddedVocabulary(LanguageModule):
             dp_cp_group=data_parallel)
 
 
+class MultimodalRotaryEmbedding(torch.nn.Module):
+    """Rotary angles of positions with three axes: each frequency follows time, row or column.
+
+    Megatron Core has only contiguous sections of frequencies. This class has interleaved ones too, and never asks for
+    global state.
+
+    Args:
+        kv_channels: channels of a head.
+        rotary_base: base of the frequencies.
+        sections: frequencies of each axis; they sum to half of `kv_channels`.
+        interleaved: whether the axes take turns (time, row, column, time, ...), as in Qwen3-VL, where frequencies that
+            rows and columns leave follow time; otherwise each axis has a contiguous section, as in Qwen2.5-VL.
+    """
+
+    def __init__(self, kv_channels: int, rotary_base: float, sections: Sequence[int], *, interleaved: bool) -> None:
+        super().__init__()
+        assert len(sections) == 3 and sum(sections) * 2 == kv_channels, f"sections {sections} of {kv_channels} channels"
+        device = torch.cuda.current_device()
+        exponents = torch.arange(0, kv_channels, 2, dtype=torch.float32, device=device) / kv_channels
+        self.inv_freq = 1.0 / rotary_base**exponents
+        self.axes = torch.tensor(_axes_of_frequencies(sections, interleaved=interleaved), device=device)
+
+    def forward(self, position_ids: torch.Tensor, mrope_section: list[int], cp_group: Any = None) -> torch.Tensor:
+        """Return the angles of every token, float32 `[s, b, 1, kv_channels]`.
+
+        Args:
+            position_ids: int64 `[3, b, s]`.
+            mrope_section: no effect; `GPTModel` passes its configuration's.
+            cp_group: ranks that share a sequence; there is none.
+        """
+        assert cp_group is None or cp_group.size() == 1, "positions of three axes are not split over a sequence's ranks"
+        assert position_ids.ndim == 3 and len(position_ids) == 3, f"three axes, not {list(position_ids.shape)}"
+        angles = position_ids.float()[self.axes].permute(2, 1, 0) * self.inv_freq
+        return torch.cat((angles, angles), dim=-1)[:, :, None]
+
+
+def _axes_of_frequencies(sections: Sequence[int], *, interleaved: bool) -> list[int]:
+    """Return the axis (0 time, 1 row, 2 column) that each frequency follows."""
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    return [place % 3 if place < 3 * sections[place % 3] else 0 for place in range(sum(sections))]
+
+
 class LanguageModel(PaddedVocabulary, GPTModel):
     """A decoder of equal layers.
 
     Args:
         true_vocab_size: number of tokens.
+        interleaved_sections: with positions of three axes (`position_embedding_type` is `mrope`), whether the axes take
+            turns among the frequencies.
         model: arguments of `GPTModel`.
     """
 
-    def __init__(self, *, true_vocab_size: int, **model: Any) -> None:
+    def __init__(self, *, true_vocab_size: int, interleaved_sections: bool = False, **model: Any) -> None:
         super().__init__(**model)
+        if self.position_embedding_type == "mrope":
+            self.rotary_pos_emb = MultimodalRotaryEmbedding(
+                self.config.kv_channels, self.rotary_base, self.config.mrope_section, interleaved=interleaved_sections)
         self.set_true_vocab_size(true_vocab_size)
 
 

@@ -15,10 +15,18 @@ import numpy as np
 import torch
 
 from mimo.data.batch import EncoderBatch
-from mimo.data.collate import TokenCounter, collate_encoder, expand_images
+from mimo.data.collate import (
+    GridFinder,
+    PatchOrder,
+    TokenCounter,
+    collate_encoder,
+    expand_images,
+    image_grids,
+)
+from mimo.data.positions import multimodal_positions
 from mimo.grid.lanes import Need, needs_of
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, ModelProvider, Sample
+from mimo.protocols import LANGUAGE, ModelProvider, Sample, TokenGridProvider
 from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet
 
 if TYPE_CHECKING:
@@ -43,13 +51,15 @@ class ImageTokens:
         modules: encoder names and their placeholder ids; empty for a text model.
         num_image_tokens: computes the tokens that a module makes of an image of (height, width) pixels.
         num_channels: channels of an image.
-        patch_size: side of a patch in pixels, if encoders take packed patches; 0 if they take whole images.
+        patches: how encoders take images as packed patches; None if they take whole images.
+        token_grid: finds the same tokens as a grid, for a decoder that rotates three axes; None for one.
     """
 
     modules: dict[str, int]
     num_image_tokens: TokenCounter
     num_channels: int
-    patch_size: int
+    patches: PatchOrder | None = None
+    token_grid: GridFinder | None = None
 
     @classmethod
     def of(cls, provider: ModelProvider, config: Any, layout: Layout) -> ImageTokens:
@@ -62,7 +72,8 @@ class ImageTokens:
         """
         tokens, ids = provider.token_spec(config), provider.special_token_ids(config)
         return cls({grid.name: ids[grid.name] for grid in layout.encoders}, partial(provider.num_image_tokens, config),
-                   tokens.num_channels, tokens.patch_size if tokens.packs_patches else 0)
+                   tokens.num_channels, PatchOrder.of(tokens),
+                   partial(provider.token_grid, config) if isinstance(provider, TokenGridProvider) else None)
 
     def count(self, prompt: Prompt) -> int:
         """Count the tokens that a prompt's images become.
@@ -92,6 +103,24 @@ class ImageTokens:
         return {module: torch.from_numpy(np.concatenate(
             [start + np.flatnonzero(prompt == token) for start, prompt in zip(starts, prompts, strict=True)]))
             for module, token in self.modules.items()}
+
+    def positions(self, completions: Sequence[Completion], num_tokens: int) -> torch.Tensor | None:
+        """Return the positions of a packed row on three axes, int64 `[3, 1, num_tokens]`; None for a decoder with one.
+
+        Args:
+            completions: sequences of the row, in order; padding follows as a sequence of its own.
+            num_tokens: tokens of the row, padding included.
+        """
+        if self.token_grid is None:
+            return None
+        grids, start = [], 0
+        for completion in completions:
+            sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
+            row = expand_images(sample, self.modules, self.num_image_tokens)
+            grids += [(start + place, grid) for place, grid in image_grids(sample, row, self.token_grid)]
+            start += completion.length
+        lengths = [each.length for each in completions]
+        return torch.from_numpy(multimodal_positions([*lengths, num_tokens - start], grids))[:, None]
 
     def text_parts(self, completions: Sequence[Completion], count: int) -> (
             tuple[tuple[str, ...], dict[str, tuple[int, ...]]]):
@@ -158,7 +187,7 @@ class EncoderSide:
         return collate_encoder(
             samples, module=module, modules=self._images.modules, num_image_tokens=self._images.num_image_tokens,
             num_channels=self._images.num_channels, lane_sizes=[need.share.stop - need.share.start for need in needs],
-            dtype=self._dtype, patch_size=self._images.patch_size, pixels=pixels)
+            dtype=self._dtype, patches=self._images.patches, pixels=pixels)
 
     def _pixels(self, completion: Completion, drawn: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
         """Build the images of a completion's prompt, float32 `[C, height, width]`, once for a global batch."""

@@ -16,7 +16,7 @@ from mimo.observability.metrics import RunLogger
 from mimo.observability.startup import STARTUP, Phase
 from mimo.observability.trackers import Generation
 from mimo.platform.base import Platform
-from mimo.protocols import ModelProvider
+from mimo.protocols import ModelProvider, TokenGridProvider
 from mimo.refit.options import RefitReport
 from mimo.refit.sender import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
@@ -88,7 +88,8 @@ class RlLoop:
         """
         self._tokens = self.provider.token_spec(self.config.model_family)
         self._images = None
-        if self.grids.layout.encoders:
+        # Positions of three axes need them without images, too.
+        if self.grids.layout.encoders or isinstance(self.provider, TokenGridProvider):
             self._images = ImageTokens.of(self.provider, self.config.model_family, self.grids.layout)
         STARTUP.enter(Phase.DATA)
         self._open_prompts()

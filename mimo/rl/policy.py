@@ -375,8 +375,10 @@ class PolicyTrainer:
         if self.images is not None:
             keys, counts = self.images.text_parts(completions, self.parts.config.lane_rows)
             placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
+        positions = None if self.images is None else self.images.positions(completions, length)
         return TextBatch(keys, counts, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length),
-                         packed.position_ids, placeholders, num_tokens, packed.packed, padding=padding)
+                         packed.position_ids if positions is None else positions, placeholders, num_tokens,
+                         packed.packed, padding=padding)
 
     def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         """Return the batch of a rank without the language model."""

@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from mimo.comm.host import gather
 from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.collate import PatchOrder, unpatchify
 from mimo.model.build import set_training
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.training.step import TrainerParts, run_schedule
@@ -248,19 +249,18 @@ def _images(config: RunConfig, provider: ModelProvider, module: str,
     pixels, sizes = batch.inputs.get("pixel_values"), batch.inputs.get("imgs_sizes")
     if pixels is None:
         return {}
-    spec = provider.token_spec(config.model_family)
     pixels = pixels.detach().float().cpu().numpy()
     if pixels.ndim == 4:
         images = list(pixels)
     elif sizes is None:  # an encoder whose input is not made of images or patches
         return {}
     else:
-        images, side, first = [], spec.patch_size, 0
+        images, first, order = [], 0, PatchOrder.of(provider.token_spec(config.model_family))
+        assert order is not None, "sizes come with packed patches"
         for height, width in sizes.tolist():
-            rows, columns = height // side, width // side
-            patches = pixels[0, first : first + rows * columns].reshape(rows, columns, spec.num_channels, side, side)
-            images.append(patches.transpose(2, 0, 3, 1, 4).reshape(spec.num_channels, height, width))
-            first += rows * columns
+            stop = first + height * width // order.patch_size**2
+            images.append(unpatchify(pixels[0, first:stop], (height, width), order))
+            first = stop
     by_key: dict[str, list[np.ndarray]] = {}
     left = iter(images)
     for key, count in zip(batch.keys, batch.token_counts, strict=True):

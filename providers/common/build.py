@@ -16,7 +16,7 @@ from mimo.model.layer_specs import decoder_layer_spec, mlp_linears, norm_builder
 from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.model.vit import ViT
 from mimo.protocols import LANGUAGE, BuildContext
-from providers.common.decoder import DecoderConfig
+from providers.common.decoder import DecoderConfig, MultimodalDecoderConfig
 from providers.common.vision import VisionConfig
 
 
@@ -34,6 +34,9 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     dtype = torch.float32 if context is None else context.params_dtype
     impl = "local" if context is None else context.transformer_impl
     fused = impl == "transformer_engine"
+    # Latent attention has positions only on a part of its channels, in another order. The fused kernel counts positions
+    # itself, from the start of each packed sequence, which is wrong for positions of three axes.
+    fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     return kind(
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp, context_parallel_size=grid.cp,
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
@@ -45,8 +48,7 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         # other layers always are (mimo.model.layer_ops).
         gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         bias_dropout_fusion=fused, masked_softmax_fusion=False,
-        # Latent attention has positions only on a part of its channels, in another order.
-        apply_rope_fusion=fused and kind is TransformerConfig,
+        apply_rope_fusion=fused_rotary,
         cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="te",
         **sizes)  # type: ignore[arg-type]
 
@@ -84,6 +86,8 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None,
         "add_qkv_bias": config.add_qkv_bias, "qk_layernorm": config.qk_layernorm,
         "hidden_dropout": config.hidden_dropout, "attention_dropout": config.attention_dropout,
         "sequence_parallel": context is not None and context.sequence_parallel}
+    if isinstance(config, MultimodalDecoderConfig):
+        shared["mrope_section"] = list(config.mrope_section)
     shared |= recompute_fields(context)
     if context is not None and context.grid.stage_layers:
         shared |= {"num_layers_in_first_pipeline_stage": context.grid.stage_layers[0],
@@ -140,6 +144,7 @@ def language_model_spec(config: DecoderConfig, context: BuildContext | None, meg
     tp = context.grid.tp
     if config.num_experts and tp > 1 and not context.sequence_parallel:
         raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {tp} needs --sequence-parallel")
+    multimodal = isinstance(config, MultimodalDecoderConfig)
     return ModuleSpec(module=LanguageModel, params={
         "config": megatron_config,
         "transformer_layer_spec": layers,
@@ -150,7 +155,8 @@ def language_model_spec(config: DecoderConfig, context: BuildContext | None, meg
         "post_process": context.post_process,
         "parallel_output": True,
         "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
-        "position_embedding_type": "rope",
+        "position_embedding_type": "mrope" if multimodal else "rope",
+        "interleaved_sections": multimodal and config.interleaved_sections,
         "rotary_base": config.rotary_base,
         "rope_scaling": config.use_rope_scaling,
         "rope_scaling_factor": config.rope_scaling_factor,

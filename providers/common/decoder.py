@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
@@ -90,6 +90,35 @@ class DecoderConfig:
         """Rows of embedding and output: the tokens, then padding."""
         unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
         return -(-self.vocab_size // unit) * unit
+
+
+@dataclass(frozen=True)
+class MultimodalDecoderConfig(DecoderConfig):
+    """Language model of the Qwen-VL families, whose rotary positions have three axes: time, row and column.
+
+    Attributes:
+        interleaved_sections: whether the axes take turns among the frequencies.
+    """
+
+    interleaved_sections: ClassVar[bool] = False
+
+    mrope_section: tuple[int, ...] = (16, 24, 24)
+    """Rotary frequencies that follow time, row and column; they sum to half of the channels of a head."""
+
+
+def check_multimodal_decoder(config: MultimodalDecoderConfig, problems: Problems) -> None:
+    """Note sizes of a decoder with positions of three axes that no layout can hold."""
+    check_decoder(config, problems)
+    sections, half = config.mrope_section, config.head_dim // 2
+    given = f"--mrope-section {' '.join(map(str, sections))}"
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:
+        problems.add(f"{given}: needs three numbers (time, row, column) that sum to {half}, half of the "
+                     f"{config.head_dim} channels of a head")
+    elif config.interleaved_sections and (3 * sections[1] > half + 1 or 3 * sections[2] > half):
+        problems.add(f"{given}: axes that take turns among {half} frequencies have at most {(half + 1) // 3} for rows "
+                     f"and {half // 3} for columns")
+    if config.use_rope_scaling:
+        problems.add("--use-rope-scaling: is not known for positions of three axes; leave it out")
 
 
 def check_decoder(config: DecoderConfig, problems: Problems) -> None:

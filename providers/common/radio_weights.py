@@ -7,13 +7,8 @@ inside their methods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-
-from mimo.weights.rules import NamingScheme, Rule, Segment, WeightMap
-from providers.common.weights import affine
+from mimo.weights.rules import NamingScheme, Rule, WeightMap
+from providers.common.weights import HeadMajor, affine
 from providers.radio import RadioConfig
 
 RADIO = "vision_model.radio_model."
@@ -31,43 +26,6 @@ RADIO_IGNORED = (
     (r"^(vision_model\.)?radio_model\.adaptors\.", "heads that imitate the teachers' features"),
     (r"^sound_(encoder|projection)\.", "the audio side of an omni model"),
 )
-
-
-@dataclass(frozen=True)
-class HeadMajor:
-    """Reorder stacked query, key and value so that they follow each other head by head.
-
-    timm's tensor has `3 * heads * channels` rows, all queries first. Megatron's tensor has query, key and value of head
-    0, then those of head 1. This applies to axis 0 of weights and biases.
-
-    Attributes:
-        heads: attention heads.
-        channels: channels of a head.
-    """
-
-    heads: int
-    channels: int
-
-    def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows in head order."""
-        (part,) = parts
-        return self._swapped(part, 3, self.heads)
-
-    def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows in the order query, key, value."""
-        return [self._swapped(tensor, self.heads, 3)]
-
-    def segments(self, rows: int) -> list[Segment]:
-        """Return the segments of query, key and value of each head."""
-        return [Segment((head * 3 + kind) * self.channels, self.channels, 0, (kind * self.heads + head) * self.channels)
-                for head in range(self.heads) for kind in range(3)]
-
-    def _swapped(self, tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-        rows = outer * inner * self.channels
-        if tensor.ndim == 0 or tensor.shape[0] != rows:
-            raise ValueError(f"shape {list(tensor.shape)} does not have {rows} rows")
-        blocks = tensor.reshape(outer, inner, self.channels, *tensor.shape[1:])
-        return blocks.transpose(0, 1).flatten(0, 2)
 
 
 def radio_map(config: RadioConfig, name: str) -> WeightMap:

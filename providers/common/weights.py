@@ -11,8 +11,11 @@ providers import it inside their methods.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from mimo.weights.rules import Direct, Fused, NamingScheme, PaddedRows, Repeated, Rule, WeightMap
+import torch
+
+from mimo.weights.rules import Direct, Fused, NamingScheme, PaddedRows, Repeated, Rule, Segment, WeightMap
 from providers.common.decoder import DecoderConfig
 from providers.common.vision import VisionConfig
 
@@ -52,6 +55,43 @@ VISION_IGNORED = (
     (r"^((visual|text)_projection\.weight|logit_scale|logit_bias)$", "CLIP's and SigLIP's joint space"),
     (r"(^|\.)embeddings\.position_ids$", "positions follow from the configuration"),
 )
+
+
+@dataclass(frozen=True)
+class HeadMajor:
+    """Reorder stacked query, key and value so that they follow each other head by head.
+
+    The tensor of timm and of the Qwen-VL towers has `3 * heads * channels` rows, all queries first. Megatron's tensor
+    has query, key and value of head 0, then those of head 1. This applies to axis 0 of weights and biases.
+
+    Attributes:
+        heads: attention heads.
+        channels: channels of a head.
+    """
+
+    heads: int
+    channels: int
+
+    def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the rows in head order."""
+        (part,) = parts
+        return self._swapped(part, 3, self.heads)
+
+    def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows in the order query, key, value."""
+        return [self._swapped(tensor, self.heads, 3)]
+
+    def segments(self, rows: int) -> list[Segment]:
+        """Return the segments of query, key and value of each head."""
+        return [Segment((head * 3 + kind) * self.channels, self.channels, 0, (kind * self.heads + head) * self.channels)
+                for head in range(self.heads) for kind in range(3)]
+
+    def _swapped(self, tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+        rows = outer * inner * self.channels
+        if tensor.ndim == 0 or tensor.shape[0] != rows:
+            raise ValueError(f"shape {list(tensor.shape)} does not have {rows} rows")
+        blocks = tensor.reshape(outer, inner, self.channels, *tensor.shape[1:])
+        return blocks.transpose(0, 1).flatten(0, 2)
 
 
 def decoder_map(config: DecoderConfig, schemes: Sequence[NamingScheme] = (CAUSAL_LM,)) -> WeightMap:

@@ -108,18 +108,18 @@ CONFIG = mock.Config(
 
 def run_encoder(rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
     """Tokens of images of these sizes packed and each alone, with the module's parameters and inputs checked."""
-    from mimo.data.collate import packed_patches
+    from mimo.data.collate import PatchOrder, packed_patches
     from tests.support import provider_cases as cases
 
     with cases.grids_of(GridSpec("vision"), GridSpec(LANGUAGE)) as grids:
         module = cases.build_module_of(grids, CONFIG, "vision", 16)
     images = [cases.draw(3, *size, seed=number).numpy() for number, size in enumerate(sizes)]
-    inputs = packed_patches(images, sizes, 8, torch.float32)
+    inputs = packed_patches(images, sizes, PatchOrder(8), torch.float32)
     packed = inputs["packed_seq_params"]
     before = {"pixel_values": inputs["pixel_values"].clone(), "imgs_sizes": inputs["imgs_sizes"].copy(),
               "cu_seqlens": packed.cu_seqlens.clone()}
     together = module(inputs).detach()
-    alone = [module(packed_patches([image], [size], 8, torch.float32)).detach()
+    alone = [module(packed_patches([image], [size], PatchOrder(8), torch.float32)).detach()
              for image, size in zip(images, sizes, strict=True)]
     after = {"pixel_values": inputs["pixel_values"], "imgs_sizes": inputs["imgs_sizes"],
              "cu_seqlens": packed.cu_seqlens}

@@ -81,3 +81,37 @@ def test_padding_changes_no_loss_and_gets_no_gradient(pool: WorkerPool, tied: bo
                                        atol=1e-6)
             assert not gradient[real:].any()
     assert len(padded[0]["gradients"]) == (1 if tied else 2)
+
+
+def rotary_errors(rank: int) -> dict[str, float]:
+    """Largest differences from transformers of the cosines and sines of positions of three axes."""
+    import torch
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+    from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+    from mimo.model.language import MultimodalRotaryEmbedding
+
+    positions = torch.randint(0, 50, (3, 2, 40), generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for kind, interleaved, sections in (
+            (modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding, False, [2, 3, 3]),
+            (modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding, False, [16, 24, 24]),
+            (modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding, True, [4, 2, 2]),
+            (modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding, True, [24, 20, 20])):
+        name, channels = f"{kind.__name__} {sections}", 2 * sum(sections)
+        config_class = (modeling_qwen3_vl.Qwen3VLTextConfig if interleaved
+                        else modeling_qwen2_5_vl.Qwen2_5_VLTextConfig)
+        config = config_class(
+            hidden_size=4 * channels, num_attention_heads=4, head_dim=channels,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e3, "mrope_section": sections})
+        expected = kind(config)(torch.zeros(1), positions)
+        angles = MultimodalRotaryEmbedding(channels, 5e3, sections, interleaved=interleaved)(positions, sections)
+        for angle, theirs in zip((angles.cos(), angles.sin()), expected, strict=True):
+            errors[name] = max(errors.get(name, 0.0), float((angle[:, :, 0].transpose(0, 1) - theirs).abs().max()))
+    return errors
+
+
+def test_rotary_positions_of_three_axes_are_those_of_transformers(pool: WorkerPool) -> None:
+    pytest.importorskip("transformers")
+    (errors,) = pool.run(rotary_errors, world_size=1)
+    assert len(errors) == 4 and max(errors.values()) < 1e-5, errors

@@ -104,13 +104,13 @@ def inputs_of(config: Config, sizes: Sequence[Size], dtype: Any = None) -> tuple
     """Random images of these sizes, and the encoder's inputs."""
     import torch
 
-    from mimo.data.collate import packed_patches, whole_images
+    from mimo.data.collate import PatchOrder, packed_patches, whole_images
     from tests.support import provider_cases as cases
 
     images = [cases.draw(3, *size, seed=30 + number).numpy() for number, size in enumerate(sizes)]
     dtype = dtype or torch.float32
     if config.vision_dynamic_resolution:
-        return images, packed_patches(images, sizes, config.vision_patch_size, dtype)
+        return images, packed_patches(images, sizes, PatchOrder(config.vision_patch_size), dtype)
     return images, whole_images(images, dtype)
 
 

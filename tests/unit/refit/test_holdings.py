@@ -22,7 +22,7 @@ from mimo.refit.tensor_slices import Address, Holder, TensorMeta
 from mimo.refit.trainer_shards import by_layer, piece_slices, plan_entries, uncovered
 from mimo.weights.match import ModelPiece
 from mimo.weights.rules import Conversion, Direct, Fused, NamingScheme, PaddedRows, Rows, Rule, WeightMap, split_rules
-from providers.common.radio_weights import HeadMajor
+from providers.common.weights import HeadMajor
 from tests.support import equality, weights
 
 SIZES = st.integers(1, 4)

@@ -13,7 +13,7 @@ from mimo.rl.prompts import Prompt
 from mimo.rl.rollouts import fit_prompts
 
 IMAGE = 3
-IMAGES = ImageTokens({"vision": IMAGE}, lambda module, height, width: height * width, 1, 0)
+IMAGES = ImageTokens({"vision": IMAGE}, lambda module, height, width: height * width, 1)
 
 
 class Endless:

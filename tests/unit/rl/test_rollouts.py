@@ -130,7 +130,7 @@ def test_every_prompt_has_a_seed_of_its_own_whatever_it_is_asked_with():
 
 
 def test_images_that_the_engine_counts_otherwise_are_refused():
-    images = ImageTokens({"vision": 12}, lambda module, height, width: height // 4, 3, 0)
+    images = ImageTokens({"vision": 12}, lambda module, height, width: height // 4, 3)
 
     class Images(Prompts):
         def prompt(self, index):

@@ -9,31 +9,58 @@ import pytest
 import torch
 
 from mimo.data.batch import EncoderBatch, Microbatch, PackedSequences, TextBatch, map_tensors
-from mimo.data.collate import join_images, merge_inputs, packed_patches, patchify, split_images, whole_images
+from mimo.data.collate import (
+    PatchOrder,
+    join_images,
+    merge_inputs,
+    packed_patches,
+    patchify,
+    split_images,
+    unpatchify,
+    whole_images,
+)
 from mimo.training.encoder_windows import images_of
 
 
 def lane(*sizes: tuple[int, int], fill: float = 0.0) -> dict:
     """Packed patches of 4 pixels a side, of images that hold `fill`."""
-    return packed_patches([np.full((3, *size), fill, np.float32) for size in sizes], sizes, 4, torch.float32)
+    images = [np.full((3, *size), fill, np.float32) for size in sizes]
+    return packed_patches(images, sizes, PatchOrder(4), torch.float32)
 
 
 def test_patches_are_those_of_a_convolution() -> None:
     image = np.random.default_rng(0).normal(size=(3, 8, 12)).astype(np.float32)
     weight = torch.randn(5, 3, 4, 4)
     expected = torch.nn.functional.conv2d(torch.from_numpy(image)[None], weight, stride=4)[0].flatten(1).t()
-    torch.testing.assert_close(torch.from_numpy(patchify(image, 4)) @ weight.flatten(1).t(), expected)
+    torch.testing.assert_close(torch.from_numpy(patchify(image, PatchOrder(4))) @ weight.flatten(1).t(), expected)
+
+
+@pytest.mark.parametrize("order", [PatchOrder(4), PatchOrder(4, 2, 2), PatchOrder(2, 3, 1)])
+def test_patches_become_the_image_again(order: PatchOrder) -> None:
+    image = np.random.default_rng(0).normal(size=(3, 24, 48)).astype(np.float32)
+    patches = patchify(image, order)
+    assert patches.shape == (24 * 48 // order.patch_size**2, 3 * order.temporal_patch_size * order.patch_size**2)
+    assert np.array_equal(unpatchify(patches, (24, 48), order), image)
+
+
+def test_blocks_of_patches_are_those_of_qwen() -> None:
+    processors = pytest.importorskip("transformers.models.qwen2_vl")
+    image = np.random.default_rng(0).integers(0, 256, (3, 56, 84)).astype(np.float32)
+    processor = processors.Qwen2VLImageProcessor(do_resize=False, do_rescale=False, do_normalize=False)
+    expected = processor(torch.from_numpy(image), return_tensors="pt")["pixel_values"]
+    assert torch.equal(torch.from_numpy(patchify(image, PatchOrder(14, 2, 2))), expected)
 
 
 def test_images_that_were_taken_apart_are_joined_again_in_any_order() -> None:
     rng = np.random.default_rng(1)
     sizes = [(8, 8), (4, 12), (16, 4)]
     images = [rng.normal(size=(3, *size)).astype(np.float32) for size in sizes]
-    parts = split_images(packed_patches(images, sizes, 4, torch.float32))
+    parts = split_images(packed_patches(images, sizes, PatchOrder(4), torch.float32))
     assert [size for size, _ in parts] == sizes
     order = [2, 0]
     joined = join_images([parts[index][1] for index in order], [sizes[index] for index in order])
-    expected = packed_patches([images[index] for index in order], [sizes[index] for index in order], 4, torch.float32)
+    expected = packed_patches([images[index] for index in order], [sizes[index] for index in order], PatchOrder(4),
+                              torch.float32)
     assert torch.equal(joined["pixel_values"], expected["pixel_values"])
     assert joined["imgs_sizes"].tolist() == expected["imgs_sizes"].tolist()
     assert torch.equal(joined["packed_seq_params"].cu_seqlens, expected["packed_seq_params"].cu_seqlens)
@@ -111,7 +138,7 @@ def test_lanes_of_different_kinds_are_refused() -> None:
 
 def test_later_stages_get_everything_but_pixels() -> None:
     sizes = [(8, 8), (4, 12)]
-    later = packed_patches(None, sizes, 4, torch.float32)
+    later = packed_patches(None, sizes, PatchOrder(4), torch.float32)
     assert later.keys() == {"imgs_sizes", "packed_seq_params"}
     assert torch.equal(later["packed_seq_params"].cu_seqlens, lane(*sizes)["packed_seq_params"].cu_seqlens)
 
