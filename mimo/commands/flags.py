@@ -107,6 +107,9 @@ class PlanFlags:
     """Steps whose samples are read and simulated."""
     top: int = 10
     """Number of layouts to print."""
+    out: Annotated[str, arg(metavar="FILE")] = ""
+    """Also write the predictions of all layouts to this file, as JSON. `scripts/report.py --plan FILE` compares a run
+    with them."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of text, with every layout."""
 

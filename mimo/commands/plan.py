@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from mimo.commands.flags import PlanFlags
-from mimo.config.cli import parse
+from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.grid.dry_run import counted, table
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
@@ -21,6 +23,12 @@ from mimo.planner.workload import SampleSize, draw_samples
 ERROR = 0.05
 # Samples that are read at most. A layout of many lanes needs those of some of its lanes only.
 MAX_SAMPLES = 4096
+
+# Sections of run_config.toml, and flags of them, that all layouts of a plan share, and those that make a layout. None:
+# all flags of the section.
+RUN_SECTIONS: Mapping[str, Sequence[str] | None] = {
+    "train": ("global-batch-size", "seq-length"), "model-family": None, "data": ("dataset-provider",), "dataset": None}
+LAYOUT_SECTIONS: Mapping[str, Sequence[str] | None] = {"layout": None, "model": None, "train": ("micro-batch-size",)}
 
 
 def plan(flags: PlanFlags, run_flags: list[str]) -> int:
@@ -47,9 +55,13 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
     if not found and not search.large:
         raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {search.refusal}")
     own = _own(config, search)
+    document = json.dumps({
+        "gpus": size, "profile": asdict(profile), "run": _sections(config, RUN_SECTIONS),
+        "layouts": [_record(each) for each in found], "own": None if own is None else _record(own)})
+    if flags.out:
+        Path(flags.out).write_text(document + "\n", encoding="utf-8")
     if flags.json:
-        print(json.dumps({"gpus": size, "profile": asdict(profile), "layouts": [_record(each) for each in found],
-                          "own": None if own is None else _record(own)}))
+        print(document)
         return 0 if found and found[0].fits else 1
     for line in _head(config, profile, size, samples, measured=bool(flags.profile or flags.measure)):
         print(line)
@@ -174,4 +186,11 @@ def _advice(found: list[Candidate], search: Search) -> list[str]:
 
 def _record(candidate: Candidate) -> dict[str, Any]:
     return {"kind": candidate.kind, "flags": candidate.flags, "fits": candidate.fits,
-            **asdict(candidate.prediction)}
+            "settings": _sections(candidate.config, LAYOUT_SECTIONS), **asdict(candidate.prediction)}
+
+
+def _sections(config: RunConfig, sections: Mapping[str, Sequence[str] | None]) -> dict[str, dict[str, Any]]:
+    """Return flags by section, as the run_config.toml of a run has them."""
+    whole = tomllib.loads(to_toml(config))
+    return {name: {key: value for key, value in whole.get(name, {}).items() if keys is None or key in keys}
+            for name, keys in sections.items()}

@@ -106,7 +106,15 @@ def how_fast(run: Run) -> Answer:
     text = f"{joined(parts)}: " if parts else ""
     return Answer(f"{seconds(found.iteration_s)} an iteration",
                   f"{text}medians over the last {found.num_iterations:,} of {len(run.steps):,} iterations, "
-                  "without the time between them.")
+                  f"without the time between them.{_expected(run, found.iteration_s)}")
+
+
+def _expected(run: Run, step_s: float) -> str:
+    if run.predicted is None:
+        return ""
+    share = run.predicted.step_s / step_s - 1
+    return (f" mimo plan predicted {seconds(run.predicted.step_s)}, {100 * abs(share):.1f} % "
+            f"{'more' if share > 0 else 'less'}.")
 
 
 def _waits(name: str, each: ModuleTime, least: float = TOLD_WAIT, kinds: Sequence[Kind] = FURTHER_WAITS) -> str:

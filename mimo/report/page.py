@@ -17,6 +17,7 @@ from mimo.report.sections import (
     lanes,
     learned,
     memory,
+    prediction_section,
     rl_section,
     speed_section,
     stops_section,
@@ -165,7 +166,7 @@ def _footer(runs: Sequence[Run]) -> str:
 def page(runs: Sequence[Run]) -> str:
     """Return the whole page of one run, or of two side by side."""
     body = [_header(runs), _problems(runs), tiles(runs), compare_section(runs), learned(runs),
-            gantt_section(runs), where_time_went(runs), speed_section(runs), rl_section(runs), lanes(runs),
-            stops_section(runs), memory(runs), _footer(runs)]
+            gantt_section(runs), where_time_went(runs), speed_section(runs), prediction_section(runs),
+            rl_section(runs), lanes(runs), stops_section(runs), memory(runs), _footer(runs)]
     title = " against ".join(escape(run.name) for run in runs)
     return document(title, CSS, "".join(body))

@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,27 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """Prediction of `mimo plan` for a run.
+
+    Attributes:
+        step_s: seconds of a step.
+        bound_s: the same if transfers took no time and images were shared out evenly.
+        tokens_per_s: tokens of text and images without padding, per GPU.
+        memory_gib: allocated memory of the fullest rank, at its peak.
+        fullest: which rank that is.
+        other_data: whether the prediction has another data set, or other flags of it, than the run.
+    """
+
+    step_s: float
+    bound_s: float
+    tokens_per_s: float
+    memory_gib: float
+    fullest: str
+    other_data: bool = False
+
+
+@dataclass(frozen=True)
 class Run:
     """Everything that the page needs of a run.
 
@@ -75,6 +96,7 @@ class Run:
         start: seconds until the end of the first iteration by phase, of `startup.json`; empty without one.
         problems: what went wrong with the run or its files, in sentences.
         stall: report of a stall, shortened; empty without one.
+        predicted: what `mimo plan` predicted for it; None if no prediction was given.
     """
 
     path: Path
@@ -86,6 +108,7 @@ class Run:
     start: Mapping[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     stall: str = ""
+    predicted: Predicted | None = None
 
     @property
     def name(self) -> str:
@@ -334,3 +357,43 @@ def read_run(path: Path) -> Run:
     found = [*problems, *_iteration_problems(steps, run.planned_iterations), *stall_problems, *flag_problems,
              *timeline_problems, *start_problems]
     return replace(run, problems=tuple(found))
+
+
+def with_prediction(run: Run, path: Path) -> Run:
+    """Return a run with the prediction that `mimo plan --out` wrote for its layout.
+
+    Args:
+        run: the run.
+        path: file of predictions.
+
+    Raises:
+        ValueError: the file has no predictions, or none for this model, batch or layout.
+        OSError: the file cannot be opened.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        shared: dict[str, dict[str, Any]] = document["run"]
+        layouts = [*document["layouts"], *([document["own"]] if document["own"] else [])]
+        found = next((each for each in layouts if not _differing(run, each["settings"])), None)
+        values = None if found is None else {each.name: found[each.name] for each in fields(Predicted)
+                                             if each.name in found}
+    except (ValueError, KeyError, TypeError) as problem:
+        raise ValueError(f"--plan {path}: not a file of `mimo plan --out` ({problem!r})") from None
+    differing = _differing(run, {name: shared[name] for name in ("train", "model-family") if name in shared})
+    if differing:
+        raise ValueError(f"--plan {path} is of another run than {run.path}: its {', '.join(differing)} differ")
+    if values is None:
+        raise ValueError(f"--plan {path} has no prediction for the layout of {run.path}; `mimo plan` also predicts the "
+                         f"layout of the run's own flags: add --config {run.path / FLAGS} to it")
+    other_data = bool(_differing(run, {name: shared[name] for name in ("data", "dataset") if name in shared}))
+    return replace(run, predicted=Predicted(**values, other_data=other_data))
+
+
+def _differing(run: Run, sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the flags whose values in a run are not those of a plan; of `train` and `data` only those of the plan."""
+    found = []
+    for name, expected in sections.items():
+        given = run.flags.get(name, {})
+        keys = expected if name in ("train", "data") else {**given, **expected}
+        found += [f"--{key}" for key in keys if given.get(key) != expected.get(key)]
+    return found

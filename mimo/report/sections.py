@@ -45,6 +45,7 @@ from mimo.report.summary import (
     rounded,
     seconds,
     size,
+    speed,
     steady,
     stops,
     typical,
@@ -94,6 +95,33 @@ def speed_section(runs: Sequence[Run]) -> str:
         chart("Share of the rows' tokens that is not padding", runs, {"packing-utilisation": "not padding"}, zero=True),
         chart("Model FLOPs of an iteration (TFLOP, all ranks)", runs, prefixed(runs, "flops/"), scale=1e-12, zero=True),
     ])
+
+
+def prediction_section(runs: Sequence[Run]) -> str:
+    """Show the step and the memory that `mimo plan` predicted beside those of the run."""
+    rows, notes = [], []
+    for index, run in enumerate(runs):
+        found, fast = run.predicted, speed(run)
+        if found is None:
+            continue
+        peaks = [finite(column) for key, column in run.steps.columns.items() if key.startswith("peak-memory-bytes/")]
+        peak_gib = max((float(values.max()) / 2**30 for values in peaks if len(values)), default=None)
+        step_s = None if fast is None else fast.iteration_s
+        for name, predicted, measured, show in (
+                ("step", found.step_s, step_s, seconds),
+                ("tokens/s per GPU", found.tokens_per_s, None if fast is None else fast.tokens_per_s, rounded),
+                (f"peak memory of the fullest rank, GiB ({found.fullest})", found.memory_gib, peak_gib, rounded)):
+            cells = [show(measured), f"{100 * (predicted / measured - 1):+.1f} %"] if measured else ["", ""]
+            rows.append([escape(run_name(runs, index, name)), show(predicted), *cells])
+        if step_s:
+            rows.append([escape(run_name(runs, index, "step without transfers, with images shared out evenly")),
+                         seconds(found.bound_s), seconds(step_s), f"{percent(found.bound_s / step_s)} of it reached"])
+        if found.other_data:
+            notes.append(escape(run_name(runs, index, "The prediction has other data than the run, so its images and "
+                                                      "lengths may differ.")))
+    return section("Prediction and run", [table(["", "mimo plan", "measured", "error of the prediction"], rows)],
+                   " ".join(["Steps are medians over the iterations of the answer above; memory is the most of any "
+                             "iteration.", *notes]))
 
 
 def gantt_section(runs: Sequence[Run]) -> str:
