@@ -27,7 +27,7 @@ class Clock(Protocol):
         ...
 
     def seconds(self, marks: list[Any]) -> list[float]:
-        """Convert timestamps of the step, the first one in front, to seconds of the host's monotonic clock."""
+        """Convert timestamps of the step, `marks[0]` being the first, to seconds of the host's monotonic clock."""
         ...
 
 

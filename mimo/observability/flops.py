@@ -3,17 +3,17 @@
 A product of `[m, k]` and `[k, n]` counts 2 m k n. Norms, activations, softmax, rotary positions, embeddings, losses,
 dispatch of tokens to experts and the optimizer do not count. There are two counts:
 
-- Model FLOPs: what the model needs, in the sense of Chowdhery et al. (PaLM, arXiv:2204.02311, appendix B). Tokens and
-  images of the batch without padding; of causal products the half that is needed, n^2 / 2 pairs of tokens for a
-  sequence of n; no recomputation; no gradient that nobody needs. TFLOP/s and MFU are of these.
-- Hardware FLOPs: what was computed: with padding (in a packed row it is a sequence of its own), with recomputation, and
-  for layers in plain PyTorch with whole score matrices and with the input gradients that their linear layers always
-  compute. This is what `torch.utils.flop_counter` counts, but for the convolution of Mamba layers, which it does not
-  see in either implementation. Of what tensor-parallel ranks compute alike (router, patch embedding), one copy counts.
+- Model FLOPs are what the model needs, in the sense of Chowdhery et al. (PaLM, arXiv:2204.02311, appendix B). They
+  leave out padding, recomputation, gradients that nobody needs, and the half of causal products that is masked: a
+  sequence of n tokens has n^2 / 2 pairs. TFLOP/s and MFU are computed from these.
+- Hardware FLOPs are what was computed. They include padding (in a packed row it is a sequence of its own) and
+  recomputation. For layers in plain PyTorch they include whole score matrices, and the input gradients that linear
+  layers always compute. This is what `torch.utils.flop_counter` counts, except that it does not see the convolution of
+  Mamba layers. If tensor-parallel ranks all compute the same (router, patch embedding), one copy counts.
 
-Training: a product with weights costs its forward pass again for the gradients of the weights, unless they are frozen,
-and again for those of its input, where that or something before it trains. A product of activations costs its forward
-pass twice more where gradients flow through it.
+In training, a product with weights costs as much again as its forward pass for the gradients of the weights, unless
+they are frozen, and as much again for the gradients of its input, if anything before it trains. A product of
+activations costs twice its forward pass in addition, if gradients flow through it.
 
 This module needs no torch.
 """
@@ -31,8 +31,8 @@ CHUNK = 128
 
 Recompute = Literal["none", "selective", "full"]
 
-# Dense bf16 TFLOP/s of NVIDIA's data sheets (published with sparsity, halved here), by what a device's name holds; the
-# first that fits. SXM modules carry no suffix.
+# Dense bf16 TFLOP/s: half of what NVIDIA's data sheets give with sparsity. The first entry that is part of a device's
+# name counts. SXM modules have no suffix.
 PEAK_TFLOPS = (("GB200", 2500.0), ("B200", 2250.0), ("H200 NVL", 835.5), ("H200", 989.5), ("H100 NVL", 835.5),
                ("H100 PCIe", 756.0), ("H100", 989.5))
 
@@ -42,10 +42,10 @@ class SequenceSums:
     """Sums over a set of sequences on which FLOPs depend; the sums of several sets add up.
 
     Attributes:
-        sequences: how many there are; of an encoder, images.
-        tokens: sum of their lengths; of an encoder, in language tokens.
+        sequences: number of sequences. An encoder's sequences are images.
+        tokens: sum of their lengths. An image's length is in language tokens.
         squares: sum of the squared lengths.
-        scan_tokens: tokens of the Mamba-2 scan: `tokens`, and what fills the last chunk where that is computed.
+        scan_tokens: tokens of the Mamba-2 scan: `tokens`, and the padding of the last chunk if it is computed.
         scan_squares: sum of the squared lengths of the chunks.
     """
 
@@ -68,9 +68,9 @@ class SequenceSums:
         """Count rows padded to `row_length` tokens, as they are computed.
 
         Args:
-            lengths: of each row, the sequences packed in it, padding as one of them; one that fills the row where rows
-                are not packed.
-            row_length: tokens of a row. The scan's chunks run through it, the last one filled.
+            lengths: for each row, the lengths of the sequences packed in it. Padding is one of them. A row that is
+                not packed has one sequence that fills it.
+            row_length: tokens of a row. The scan cuts the row into chunks and pads the last one.
         """
         rows = [[float(length) for length in row] for row in lengths]
         assert all(sum(row) == row_length for row in rows), (rows, row_length)
@@ -88,25 +88,24 @@ NUM_SUMS = len(fields(SequenceSums))
 
 @dataclass(frozen=True, kw_only=True)
 class FlopComponent:
-    """Part of a model whose products are alike in training: FLOPs of its forward pass by what they grow with.
+    """Part of a model whose products are trained alike, with the FLOPs of its forward pass.
 
     Attributes:
-        name: for tables: `layers`, `output layer`.
-        module: the grid that runs it, `language` or an encoder's name; whose sequences count.
-        part: what --freeze calls it: an encoder's name, `projector`, `language`.
-        linear: FLOPs a token of products with weights.
-        convolution: FLOPs a token of the depthwise convolutions of Mamba layers.
-        attention: FLOPs a pair of tokens of a sequence, of scores and weighted values, all heads and layers.
-        causal: half of those pairs is needed.
-        scan: FLOPs a token of the products of the scan that are linear in the length.
-        scan_pairs: FLOPs a pair of tokens of a chunk of the scan, half of which is needed.
-        opens_part: no parameter of its part lies before it, so that training this part alone needs no gradient of its
-            input.
-        parallel_linear: its products with weights are Megatron's linear layers, which in plain PyTorch compute the
-            gradient of their input always.
-        recomputed: `--recompute full` computes it twice.
-        tokens_per_token: tokens inside it that become one token outside (patches of an image token).
-        extra_tokens: tokens that each of its sequences has besides (class and register tokens).
+        name: name in tables, such as `layers` or `output layer`.
+        module: `language` or an encoder's name: the grid that runs it, and whose sequences count.
+        part: name for --freeze: an encoder's name, `projector` or `language`.
+        linear: FLOPs per token of products with weights.
+        convolution: FLOPs per token of the depthwise convolutions of Mamba layers.
+        attention: FLOPs per pair of tokens of a sequence, for scores and weighted values of all heads and layers.
+        causal: whether only half of those pairs are needed.
+        scan: FLOPs per token of the products of the scan that are linear in the length.
+        scan_pairs: FLOPs per pair of tokens of a chunk of the scan. Half of the pairs are needed.
+        opens_part: whether it comes first in its part, so that training this part alone needs no gradient of its input.
+        parallel_linear: whether its products with weights are Megatron's linear layers, which in plain PyTorch always
+            compute the gradient of their input.
+        recomputed: whether `--recompute full` computes it twice.
+        tokens_per_token: number of tokens inside that become one token outside, such as patches of an image token.
+        extra_tokens: number of further tokens of each sequence, such as class and register tokens.
     """
 
     name: str
@@ -130,7 +129,7 @@ class FlopsProvider(Protocol):
     """A model provider that says what its model computes, for figures of FLOP/s."""
 
     def flop_components(self, config: Any) -> Sequence[FlopComponent]:
-        """Every module's products, from input to output: encoders, then the language model."""
+        """Return the components of every module, from input to output: encoders, then the language model."""
         ...
 
 
@@ -150,17 +149,16 @@ class ForwardFlops:
 
     @property
     def total(self) -> float:
-        """All of them."""
         return self.weights + self.attention + self.scan
 
 
 def forward_flops(component: FlopComponent, sums: SequenceSums, *, whole: bool = False) -> ForwardFlops:
-    """FLOPs of a component's forward pass over sequences.
+    """Compute the FLOPs of a component's forward pass over sequences.
 
     Args:
-        component: its sizes.
+        component: sizes of the component.
         sums: the sequences of its module.
-        whole: causal products are computed whole.
+        whole: whether causal products are computed without skipping the masked half.
     """
     factor, extra = component.tokens_per_token, component.extra_tokens
     tokens = factor * sums.tokens + extra * sums.sequences
@@ -173,7 +171,7 @@ def forward_flops(component: FlopComponent, sums: SequenceSums, *, whole: bool =
 
 
 class FlopsCounter:
-    """FLOPs of training a model.
+    """Computes the FLOPs of training a model.
 
     Args:
         components: the model, from input to output.
@@ -181,7 +179,7 @@ class FlopsCounter:
         recompute: activation recomputation in the language model.
         recomputed_share: share of its layers that `full` recomputes.
         encoder_recompute: activation recomputation in the encoders, `none` or `full`.
-        fused: layers are Transformer Engine's; False: they are plain PyTorch.
+        fused: whether layers are Transformer Engine's; otherwise they are plain PyTorch.
     """
 
     def __init__(self, components: Sequence[FlopComponent], *, frozen: frozenset[str] = frozenset(),
@@ -195,7 +193,7 @@ class FlopsCounter:
         """Return the FLOPs that the model needs in a step, by module, forward and backward.
 
         Args:
-            sums: of each module, its sequences: the language model's without padding, an encoder's images.
+            sums: sequences of each module, without padding for the language model; images for an encoder.
         """
         return self._by_module(sums, hardware=False)
 
@@ -203,7 +201,7 @@ class FlopsCounter:
         """Return the FLOPs that are computed in a step, by module, forward and backward.
 
         Args:
-            sums: of each module, its sequences: the language model's with padding (`SequenceSums.of_rows`).
+            sums: sequences of each module, with padding for the language model (`SequenceSums.of_rows`).
         """
         return self._by_module(sums, hardware=True)
 
@@ -212,7 +210,7 @@ class FlopsCounter:
 
         Args:
             module: the module.
-            sums: its sequences, the language model's with padding.
+            sums: sequences of the module, with padding for the language model.
         """
         found = []
         for number, component in enumerate(self.components):

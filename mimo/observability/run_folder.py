@@ -17,10 +17,10 @@ def make_run_folder(*names: str) -> Path:
     """Make a folder of its own for a run: `runs/<date>-<time>-<names>`.
 
     Args:
-        names: model and data providers; of `pkg.module:attr` the module's last part is taken.
+        names: names of the model and data providers. `pkg.module:attr` appears as `module`.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     RUNS.mkdir(parents=True, exist_ok=True)
     words = [re.sub(r"[^\w.-]", "_", name.partition(":")[0].rpartition(".")[2]) for name in names]
@@ -45,7 +45,7 @@ def point_latest_to(folder: Path) -> str | None:
     if folder.parent != RUNS:
         return None
     if LATEST.is_dir() and not LATEST.is_symlink():
-        return f"{LATEST} is a folder of an earlier run and stays: move it away, and later runs link the newest there"
+        return f"{LATEST} is a folder of an earlier run and stays: move it away, so that later runs can make the link"
     link = RUNS / f".latest-{os.getpid()}-{folder.name}"
     try:
         link.symlink_to(folder.name)
@@ -57,7 +57,7 @@ def point_latest_to(folder: Path) -> str | None:
 
 
 def refuse_latest(run_dir: str) -> None:
-    """Raise ValueError where --run-dir names the link, whose folder belongs to another run."""
+    """Raise ValueError if --run-dir names the link, whose folder belongs to another run."""
     path = Path(run_dir)
     if path.name == LATEST.name and path.is_symlink():
         raise ValueError(f"--run-dir {run_dir} is a link to the folder of the newest run, {path.readlink()}: leave "

@@ -1,8 +1,8 @@
 """Cost of a start by phase, from the beginning of the process to the end of its first iteration.
 
-A start is a row of phases without gap or overlap, the same on every rank: code says with `STARTUP.enter` which one
-begins. A phase of the whole run ends when its last rank ends it. Ranks that were faster wait in the next one, for
-almost every phase begins with a collective; so the run's phases sum to the time after which the last rank was through.
+Every rank goes through the same phases, without gap or overlap; `STARTUP.enter` begins the next one. For the run as a
+whole, a phase ends when the last rank ends it. Faster ranks wait for it in the next phase, because almost every phase
+begins with a collective. The phases of the run therefore sum to the time that the slowest rank needed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Phases shorter than this are not in the log's line.
+# Phases shorter than this are left out of the log's line.
 SHOWN_FROM_S = 0.05
 
 
 class Phase(StrEnum):
-    """Phase of the start. A start may come back to one.
+    """Phase of the start. A start may enter the same phase several times.
 
     Attributes:
-        IMPORTS: the interpreter, all modules, flags and their checks.
-        GROUPS: the device, process groups and what bridges need of them.
-        MODEL: building, casting and wrapping it.
-        OPTIMIZERS: building them.
-        DATA: opening it, and waiting for the first batch.
-        LOAD: a checkpoint or pretrained weights; with neither, looking for them.
-        RECORDS: metrics, TensorBoard and other trackers.
-        PASSES: forward and backward of the first iteration, gradient reduction included, with what is made at its first
-            use: NCCL's communicators, compiled kernels.
-        UPDATE: its optimizer step, and the iteration's end.
+        IMPORTS: starting the interpreter, importing all modules, reading and checking flags.
+        GROUPS: preparing the device, creating process groups, connecting the grids.
+        MODEL: building, casting and wrapping the model.
+        OPTIMIZERS: building the optimizers.
+        DATA: opening the data, and waiting for the first batch.
+        LOAD: looking for a checkpoint or pretrained weights, and loading them.
+        RECORDS: opening metrics, TensorBoard and other trackers.
+        PASSES: forward and backward passes of the first iteration, gradient reduction included. NCCL's communicators
+            and compiled kernels are made here, at their first use.
+        UPDATE: the first optimizer step, and the end of the iteration.
     """
 
     IMPORTS = "imports"
@@ -49,8 +49,8 @@ class Phase(StrEnum):
     UPDATE = "update"
 
 
-# What the log says when a phase begins, by how often it has begun before. Imports are announced before the first of
-# them, by `announce_imports`; an update takes no time.
+# Text of the log when a phase begins: the first entry for the first time, and so on. Imports are announced by
+# `announce_imports` before there is a log; an update takes too little time to announce.
 ACTIVITIES = {
     Phase.GROUPS: ("connecting the ranks and creating process groups", "connecting the grids"),
     Phase.MODEL: ("building the model",),

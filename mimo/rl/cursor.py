@@ -57,7 +57,7 @@ class PromptCursor:
         self.first = state["consumed_samples"]
         found = state["streams"].get(STREAM)
         if state["streams"] and (not isinstance(found, dict) or "prompts" not in found):
-            raise ValueError("this checkpoint is of train_hetero.py; --finetune takes its weights and begins")
+            raise ValueError("this checkpoint is from train_hetero.py; --finetune starts a new run with its weights")
         if found is not None and found["pending"] is not None:
             answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
                                 each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]

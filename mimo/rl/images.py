@@ -195,13 +195,13 @@ class EncoderSide:
             return []
         if completion.index not in drawn:
             if not isinstance(self._prompts, ImagePromptSet):
-                raise ValueError(f"completion {completion.key} is of a prompt with images, and the prompt set does not "
-                                 "say how these are normalised (mimo.rl.prompts.ImagePromptSet)")
+                raise ValueError(f"the prompt of completion {completion.key} has images, and the prompt set does not "
+                                 "say how to normalise them (mimo.rl.prompts.ImagePromptSet)")
             prompt = self._prompts.prompt(completion.index)
             if prompt.token_ids != completion.prompt_ids or prompt.image_sizes != completion.image_sizes:
-                raise ValueError(f"prompt {completion.index} is {prompt.key} on an encoder rank and differs from what "
-                                 f"completion {completion.key} was drawn for: a prompt set has to give the same for "
-                                 "the same seed, split and place on every rank")
+                raise ValueError(f"prompt {completion.index} is {prompt.key} on an encoder rank and differs from the "
+                                 f"prompt of completion {completion.key}: a prompt set has to return the same prompt "
+                                 "for the same seed, split and index on every rank")
             drawn[completion.index] = [self._prompts.normalisation.apply(picture) for picture in prompt.pictures()]
         return drawn[completion.index]
 
@@ -212,19 +212,19 @@ def needs_pixels(layout: Layout, rank: int) -> bool:
 
 
 def cut(completions: Sequence[Completion], count: int) -> list[Sequence[Completion]]:
-    """Consecutive runs, as even as can be; some are empty where there are fewer completions."""
+    """Cut into `count` consecutive parts, as even as possible; some are empty if there are fewer completions."""
     ends = [len(completions) * number // count for number in range(count + 1)]
     return [completions[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
 
 
 def _sample(key: str, token_ids: Sequence[int], image_sizes: Sequence[tuple[int, int]]) -> Sample:
-    """Prompts as one side of the bridge sees them, without pixels."""
+    """Return a prompt as a sample without pixels and targets."""
     tokens = np.array(token_ids, np.int64)
     return Sample(key, tokens, np.zeros(len(tokens), np.bool_), list(image_sizes))
 
 
 def _pack(completions: Sequence[Completion]) -> Sample:
-    """The prompts of some completions one behind the other."""
+    """Concatenate the prompts of completions to one sample."""
     return _sample(" ".join(each.key for each in completions), [token for each in completions for token in
                                                                 each.prompt_ids],
                    [size for each in completions for size in each.image_sizes])

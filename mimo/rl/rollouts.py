@@ -77,7 +77,7 @@ class Rollouts:
 
 
 class Generator(Protocol):
-    """An engine, as far as rollouts need one."""
+    """Interface of an engine that rollouts need."""
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
@@ -156,8 +156,8 @@ class RolloutSource:
             for answer in group:
                 if answer.prompt_length not in (None, length):
                     raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the "
-                                     f"trainer makes {length}: they do not take its {len(prompt.image_sizes)} images "
-                                     "alike")
+                                     f"trainer makes {length}: the two process its {len(prompt.image_sizes)} images "
+                                     "differently")
         return Answers(first, prompts, answers, version, seconds)
 
     def score(self, asked: Answers) -> Rollouts:
@@ -186,7 +186,7 @@ class RolloutSource:
         try:
             metadata = {**prompt.metadata, "finish_reason": answer.finish_reason}
             score = float(self.reward(prompt.text, text, prompt.ground_truth, metadata))
-        except Exception as error:  # of any kind: a reward is the user's own code
+        except Exception as error:  # A reward is the user's own code and may raise anything.
             raise ValueError(f"--reward {self.reward_name} failed on prompt {prompt.key}, completion {text[:200]!r}: "
                              f"{type(error).__name__}: {error}") from error
         if not math.isfinite(score):
@@ -241,13 +241,13 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
                 raise ValueError(f"{where} are of policy version {answer.version!r}; the last refit gave the engine "
                                  f"version {version!r}")
             if not 0 < len(answer.token_ids) <= sampling.max_tokens:
-                raise ValueError(f"{where}: one has {len(answer.token_ids)} tokens, of 1 to --max-completion-tokens "
-                                 f"{sampling.max_tokens}")
+                raise ValueError(f"{where}: one has {len(answer.token_ids)} tokens instead of 1 to "
+                                 f"--max-completion-tokens {sampling.max_tokens}")
             if len(answer.logprobs) != len(answer.token_ids):
                 raise ValueError(f"{where}: {len(answer.logprobs)} log-probs for {len(answer.token_ids)} tokens")
             wrong = [value for value in answer.logprobs if not math.isfinite(value) or value > 0]
             if wrong:
-                raise ValueError(f"{where}: {wrong[0]} is no log-probability")
+                raise ValueError(f"{where}: {wrong[0]} is not a log-probability")
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -292,8 +292,8 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
     skips, name = config.data.skip_long_prompts, config.data.dataset_provider
     if not isinstance(prompts, FinitePromptSet):
         if skips:
-            raise ValueError(f"--skip-long-prompts: --dataset-provider {name} has no list of prompts (num_prompts and "
-                             "leave_out of mimo.rl.prompts.FinitePromptSet); leave it out")
+            raise ValueError(f"--skip-long-prompts: --dataset-provider {name} has no list of prompts (num_prompts "
+                             "and leave_out of mimo.rl.prompts.FinitePromptSet); leave the flag out")
         return
     tokens, completion = config.train.seq_length, config.rollout.max_completion_tokens
     limit, total = tokens - completion, prompts.num_prompts

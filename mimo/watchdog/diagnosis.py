@@ -102,7 +102,7 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
     if silent:
         if len(silent) == 1 and len(suspects) == 1 and not circle:
             return Verdict("one", tuple(suspects))
-        # A rank that answers may wait for a silent one without having announced it. The reverse cannot be.
+        # A rank that answers may wait for a silent one without a tracked wait. The reverse cannot be.
         kind: Literal["likely", "unclear"] = "likely" if len(silent) == 1 else "unclear"
         return Verdict(kind, tuple(suspects), "" if kind == "likely" else f"{len(silent)} ranks do not answer")
     if circle:
@@ -188,9 +188,9 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
 
 
 def _late(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
-    """Return ranks that have not joined a collective which is unfinished here, by the record of the process groups.
+    """Return ranks that have not joined a collective that is unfinished here, according to torch's flight recorder.
 
-    Ranks without a record may have joined. They count only if there is no other.
+    Ranks without a record may have joined it. They are returned only if there are no others.
     """
     late: set[int] = set()
     unknown: set[int] = set()
@@ -302,7 +302,7 @@ def _odd[T](values: Mapping[int, T], waiters: int, kind: Literal["one", "likely"
     odd = sorted(rank for rank, value in values.items() if value != usual)
     suspects = tuple(Suspect(rank, reason(rank, values[rank], usual), waiters) for rank in odd)
     if len(odd) > 1:
-        return Verdict("unclear", suspects, f"{len(odd)} ranks are elsewhere than the others")
+        return Verdict("unclear", suspects, f"{len(odd)} ranks are at another point of the program than the others")
     return Verdict(kind, suspects)
 
 
@@ -312,7 +312,7 @@ def _reason(end: Node, statuses: Mapping[int, RankStatus], processes: Mapping[in
     if status is None:
         return _silence(processes.get(rank), statuses, processes)
     if part == "loader" or (status.waits and status.waits[0].on_loader):
-        state = status.loader.state if status.loader is not None else "nothing is known of it"
+        state = status.loader.state if status.loader is not None else "its state is not known"
         return f"its data loader has no data: {state}"
     return _words(status)
 
@@ -324,7 +324,7 @@ def _words(status: RankStatus) -> str:
                 "its part of the run has ended with an error, which its own output shows")
     top = f"its main thread is at {status.stack[0]}" if status.stack else "its stack is not known"
     if not status.waits:
-        return f"it is in no announced wait, {_blocked_words(status) or 'it computes or sleeps'}: {top}"
+        return f"it is not in a tracked wait; it {_blocked_words(status, 'blocks ') or 'computes or sleeps'}; {top}"
     waits = " inside ".join(map(str, status.waits))
     return f"it waits for {waits}{_blocked_words(status, ', ')}; {top}"
 
@@ -343,7 +343,7 @@ def _silence(process: RankProcess | None, statuses: Mapping[int, RankStatus],
              processes: Mapping[int, RankProcess]) -> str:
     """Explain why a rank may not answer."""
     if process is None:
-        return "it does not answer, and never told of its process"
+        return "it does not answer, and it never registered its process"
     beside = [rank for rank in statuses if rank in processes and processes[rank].host == process.host]
     if any(process.pid in statuses[rank].stopped_pids for rank in beside):
         return "it does not answer: its process is stopped (SIGSTOP, a debugger)"
@@ -353,7 +353,7 @@ def _silence(process: RankProcess | None, statuses: Mapping[int, RankStatus],
             "overloaded")
 
 
-# The summary as text.
+# The summary as text, which a rank writes to its output and to the run folder.
 
 
 # Number of suspects of an unclear verdict that are shown in full, and of similar ranks that are named one by one.
@@ -399,18 +399,18 @@ def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, Ra
             lines += _suspect(suspect, statuses)
         if len(verdict.suspects) > NUM_SUSPECTS:
             rest = [suspect.rank for suspect in verdict.suspects[NUM_SUSPECTS:]]
-            lines.append(f"candidates as well: ranks {format_ranks(rest)}")
+            lines.append(f"further candidates: ranks {format_ranks(rest)}")
     lines.append(f"all {len(places)} rank{'s' * (len(places) > 1)}:")
     return "\n".join([*lines, *_all_ranks(statuses, processes, places)]) + "\n"
 
 
 def _headline(verdict: Verdict, processes: Mapping[int, RankProcess], places: Mapping[int, RankPlace]) -> str:
     if verdict.kind == "unclear":
-        return "it cannot be told which rank everybody waits for"
+        return "it is not clear which rank everybody waits for"
     suspect = verdict.suspects[0]
     who = _who(suspect.rank, processes, places)
     if len(places) == 1:
-        return f"{who} does not go on"
+        return f"{who} makes no progress"
     return f"everybody waits for {who}" if verdict.kind == "one" else f"everybody probably waits for {who}"
 
 
@@ -431,7 +431,7 @@ def _suspect(suspect: Suspect, statuses: Mapping[int, RankStatus]) -> list[str]:
 
 def _all_ranks(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProcess],
                places: Mapping[int, RankPlace]) -> list[str]:
-    """A line for each rank, or for those that wait alike."""
+    """Return one line for each rank, or for several ranks that wait alike."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank in sorted(places):
         alike.setdefault((places[rank].grids, _key(statuses.get(rank))), []).append(rank)

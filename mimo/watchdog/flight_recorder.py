@@ -15,7 +15,7 @@ from mimo.watchdog.status import GroupStatus
 
 # Number of collectives that a rank remembers; about 2 MB.
 NUM_ENTRIES = 2000
-# torch's present and former name of the variable.
+# Present and former name of torch's variable.
 SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 

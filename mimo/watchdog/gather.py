@@ -35,19 +35,19 @@ Write = Callable[[Statuses, Processes], None]
 
 
 class Store(Protocol):
-    """The part of torch's stores that is used here; their stubs lack some of it."""
+    """Methods of torch's stores that are used here. torch's stubs lack some of them."""
 
-    def set_timeout(self, timeout: timedelta) -> None: ...  # noqa: D102
+    def set_timeout(self, timeout: timedelta) -> None: ...
 
-    def append(self, key: str, value: str) -> None: ...  # noqa: D102
+    def append(self, key: str, value: str) -> None: ...
 
-    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def check(self, keys: list[str]) -> bool: ...
 
-    def add(self, key: str, value: int) -> int: ...  # noqa: D102
+    def add(self, key: str, value: int) -> int: ...
 
-    def set(self, key: str, value: str) -> None: ...  # noqa: D102
+    def set(self, key: str, value: str) -> None: ...
 
-    def get(self, key: str) -> bytes: ...  # noqa: D102
+    def get(self, key: str) -> bytes: ...
 
 
 class StallStore:

@@ -56,7 +56,7 @@ def _write_all(data: bytes) -> None:
 def write_report(text: str, path: Path | None = None) -> None:
     """Write `text` to standard error in one piece, and to `path` if given.
 
-    It goes around `sys.stderr`, whose lock a blocked thread may hold. The text names a `path` that cannot be written,
+    It bypasses `sys.stderr`, whose lock a blocked thread may hold. The text names a `path` that cannot be written,
     or not in time: a file system that does not answer must not keep the process alive.
     """
     if path is not None:

@@ -55,7 +55,7 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Wait:
-    """An announced wait that was open.
+    """A tracked wait that was open, see `Watchdog.waiting`.
 
     Attributes:
         what: what the rank waits for, for example `bridge recv_forward`.

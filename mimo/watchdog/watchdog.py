@@ -302,7 +302,7 @@ class Watchdog:
         elif schedule is not None and not schedule.is_over:
             parts.append(format_schedule(schedule))
         waits = "; inside ".join(map(str, self.waits(now)))
-        return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; in no announced wait")
+        return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; not in a tracked wait")
 
     def status(self) -> RankStatus:
         """Return the status of this rank as data."""
@@ -376,14 +376,14 @@ class Watchdog:
 
     def _leave(self, *, fired: bool) -> NoReturn:
         """Report, take part in the summary and exit."""
-        # Everything below may block, even with the interpreter's lock: files, the store, functions of others.
+        # Everything below may block, even while it holds the interpreter's lock: files, the store, callers' functions.
         faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=STDERR_FD)
         conclusion = self._conclusion
         try:
             status = self.status()
-        except Exception as error:  # of any kind, from others' functions: this rank has to answer all the same
+        except Exception as error:  # Callers' functions may raise anything, and this rank still has to answer.
             status = RankStatus(self._rank, idle_s=time.monotonic() - self.last_change, iteration=self.iteration,
-                                microbatch=self.microbatch, stack=(f"its state cannot be told: {error!r}",))
+                                microbatch=self.microbatch, stack=(f"its state could not be read: {error!r}",))
         if conclusion is None:
             self.report("stall")
         else:
@@ -394,8 +394,7 @@ class Watchdog:
             silent = conclusion.conclude(status)
             talk.join(WRITE_LIMIT_S)
             if silent is None:
-                write_report(f"{self.who} knows of no summary of the stall: there is no answer from "
-                             f"{conclusion.holder}\n")
+                write_report(f"{self.who} got no summary of the stall: no answer from {conclusion.holder}\n")
             end_processes(silent or ())
         # If this rank has written the summary, its message stays: a second one changes nothing.
         write_error_file(f"stall: {self.describe()} ends; the summary of the stall says which rank it waits for",

@@ -394,6 +394,21 @@ def test_other_data_is_refused(pool: WorkerPool, alone: tuple[str, Run]) -> None
     assert one_process(pool, *changed, "--finetune", until=0).iteration == 0
 
 
+def save_without_data_flags(rank: int, flags: tuple[str, ...], world_size: int) -> None:
+    """Save what an older version would have saved."""
+    from mimo.checkpoint.save import Saver
+
+    with started(rank, flags, world_size) as (parts, loader, state, progress, _):
+        state.data, state.streams = {}, loader.state_dict()
+        Saver(state, parts.watchdog).save(progress)
+
+
+def test_a_checkpoint_that_does_not_know_its_data_is_loaded_and_says_so(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(save_without_data_flags, ("--layout", "colocated", "--save", str(tmp_path)), 1, world_size=1)
+    rest = one_process(pool, "--load", str(tmp_path), until=0)
+    assert [line for line in rest.lines if "did not store the flags of the data" in line], rest.lines
+
+
 def save_streams(rank: int, flags: tuple[str, ...], world_size: int) -> list[str | None]:
     """Save with data streams whose state is what a data set should not give; what is said, on this rank."""
     from mimo.checkpoint.save import Saver

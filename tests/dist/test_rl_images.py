@@ -82,5 +82,5 @@ def test_what_is_frozen_stays(pool, expected):
 def test_an_encoder_rank_whose_prompts_differ_says_so(pool):
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
     (outcome,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, 1, world_size=1)
-    assert outcome.error.startswith("prompt 0 is prompt 0 on an encoder rank and differs from what completion prompt "
-                                    "0#0 was drawn for"), outcome.error
+    assert outcome.error.startswith("prompt 0 is prompt 0 on an encoder rank and differs from the prompt of "
+                                    "completion prompt 0#0"), outcome.error

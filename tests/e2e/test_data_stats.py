@@ -175,6 +175,7 @@ def test_charts_show_every_sample(shown):
 
 def test_page_marks_what_is_learnt(shown):
     samples = [Page(text) for text in re.findall(r'<article class="sample">.*?</article>', shown, re.DOTALL)]
+    assert set(re.findall(r"<figcaption><b>(.*?)</b>", shown)) == {"image 1"}
     chats = [sample for sample in samples if any(css == "image" for css, _ in sample.tokens)]
     texts = [sample for sample in samples if sample not in chats]
     assert chats and texts

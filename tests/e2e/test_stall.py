@@ -72,7 +72,7 @@ def test_a_rank_that_sleeps_in_its_forward_pass(tmp_path: Path) -> None:
     summary, output = summary_of(process, tmp_path)
     first, reason = summary.splitlines()[:2]
     assert "everybody waits for rank 2 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0) on host " in first, summary
-    assert "in no announced wait" in reason and "forward_that_sleeps: time.sleep" in reason
+    assert "not in a tracked wait" in reason and "forward_that_sleeps: time.sleep" in reason
     assert "place: iteration 2, microbatch 1 of 4" in summary
     assert "rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0)" in summary
     assert "in all_reduce with ranks 1-2" in summary

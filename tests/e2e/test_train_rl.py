@@ -164,4 +164,4 @@ def test_a_checkpoint_of_supervised_training_is_not_a_run_to_go_on_with(tmp_path
     done = torchrun(2, *FLAGS, "--load", str(tmp_path / "saved"), "--run-dir", str(tmp_path / "rl"),
                     script="train_rl.py")
     assert done.returncode != 0
-    assert "this checkpoint is of train_hetero.py; --finetune takes its weights" in done.stdout, done.stdout[-3000:]
+    assert "this checkpoint is from train_hetero.py; --finetune starts a new run" in done.stdout, done.stdout[-3000:]

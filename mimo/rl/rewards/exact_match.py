@@ -9,15 +9,15 @@ from mimo.rl.rewards.reasoning import visible_text
 
 
 def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1.0 where the completion outside of `<think>...</think>` is the ground truth, else 0.0.
+    """Return 1.0 if the completion without `<think>...</think>` equals the ground truth, else 0.0.
 
-    White space around both does not matter, and any white space inside counts as one space. Case and punctuation do.
+    White space around both is ignored, and any white space inside counts as one space. Case and punctuation matter.
 
     Args:
-        prompt: tells whether the completion begins with thinking.
+        prompt: shows whether the completion begins inside a `<think>` block.
         completion: the model's text.
         ground_truth: the answer.
-        metadata: no effect.
+        metadata: not used.
 
     Raises:
         ValueError: the ground truth is empty.

@@ -1,11 +1,11 @@
-"""A process that compares mathematical expressions by the package math-verify; a request a line on standard input.
+"""A process that compares mathematical expressions with the package math-verify, one request a line on standard input.
 
-SymPy does not come back from some inputs, and math-verify's own limit is a signal, which only reaches the main thread
-of a process. So its work is done here: whoever waits for an answer may be on any thread, and kills this process when it
-takes too long. This imports nothing of this project.
+SymPy never returns from some inputs, and math-verify's own time limit is a signal, which only reaches the main thread
+of a process. Therefore the work is done in this process: its starter may wait on any thread, and kills it if it takes
+too long. It imports nothing from this project.
 
-A request is JSON with `wanted` and `found`, texts. The answer says whether `wanted` is an expression, and whether they
-are equal.
+A request is JSON with the texts `wanted` and `found`. The answer is JSON with `known`, whether `wanted` is an
+expression, and `equal`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import logging
 import resource
 import sys
 
-# Seconds for each expression, by math-verify's signal; then, if that does not help, for the process.
+# Seconds after which math-verify's signal gives up on an expression, and after which the process ends if that fails.
 SIGNAL_S, END_S = 5, 30
 MEMORY_BYTES = 8 << 30
 
 
 def serve() -> None:
     """Answer requests until there are no more."""
-    # The starter reads answers alone; ANTLR prints where another package has installed another version of it.
+    # The starter expects nothing but answers, and ANTLR prints a warning if another version of it is installed.
     answers, sys.stdout = sys.stdout, sys.stderr
     from math_verify import parse, verify
 
@@ -33,7 +33,7 @@ def serve() -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        # A starter that has gone kills nobody.
+        # The process ends by itself in case its starter is gone and does not kill it.
         faulthandler.dump_traceback_later(END_S, exit=True)
         wanted = parse(request["wanted"], parsing_timeout=SIGNAL_S)
         equal = bool(wanted) and verify(wanted, parse(request["found"], parsing_timeout=SIGNAL_S),

@@ -13,7 +13,7 @@ from typing import Any
 
 from mimo.rl.rewards import expression_worker
 
-# Seconds for a comparison; and for the first one, before which SymPy is imported.
+# Seconds for a comparison, and for the first one, which has to wait until SymPy is imported.
 LIMIT_S = 15.0
 START_LIMIT_S = 120.0
 
@@ -23,8 +23,8 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        known: whether what was wanted is an expression.
-        equal: whether the other one is equal to it. One that takes too long to read is not.
+        known: whether the wanted text is an expression.
+        equal: whether the found text is equal to it. A text that takes too long to read is not.
     """
 
     known: bool
@@ -32,7 +32,7 @@ class Comparison:
 
 
 class Comparer:
-    """A process that compares, which is started when it is first needed and again after it had to be killed."""
+    """Compares in a process, which is started when it is first needed and again after it had to be killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,9 +42,9 @@ class Comparer:
         """Compare two texts with expressions.
 
         Args:
-            wanted: what is right.
-            found: what may be equal to it.
-            limit_s: seconds for it; None: `LIMIT_S`.
+            wanted: the right answer.
+            found: the answer to compare with it.
+            limit_s: time limit in seconds; None for `LIMIT_S`.
 
         Raises:
             RuntimeError: the process does not start.
@@ -58,10 +58,10 @@ class Comparer:
                 process.stdin.flush()
                 answer = _line(process, LIMIT_S if limit_s is None else limit_s)
             except BrokenPipeError:
-                pass  # it has ended: out of memory, or its own limit
+                pass  # the process has ended: it ran out of memory or reached its own limit
             if answer is None:
                 self._kill()
-                # Nothing is known of what was wanted, which the next completion asks again.
+                # It is not known whether `wanted` is an expression. The next completion asks that again.
                 return Comparison(known=True, equal=False)
             return Comparison(**json.loads(answer))
 
@@ -72,7 +72,7 @@ class Comparer:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         if _line(self._process, START_LIMIT_S) is None:
             self._kill()
-            raise RuntimeError(f"math-verify does not start within {START_LIMIT_S:g} s: "
+            raise RuntimeError(f"math-verify did not start within {START_LIMIT_S:g} s: "
                                f"{sys.executable} {expression_worker.__file__}")
         return self._process
 
@@ -84,7 +84,7 @@ class Comparer:
 
 
 def _line(process: subprocess.Popen[Any], limit_s: float) -> str | None:
-    """The next line of a process; None where there is none in time."""
+    """Return the next line that a process writes; None if there is none in time."""
     deadline = time.monotonic() + limit_s
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -96,5 +96,5 @@ _COMPARER = Comparer()
 
 
 def compare(wanted: str, found: str) -> Comparison:
-    r"""Compare two texts with expressions, such as `$\frac{1}{2}$` and `0.5`. Raises as `Comparer.compare`."""
+    r"""Compare two texts with expressions, such as `$\frac{1}{2}$` and `0.5`; see `Comparer.compare`."""
     return _COMPARER.compare(wanted, found)

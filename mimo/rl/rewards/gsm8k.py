@@ -1,8 +1,8 @@
 r"""GSM8K: word problems whose answer is a number, `#### 72` in the data set (arXiv:2110.14168).
 
 A completion's answer is the last one that it states: `#### 72`, `\boxed{72}`, `the answer is 72` or `72 is the answer`.
-Where it states none, its last number is the answer, unless the completion was cut off by the length limit: then only an
-answer that was stated in full counts.
+If it states none, its last number is the answer. If the length limit cut the completion off, only an answer that is
+stated in full counts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from mimo.rl.rewards.expressions import compare
 from mimo.rl.rewards.reasoning import visible_text
 
-# Characters of a stated answer that are read, digits of a number, and the largest exponent of ten. More is nonsense
-# that an untrained policy writes, and would take long.
+# Limits for characters of a stated answer, digits of a number, and exponents of ten. An untrained policy may exceed
+# them with nonsense that would take long to read.
 MAX_CONTENT, MAX_DIGITS, MAX_EXPONENT = 300, 500, 400
 
 _SUPERSCRIPTS = dict(zip("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "0123456789", strict=True))
@@ -42,7 +42,7 @@ _VALUE = re.compile(rf"""
     (?:\s?(?P<percent>%|percent\b|per\scent\b)|\s(?P<scale>{"|".join(_SCALES)})\b|(?P<thousands>[kK])(?![A-Za-z]))?
     """, re.VERBOSE)
 _BOX = re.compile(r"\\f?box(?:ed)?\s?(?P<open>\{)?")
-# Behind #### an answer begins at once; `#### Step 2` and `#### 2. Add them` are headings.
+# An answer follows #### immediately; `#### Step 2` and `#### 2. Add them` are headings.
 _MARK = re.compile(r"####[ \t*_`$\\({=:]*+(?=[-+]?[ ]?(?:[\d.]|[\u20ac\u00a3\u00a5\u20b9]|US|[dt]?frac\b|sqrt\b))"
                    r"(?!\d{1,2}[.)][ ]+[A-Za-z])")
 _PHRASE = re.compile(
@@ -52,7 +52,7 @@ _PHRASE = re.compile(
 _IS_ANSWER = re.compile(r"\bis (?:the|my|our) (?:(?:final|correct|right) )?answer\b")
 _END = re.compile(r"\n|[.!?;](?=\s)")
 _END_OF_MARK = re.compile(r"\n|####|\\f?box")
-# Between numbers of which none is the answer.
+# Words between two numbers neither of which is the answer, as in `5 or 6`.
 _OR = re.compile(r"\bor\b\W{0,4}(?:[A-Za-z]+\W{1,3}){0,2}?")
 _AND = re.compile(r"\s?(?:[A-Za-z]+\s)?(?:and|to|through|&|,|;|~)\s?")
 _CENTS = re.compile(r"\s?dollars?,?\s(?:and\s)?(\d{1,2})\scents?\b")
@@ -70,9 +70,9 @@ class Reading:
     """A final answer as it was read.
 
     Attributes:
-        value: the number; None where it takes math-verify to read it, or there is no single number.
+        value: the number; None if only math-verify can read it, or if there is no single number.
         is_percent: whether it has a percent sign.
-        expression: what math-verify is to read; empty: nothing.
+        expression: text for math-verify; empty if it is not needed.
     """
 
     value: Fraction | None = None
@@ -80,7 +80,7 @@ class Reading:
     expression: str = ""
 
     def is_right(self, wanted: Fraction) -> bool:
-        """Whether it is this number. `25%` is 25, and 0.25 where a part of one is wanted."""
+        """Whether this is the wanted number. `25%` counts as 25, and also as 0.25 if a fraction is wanted."""
         if self.expression:
             return compare(f"${wanted}$", f"${self.expression}$").equal
         if self.value is None:
@@ -92,17 +92,17 @@ NO_ANSWER = Reading()
 
 
 def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    r"""1.0 where the completion's answer is the ground truth's number, else 0.0.
+    r"""Return 1.0 if the completion's answer is the ground truth's number, else 0.0.
 
     Text in `<think>...</think>` does not count. Units, currency signs, thousands separators, percent signs, Markdown
-    and LaTeX around a number do not matter; fractions, mixed numbers and powers of ten are read exactly, and other
-    expressions by math-verify. `5 or 6`, ranges and inequalities are no answer.
+    and LaTeX around a number are ignored. Fractions, mixed numbers and powers of ten are read exactly, and other
+    expressions by math-verify. `5 or 6`, ranges and inequalities are not answers.
 
     Args:
         prompt: the problem.
         completion: the model's text.
         ground_truth: a number, or an answer of the data set that ends with `#### <number>`.
-        metadata: `finish_reason` `length` says that the completion was cut off.
+        metadata: has `finish_reason` `length` if the completion was cut off.
 
     Raises:
         ValueError: the ground truth has no number.
@@ -117,7 +117,7 @@ def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[st
 
 
 def answer(text: str) -> Fraction | None:
-    """The number that a text gives as its answer; None where there is none."""
+    """Return the number that a text gives as its answer, or None."""
     return final_answer(text).value
 
 
@@ -125,8 +125,8 @@ def final_answer(text: str, *, is_cut: bool = False) -> Reading:
     """Read the answer of a text.
 
     Args:
-        text: without thinking.
-        is_cut: the text was cut off, so a number at its end may be half a number.
+        text: the completion without thinking.
+        is_cut: whether the text was cut off, so that a number at its end may be incomplete.
     """
     text = _plain(text)
     stated = list(_statements(text))
@@ -149,11 +149,11 @@ class _Statement:
     """An answer that a text states.
 
     Attributes:
-        begin: where it begins in the text.
-        end: where it ends.
-        content: what is stated.
-        is_closed: something follows by which it ends.
-        is_phrase: it is a sentence, after which a model may change its mind.
+        begin: index at which the statement begins in the text.
+        end: index at which it ends.
+        content: the stated answer.
+        is_closed: whether the text that follows shows that the answer is complete.
+        is_phrase: whether it is a sentence, after which a model may correct itself.
     """
 
     begin: int
@@ -179,9 +179,9 @@ def _statements(text: str) -> Iterator[_Statement]:
             stop = (_END if is_phrase else _END_OF_MARK).search(text, begin, limit)
             end = stop.start() if stop else limit
             content = text[begin:end]
-            # A phrase that leads to a box says nothing itself.
+            # A phrase before a box is not an answer of its own: the box is.
             if any(each.isdigit() for each in content) and "\\box" not in content and "\\fbox" not in content:
-                # A mark may have a sign or a command of LaTeX in it.
+                # The match may have swallowed the sign or the backslash with which the answer begins.
                 lead = re.search(r"[-+\\]?$", mark[0]) if not is_phrase else None
                 yield _Statement(mark.start(), end, (lead[0] if lead else "") + content, end < len(text), is_phrase)
     for mark in _IS_ANSWER.finditer(text):
@@ -192,7 +192,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _braced(text: str, begin: int) -> int | None:
-    """Where the brace closes that was opened before `begin`; None where it does not, or not soon."""
+    """Find the brace that closes the one before `begin`; None if it is not within `MAX_CONTENT` characters."""
     depth = 1
     for place in range(begin, min(len(text), begin + MAX_CONTENT)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
@@ -202,9 +202,9 @@ def _braced(text: str, begin: int) -> int | None:
 
 
 def _plain(text: str) -> str:
-    """The text with one form for each sign, and without LaTeX and Markdown that does not matter."""
+    """Normalise signs and digits, and remove LaTeX and Markdown without meaning for a number."""
     text = _SUPERSCRIPT.sub(lambda found: "^" + "".join(_SUPERSCRIPTS[each] for each in found[0]), text)
-    # A vulgar fraction is a number of its own: 2 and a half is not 21/2.
+    # A space before characters such as a half keeps 2 and a half from becoming 21/2.
     text = "".join(f" {each}" if unicodedata.decomposition(each).startswith("<fraction>") else each for each in text)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
     text = "".join(str(unicodedata.decimal(each)) if each.isdecimal() else each for each in text)
@@ -221,7 +221,7 @@ def _plain(text: str) -> str:
 
 
 def _read(content: str) -> Reading:
-    """Read what was stated as the answer."""
+    """Read the content of a statement."""
     content = content.strip(" \t\n*_").rstrip(".,*_ ")
     # `48 + 24 = 72` and `x = 72`; `72 = x` is read from its left side.
     for part in reversed(content.split("=")):
@@ -229,7 +229,7 @@ def _read(content: str) -> Reading:
             content = part.strip()
             break
     content = re.sub(r"^(\(?)([-+]) ", r"\1\2", content)
-    # Dollars around a formula, not before a number.
+    # Remove the dollar signs around a formula, but not one before a number.
     content = re.sub(r"^\$(.*)\$$", r"\1", content)
     match = _VALUE.search(content)
     first = re.search(r"\d|\\sqrt|\\frac|\\[dt]frac", content)
@@ -255,7 +255,7 @@ def _read(content: str) -> Reading:
 
 
 def _is_one_of_several(value: Fraction | None, rest: str) -> bool:
-    """Whether another number follows as an equal."""
+    """Whether another number follows on an equal footing, as in `5 or 6` and `3 hours and 20 minutes`."""
     for pattern in (_OR.search(rest), _AND.match(rest), _COMPOUND.match(rest)):
         other = _VALUE.match(rest, pattern.end()) if pattern else None
         if other is not None and _exact(other) != value:
@@ -291,7 +291,7 @@ def _last_number(text: str) -> Reading:
 
 
 def _exact(match: re.Match[str]) -> Fraction | None:
-    """The number of a match; None for one that is too long, or a division by 0."""
+    """Return the number of a match; None if it is too long or divides by 0."""
     if len(match[0]) > MAX_DIGITS:
         return None
     exponent = int(match["e"] or match["ten"] or 0)

@@ -10,21 +10,21 @@ from mimo.rl.rewards.reasoning import visible_text
 
 
 def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    r"""1.0 where the completion's expression equals the ground truth's, else 0.0.
+    r"""Return 1.0 if the completion's expression equals the ground truth's, else 0.0.
 
     The package takes the answer from `\boxed{}`, `$...$` or plain text. An expression that takes longer than
-    `mimo.rl.rewards.expressions.LIMIT_S` to read or to compare is not the answer.
+    `mimo.rl.rewards.expressions.LIMIT_S` to read or to compare counts as wrong.
 
     Args:
-        prompt: tells whether the completion begins with thinking.
+        prompt: shows whether the completion begins inside a `<think>` block.
         completion: the model's text.
         ground_truth: an expression, in LaTeX or plain.
-        metadata: no effect.
+        metadata: not used.
 
     Raises:
-        ValueError: the ground truth is no expression.
+        ValueError: the ground truth is not an expression.
     """
-    # A bare expression in LaTeX is read as such only between dollars.
+    # math-verify reads bare LaTeX only between dollar signs.
     wanted = ground_truth if "$" in ground_truth or "\\boxed" in ground_truth else f"${ground_truth}$"
     text = visible_text(prompt, completion)
     result = compare(wanted, text or "")

@@ -10,7 +10,8 @@ from mimo.rl.rewards.reasoning import visible_text
 
 LETTERS = "ABCDEFGHIJ"
 
-# From the clearest to the least clear; of each the last match counts, as a model may first weigh other choices.
+# Ordered from the clearest to the least clear. The last match of a pattern counts, because a model may weigh other
+# choices first.
 _PATTERNS = tuple(map(re.compile, (
     r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])(?![A-Za-z])",
     # A small letter must end the phrase: "the answer is a dog" chooses nothing.
@@ -22,16 +23,16 @@ _PATTERNS = tuple(map(re.compile, (
 
 
 def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1.0 where the completion outside of `<think>...</think>` chooses the ground truth's letter, else 0.0.
+    """Return 1.0 if the completion without `<think>...</think>` chooses the ground truth's letter, else 0.0.
 
     Args:
-        prompt: tells whether the completion begins with thinking.
+        prompt: shows whether the completion begins inside a `<think>` block.
         completion: the model's text.
         ground_truth: a letter from A to J, in brackets or not.
-        metadata: `num_choices`, where it is given, is how many letters there are.
+        metadata: may have `num_choices`, the number of letters to choose from.
 
     Raises:
-        ValueError: the ground truth is no such letter.
+        ValueError: the ground truth is not one of these letters.
     """
     letters = LETTERS[: metadata.get("num_choices", len(LETTERS))]
     wanted = ground_truth.strip().strip("().").upper()
@@ -42,10 +43,10 @@ def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[st
 
 
 def choice(text: str, letters: str = LETTERS) -> str | None:
-    r"""The letter that a text chooses, None for none of `letters`.
+    r"""Return the letter that a text chooses; None if it chooses none of `letters`.
 
     In order of clarity: `\boxed{B}`; `answer is B`, `Answer: (B)`, `option B`; `(B)`; a line `B.`, `B)` or `B`; a
-    capital letter at the end. A small letter counts only in a box, or behind `answer` where the phrase ends with it.
+    capital letter at the end. A small letter counts only in a box, or after `answer` if it ends the phrase.
     """
     for pattern in _PATTERNS:
         found = [match[1].upper() for match in pattern.finditer(text)]

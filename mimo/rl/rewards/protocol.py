@@ -10,16 +10,16 @@ class Reward(Protocol):
     """Scores one completion."""
 
     def __call__(self, prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-        """The score, a finite number; the built-in rewards give 1.0 for a right answer and 0.0 for any other.
+        """Return the score, a finite number. The built-in rewards return 1.0 for a right answer and 0.0 for any other.
 
         Args:
-            prompt: text that the model went on from, chat template included.
-            completion: text that it wrote, without special tokens of the end.
+            prompt: text of the prompt, chat template included.
+            completion: text that the model wrote, without special tokens at its end.
             ground_truth: the data set's answer.
-            metadata: the data set's other fields of the sample, and `finish_reason`: `stop`, or `length` where the
-                length limit cut the completion off.
+            metadata: the data set's other fields of the sample, and `finish_reason`, which is `stop`, or `length` if
+                the length limit cut the completion off.
 
         Raises:
-            ValueError: the ground truth or the metadata cannot be scored against; a completion never raises.
+            ValueError: the ground truth or the metadata cannot be scored against. No completion raises an error.
         """
         ...

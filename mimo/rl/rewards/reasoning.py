@@ -9,12 +9,12 @@ _BLOCK = re.compile(f"{OPEN}.*?{CLOSE}", re.DOTALL)
 
 
 def visible_text(prompt: str, completion: str) -> str | None:
-    """The completion without `<think>...</think>`; None where thinking does not end: then there is no answer.
+    """Return the completion without `<think>...</think>`; None if a block does not end, so that there is no answer.
 
-    Templates that end with `<think>` leave the model only the end of the block to write, so a completion may begin
-    inside of one: everything before a `</think>` of which the beginning is not there is thinking, too.
+    With templates that end with `<think>`, a completion begins inside a block. Everything before a `</think>` without
+    a `<think>` is therefore left out, too.
     """
     text = OPEN + completion if prompt.rstrip().endswith(OPEN) else completion
-    # A space: what stood on both sides of a block must not become one number.
+    # A space takes the place of a block, so that digits on both sides of it do not become one number.
     text = _BLOCK.sub(" ", text).rpartition(CLOSE)[2]
     return None if OPEN in text else text

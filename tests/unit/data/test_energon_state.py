@@ -15,7 +15,7 @@ from megatron.energon.state import FlexState
 
 from data.energon.provider import Config
 from data.energon.state import from_plain, to_plain
-from data.energon.workers import CHECKPOINT_EVERY
+from data.energon.workers import CHECKPOINT_EVERY, RowStream
 from tests.support.shards import keys, open_reader, text_shards
 
 # Rows before, at and after the places where a worker sends its state.
@@ -61,6 +61,15 @@ def test_a_lane_reads_on_after_any_row(shards, tmp_path, order):
         keys(reader, 1, 9)  # what was read ahead does not count
         states = stored(reader.state_dict(mark), tmp_path)
         assert keys(open_reader(config, [1], 2, states=states), 1, 20) == whole[stop : stop + 20], stop
+
+
+def test_a_worker_sends_its_state_once_in_so_many_rows(shards, monkeypatch):
+    """States are large: sending one with every row would slow reading down and change nothing else."""
+    counts, state_of = [], RowStream._state
+    monkeypatch.setattr(RowStream, "_state", lambda stream, count: [counts.append(count), state_of(stream, count)][1])
+    reader = open_reader(Config(data_path=shards, num_workers=0), [0], 1)
+    keys(reader, 0, 3 * CHECKPOINT_EVERY + 5)
+    assert counts == [CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY, 3 * CHECKPOINT_EVERY]
 
 
 @pytest.mark.slow

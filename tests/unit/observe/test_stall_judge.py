@@ -37,11 +37,11 @@ def the_one(verdict: Verdict) -> tuple[int, str]:
 def test_a_rank_that_computes_or_sleeps():
     verdict = found(rank(0, bridge(1, 2)), rank(1, bridge(0)), rank(2))
     assert the_one(verdict)[0] == 2
-    assert "in no announced wait" in verdict.suspects[0].reason and "mimo/x.py:1 work" in verdict.suspects[0].reason
+    assert "not in a tracked wait" in verdict.suspects[0].reason and "mimo/x.py:1 work" in verdict.suspects[0].reason
     assert verdict.suspects[0].waiters == 2
 
 
-def test_a_rank_that_computes_inside_an_announced_wait_of_a_group():
+def test_a_rank_that_computes_inside_a_tracked_wait_of_a_group():
     optimizer = Wait("optimizer step", group=(0, 1, 2), seconds=60.0)
     norms = Blocked("collective", "all_reduce", (0, 1, 2))
     number, reason = the_one(found(rank(0, optimizer, blocked=norms), rank(1, optimizer),
@@ -50,8 +50,8 @@ def test_a_rank_that_computes_inside_an_announced_wait_of_a_group():
     assert "it waits for optimizer step for 60.0 s" in reason and "mimo/x.py:1" in reason
 
 
-def test_collectives_that_nobody_announced_lead_to_the_rank_that_is_missing():
-    """The peer of a sleeping rank is in no announced wait either: its stack shows that it waits, and for whom."""
+def test_untracked_collectives_lead_to_the_rank_that_is_missing():
+    """The peer of a sleeping rank is not in a tracked wait either: its stack shows that it waits, and for whom."""
     tensor_parallel = Blocked("collective", "all_reduce", (1, 2))
     assert the_one(found(rank(0, bridge(1)), rank(1, blocked=tensor_parallel), rank(2)))[0] == 2
     assert the_one(found(rank(0, bridge(1)), rank(1, blocked=AT_HANDLE), rank(2)))[0] == 2
@@ -81,7 +81,7 @@ def test_a_reader_that_was_not_asked_waits_for_its_own_main_thread():
     waiting = LoaderStatus(True, "samples of lane 0 from rank 0, their reader", peers=(0,))
     idle = LoaderStatus(False, "nothing")
     number, reason = the_one(found(rank(0, loader=idle), rank(1, data, loader=waiting), rank(2, data, loader=waiting)))
-    assert number == 0 and "no announced wait" in reason
+    assert number == 0 and "not in a tracked wait" in reason
 
 
 def test_a_wait_for_something_that_is_no_rank():
@@ -107,7 +107,7 @@ def test_a_host_of_which_no_rank_answers():
     assert "nor does any rank of host host-b" in the_one(found(rank(0, bridge(1, 2)), rank(1, bridge(0)),
                                                                processes=away))[1]
     unknown = {number: process for number, process in PROCESSES.items() if number != 2}
-    assert "never told" in the_one(found(rank(0, bridge(1, 2)), rank(1, bridge(0)), processes=unknown))[1]
+    assert "never registered" in the_one(found(rank(0, bridge(1, 2)), rank(1, bridge(0)), processes=unknown))[1]
 
 
 def test_two_ranks_that_do_not_answer_are_candidates():

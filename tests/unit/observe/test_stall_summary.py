@@ -76,12 +76,12 @@ def test_a_rank_without_an_answer_has_its_line():
 def test_an_unclear_verdict_lists_its_candidates():
     statuses = {rank: RankStatus(rank, idle_s=9.0, stack=(f"m.py:{rank} f: g()",)) for rank in range(12)}
     text = write_summary(statuses, {}, {rank: place(rank) for rank in range(12)}, "now")
-    assert "it cannot be told which rank everybody waits for\nwhy: 12 ranks wait for no other rank\n" in text
+    assert "it is not clear which rank everybody waits for\nwhy: 12 ranks wait for no other rank\n" in text
     assert text.count("candidate: rank ") == 8
-    assert "candidates as well: ranks 8-11\n" in text
+    assert "further candidates: ranks 8-11\n" in text
 
 
 def test_one_rank_alone():
     text = write_summary({0: RankStatus(0, idle_s=5.0)}, {}, {0: place(0)}, "now")
-    assert text.startswith("stall summary [now]: rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0) does not go on\n")
+    assert text.startswith("stall summary [now]: rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0) makes no progress\n")
     assert "all 1 rank:\n" in text

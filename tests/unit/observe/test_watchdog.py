@@ -72,7 +72,7 @@ def test_stall_outside_every_wait(start):
     process = start(STALL + "time.sleep(600)")
     _, error = process.communicate()
     assert process.returncode == 17
-    assert "; in no announced wait" in error.splitlines()[0]
+    assert "; not in a tracked wait" in error.splitlines()[0]
 
 
 def test_report_that_cannot_be_written_still_reaches_stderr(start, tmp_path):
@@ -133,7 +133,7 @@ with watchdog.limit(float("inf")), watchdog.waiting("checkpoint"):
     assert process.returncode == 17
     assert out.startswith("3 ['checkpoint'] ()\n")
     assert error.startswith("stall elsewhere, seen on rank 3: no progress for ")
-    assert "rank 3 knows of no summary of the stall: there is no answer from the launcher" in error, "it said None"
+    assert "rank 3 got no summary of the stall: no answer from the launcher" in error, "it said None"
 
 
 def test_closing_ends_the_conversation_with_other_ranks(start):
@@ -215,7 +215,7 @@ def test_state_without_a_thread():
     watchdog.progress(iteration=1, microbatch=3)
     with watchdog.waiting("optimizer step"):
         assert "iteration 1, microbatch 3; waiting for optimizer step for " in watchdog.describe()
-    assert watchdog.describe().endswith("; in no announced wait")
+    assert watchdog.describe().endswith("; not in a tracked wait")
     watchdog.progress(iteration=2)
     assert "microbatch" not in watchdog.describe()
     watchdog.close()

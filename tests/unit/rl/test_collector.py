@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo.rl.collector import Collector
+from mimo.rl.collector import Collector, Devices
 from mimo.rl.cursor import Pending, PromptCursor
 from mimo.rl.prompts import Prompt
 from mimo.rollout.engine import Rollout
+from mimo.watchdog.watchdog import Watchdog
 
 GROUP = [Rollout((7, 2), (-0.5, -0.1), "3", "stop"), Rollout((8, 9), (-1.0, -2.0), "3", "length")]
 
@@ -21,7 +22,8 @@ def prompt(index, seed=0):
 def collector(cursor, mode="one-step-off", completions=2, seed=0):
     made = Collector.__new__(Collector)
     made.cursor = cursor
-    made.config = SimpleNamespace(prompts_per_step=2, rollout=SimpleNamespace(rollout_mode=mode),
+    made.config = SimpleNamespace(prompts_per_step=2,
+                                  rollout=SimpleNamespace(rollout_mode=mode, rollout_timeout_s=60.0),
                                   rl=SimpleNamespace(completions_per_prompt=completions))
     made.source = SimpleNamespace(prompts=SimpleNamespace(prompt=lambda index: prompt(index, seed)))
     return made
@@ -46,6 +48,23 @@ def test_answers_to_other_questions_are_drawn_anew(changed):
     assert collector(restored(), **changed)._prefetched_answers() is None
 
 
+class DevicesOfASleepingEngine(Devices):
+    """Devices whose engine loses its weights while the trainer trains."""
+
+    @property
+    def keeps_weights(self):
+        return False
+
+
+@pytest.mark.parametrize(("devices", "version"), [(Devices(), 3), (DevicesOfASleepingEngine(), None)])
+def test_only_an_engine_that_lost_its_weights_gets_them_again(devices, version):
+    made = collector(PromptCursor())
+    made.devices, made.watchdog, made.probe, made._version = devices, Watchdog(0, "rank 0"), None, 3
+    made._finish_rollouts()
+    made.watchdog.close()
+    assert made._version == version, "the version that `refit` need not send again"
+
+
 def test_other_ranks_know_the_place_alone():
     after = PromptCursor()
     after.load_state_dict(PromptCursor(4, restored().pending).streams(is_first_rank=False))
@@ -53,5 +72,5 @@ def test_other_ranks_know_the_place_alone():
 
 
 def test_streams_of_another_program_are_refused():
-    with pytest.raises(ValueError, match="this checkpoint is of train_hetero.py; --finetune takes its weights"):
+    with pytest.raises(ValueError, match="this checkpoint is from train_hetero.py; --finetune starts a new run"):
         PromptCursor().load_state_dict({"consumed_samples": 3, "streams": {"language/0": {"next": 3}}})

@@ -69,12 +69,12 @@ def test_completions_carry_what_the_engine_and_the_reward_said():
 
 @pytest.mark.parametrize(("changes", "expected"), [
     ({"version": "2"}, "of policy version '2'; the last refit gave the engine version '3'"),
-    ({"token_ids": (), "logprobs": ()}, "one has 0 tokens, of 1 to --max-completion-tokens 4"),
+    ({"token_ids": (), "logprobs": ()}, "one has 0 tokens instead of 1 to --max-completion-tokens 4"),
     ({"token_ids": (1,) * 5, "logprobs": (-1.0,) * 5}, "one has 5 tokens"),
     ({"logprobs": (-0.5,)}, "1 log-probs for 2 tokens"),
-    ({"logprobs": (-0.5, math.nan)}, "nan is no log-probability"),
-    ({"logprobs": (-math.inf, -0.5)}, "-inf is no log-probability"),
-    ({"logprobs": (0.5, -0.5)}, "0.5 is no log-probability"),
+    ({"logprobs": (-0.5, math.nan)}, "nan is not a log-probability"),
+    ({"logprobs": (-math.inf, -0.5)}, "-inf is not a log-probability"),
+    ({"logprobs": (0.5, -0.5)}, "0.5 is not a log-probability"),
 ])
 def test_an_answer_that_cannot_be_trained_on_is_refused(changes, expected):
     with pytest.raises(ValueError, match=f"^the engine's answers to prompt p0.*{expected}"):
@@ -145,8 +145,8 @@ def test_images_that_the_engine_counts_otherwise_are_refused():
     completion = ask(4)
     assert (completion.prompt_length, completion.length, completion.image_sizes) == (4, 6, ((8, 8),))
     assert ask(None) == completion
-    with pytest.raises(ValueError, match="the engine made 3 tokens of prompt p2, the trainer makes 4: they do not take "
-                       "its 1 images alike"):
+    with pytest.raises(ValueError, match="the engine made 3 tokens of prompt p2, the trainer makes 4: the two "
+                       "process its 1 images differently"):
         ask(3)
     asked = source()
     asked.prompts = Images()
