@@ -134,7 +134,7 @@ class MtpBlock(MultiTokenPredictionBlock):
             targets: float64 `[1 + depths]` on the device: target tokens of the decoder and of each depth, over the
                 global batch.
         """
-        # Gradients will be divided by the decoder's targets; each depth's loss is a mean over its own.
+        # All losses are divided by the decoder's targets (`LossScale`); each depth's loss is a mean over its own.
         counts = targets.clamp(min=1)
         self.targets = targets[1:]
         self.loss_weights = (self.mtp_loss_scaling_factor / len(self.layers) * counts[0] / counts[1:]).float()

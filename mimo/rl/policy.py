@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
 from mimo.config.rl import RlConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
@@ -44,7 +43,7 @@ from mimo.rl.packing import PackedRows, pack_rows
 from mimo.rl.prompts import PromptSet
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
-from mimo.training.step import TrainerParts, UpdateResult, clear_gradients, run_schedule, update_weights
+from mimo.training.step import LossScale, TrainerParts, UpdateResult, clear_gradients, run_schedule, update_weights
 from mimo.training.step_metrics import MoeLosses, peak_memory_bytes
 from mimo.watchdog.process_exit import ReportedElsewhereError
 
@@ -217,8 +216,12 @@ class PolicyTrainer:
         """
         clear_gradients(self.parts)
         totals: list[Totals] = []
-        count = self._scale_aux_losses(completions)
-        self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), forward_only=False)
+        count = loss_count(self.config, [len(each.token_ids) for each in completions])
+        # Routers multiply their losses by the tokens of a microbatch. Divided by all tokens, they weigh the same
+        # however the policy loss is averaged.
+        num_tokens = sum(each.length for each in completions)
+        scale = LossScale(*torch.tensor([1 / count, 1 / num_tokens], device=self.parts.platform.device))
+        self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), scale)
         everywhere = self._over_world(totals)
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         update = update_weights(
@@ -267,20 +270,9 @@ class PolicyTrainer:
         model = self.parts.built.model
         set_training(model, False)
         with torch.no_grad(), self.parts.watchdog.waiting("log-probs before the update", is_work=True):
-            self._run(microbatches, collect, forward_only=True)
+            self._run(microbatches, collect)
         set_training(model, True)
         return found
-
-    def _scale_aux_losses(self, completions: Sequence[Completion]) -> int:
-        """Make load-balancing losses weigh the same however the policy loss is averaged. Return its divisor.
-
-        Routers multiply their losses by the tokens of a microbatch, and gradients are divided by the divisor of the
-        policy loss. The factor set here turns that into a mean over the tokens of the global batch.
-        """
-        count = loss_count(self.config, [len(each.token_ids) for each in completions])
-        scale = torch.full((1,), count / sum(each.length for each in completions))
-        get_model_config(self.parts.built.model).moe_grad_scale_func = lambda: scale
-        return count
 
     def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:
         """Compute the log-probs that the updates hold fixed. Collective."""
@@ -315,14 +307,18 @@ class PolicyTrainer:
             figures["kl_penalty"] = sum(penalties) / len(penalties)
         return advantages(rewards, [each.prompt for each in completions], self.config.advantage), figures
 
-    def _run(self, microbatches: Sequence[PolicyMicrobatch], consume: Consume, *, forward_only: bool) -> None:
-        """Run all microbatches through the schedule. The last stage's logits `[1, t, vocab / tp]` go to `consume`."""
+    def _run(self, microbatches: Sequence[PolicyMicrobatch], consume: Consume, scale: LossScale | None = None) -> None:
+        """Run all microbatches through the schedule. The last stage's logits `[1, t, vocab / tp]` go to `consume`.
+
+        Backward passes run if there is a scale of the losses.
+        """
         numbers = itertools.count()
 
         def step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
             return model(next(batches), with_labels=False), partial(consume, next(numbers))
 
-        run_schedule(self.parts, [each.batch for each in microbatches], step, forward_only=forward_only)
+        run_schedule(self.parts, [each.batch for each in microbatches], step, forward_only=scale is None,
+                     loss_scale=scale)
 
     def _loss(self, microbatches: Sequence[PolicyMicrobatch], fixed: FixedLogProbs, scores: torch.Tensor,
               totals: list[Totals], index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:

@@ -5,7 +5,7 @@ and their gradients come back after its backward passes. A window of microbatche
 so the number of images whose activations are kept does not grow with the batch (`mimo.grid.windows`).
 
 The gradient of a sum over images does not depend on where an image is encoded: the encoder's data-parallel reduction
-adds up all replicas in float32, and the division by the number of target tokens comes after it.
+adds up all replicas in float32, and losses were divided by the number of target tokens of the global batch before.
 """
 
 from __future__ import annotations

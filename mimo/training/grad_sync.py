@@ -1,4 +1,4 @@
-"""Reduces gradients inside each module's own groups, then divides them by the world's number of target tokens."""
+"""Reduces gradients inside each module's own groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GradSync:
     """Gradient reduction that the schedule calls after the last backward pass of a step.
 
     Megatron Core's `finalize_model_grads` runs once for each module, in the module's groups, and does not normalise:
-    the divisor is the number of target tokens of the *global* batch, which only the world knows (`scale`).
+    losses were divided by the number of target tokens of the *global* batch (`mimo.training.step.mean_over_targets`).
 
     Args:
         built: this rank's modules.
@@ -75,20 +75,16 @@ class GradSync:
         for bias, kept in self._kept_biases:
             bias.copy_(kept)
 
-    def scale(self, num_tokens: torch.Tensor, participants: dict[str, torch.Tensor] | None = None) -> None:
-        """Divide every gradient by the global number of target tokens.
+    def correct_participation(self, participants: dict[str, torch.Tensor]) -> None:
+        """Multiply the gradients of encoders by dp / participants.
 
         Args:
-            num_tokens: scalar on the device; below 1 counts as 1.
-            participants: encoder -> scalar count of its data-parallel ranks that saw an image this step; given only
-                with `--correct-encoder-grad-for-partial-participation`, which multiplies by dp / participants.
+            participants: encoder -> scalar count of its data-parallel ranks that saw an image this step.
         """
-        factor = 1.0 / num_tokens.clamp(min=1)
-        for name, wrapped in self.built.wrapped.items():
-            own_factor = factor
-            if participants is not None and name in participants:
-                own_factor = factor * participation_correction(participants[name], self.grids.layout.grids[name].dp)
-            wrapped.scale_gradients(own_factor.float())
+        for name, count in participants.items():
+            if name in self.built.wrapped:
+                correction = participation_correction(count, self.grids.layout.grids[name].dp)
+                self.built.wrapped[name].scale_gradients(correction.float())
 
 
 def expert_biases(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from mimo.bridge.handshake import Handshake, destination_rows, source_rows
 from mimo.bridge.pipeline import PipelineCommunicator
@@ -141,6 +142,60 @@ def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
     return model(batch), partial(loss_function, batch)
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """Factors of the losses of a schedule. With the reciprocal of the number of targets, gradients come out as means.
+
+    This takes no pass of its own over the gradients, which a division after the last backward pass would. Gradients of
+    encoders that arrive over a bridge contain the factor already.
+
+    Attributes:
+        loss: scalar tensor on the device, by which the sum of each microbatch's losses is multiplied.
+        aux_loss: the same for load-balancing losses and multi-token prediction.
+    """
+
+    loss: torch.Tensor
+    aux_loss: torch.Tensor
+
+    def install(self, config: Any) -> None:
+        """Have Megatron Core's schedule multiply auxiliary losses; `config` is the model's."""
+        # One tensor for each call: the schedule may keep it and write later scales into it.
+        config.moe_grad_scale_func = config.mtp_grad_scale_func = self.aux_loss.clone().view(1).clone
+
+    def apply(self, step_function: Any, batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
+        """Call `step_function`, and multiply what its loss function returns first."""
+        output, loss_function = step_function(batches, model)
+
+        def scaled(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+            loss, *others = loss_function(*arguments, **options)
+            return loss * self.loss, *others
+
+        return output, scaled
+
+
+def mean_over_targets(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> LossScale:
+    """Return the reciprocal of the number of the global batch's targets. Collective over the language grid's lanes.
+
+    Ranks without the language model compute no loss and get 1.
+    """
+    device = parts.platform.device
+    groups = parts.grids.collections.get(LANGUAGE)
+    if groups is None:
+        one = torch.ones((), device=device)
+        return LossScale(one, one)
+    count = 0.0
+    for batch in microbatches:
+        assert batch.text is not None, "language ranks hold text"
+        count += batch.text.loss_mask.sum(dtype=torch.float64).item()
+    # `full` does not make the host wait for the device, as a copy from pageable memory does.
+    targets = torch.full((), count, dtype=torch.float64, device=device)
+    with parts.trace.wait("count of the targets of the global batch", module=LANGUAGE,
+                          group=parts.grids.layout.language.ranks):
+        dist.all_reduce(targets, group=groups.dp)
+    factor = targets.clamp(min=1).reciprocal().float()
+    return LossScale(factor, factor)
+
+
 def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> None:
     """Compare both sides of every lane and give the bridges their row counts. Needed before each schedule."""
     with parts.trace.wait("comparison of both sides of each lane", peers=lambda: parts.handshake.waits_for):
@@ -160,8 +215,12 @@ def run_schedule(
     *,
     forward_only: bool,
     force_all_reduce: bool = False,
+    loss_scale: LossScale | None = None,
 ) -> list[Any]:
-    """Run forward (and backward) passes of a step's microbatches. Return what the loss function reported, in order."""
+    """Run forward (and backward) passes of a step's microbatches. Return what the loss function reported, in order.
+
+    Without `loss_scale`, gradients are those of the sum of all losses.
+    """
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
     parts.schedule_spans.begin(len(microbatches))
@@ -173,6 +232,9 @@ def run_schedule(
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
     train = parts.config.train
     parts.grad_sync.force_all_reduce = force_all_reduce
+    if loss_scale is not None:
+        loss_scale.install(get_model_config(parts.built.model))
+        step_function = partial(loss_scale.apply, step_function)
     reports: list[Any] = schedule(
         forward_step_func=step_function,
         data_iterator=on_device(microbatches, parts.platform.device),
@@ -218,20 +280,21 @@ def train_step(
     """
     parts.built.residency.require("a training step", *KINDS)
     clear_gradients(parts)
+    scale = mean_over_targets(parts, microbatches)
     with parts.trace.wait("count of the targets of multi-token prediction"):
         begin_mtp_step(
             parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
     # With prefetch, the encoder's input does not go to the device again: its features are or will be in a queue.
     scheduled = microbatches if parts.prefetch is None else parts.prefetch.begin_step(microbatches, coming)
     with parts.schedule_timer.measure():
-        reports = run_schedule(parts, scheduled, forward_step, forward_only=False, force_all_reduce=force_all_reduce)
+        reports = run_schedule(parts, scheduled, forward_step, forward_only=False, force_all_reduce=force_all_reduce,
+                               loss_scale=scale)
     summed = _sum_over_world(parts, microbatches, reports, stop_requested)
-    participants = None
     encoders = [encoder.name for encoder in parts.grids.layout.encoders]
     if parts.config.optim.correct_encoder_grad_for_partial_participation:
-        participants = {name: summed[FIXED_TOTALS + index] for index, name in enumerate(encoders)}
+        parts.grad_sync.correct_participation(dict(zip(encoders, summed[FIXED_TOTALS:], strict=False)))
     update = update_weights(
-        parts, loss_sum=summed[0], num_targets=summed[1], participants=participants,
+        parts, loss_sum=summed[0], num_targets=summed[1],
         num_samples=parts.config.train.global_batch_size,
         refuse_loss=partial(_refuse_loss, parts, microbatches, reports))
     totals = summed.tolist()
@@ -272,12 +335,11 @@ def update_weights(
     num_targets: torch.Tensor,
     num_samples: int,
     refuse_loss: Callable[[float], NoReturn],
-    participants: dict[str, torch.Tensor] | None = None,
 ) -> UpdateResult:
-    """Turn the summed gradients of a global batch into one optimizer step. Collective over the world.
+    """Turn the gradients of a global batch into one optimizer step. Collective over the world.
 
-    Gradients become means over the targets, are clipped and applied. Where one is not finite, on any rank, all ranks
-    skip the step: weights, schedule and expert biases stay as they were.
+    Gradients, which are means over the targets, are clipped and applied. Where one is not finite, on any rank, all
+    ranks skip the step: weights, schedule and expert biases stay as they were.
 
     Args:
         parts: this rank's trainer; the schedule has reduced its gradients inside each module.
@@ -285,10 +347,7 @@ def update_weights(
         num_targets: number of its targets, likewise; no targets count as one.
         num_samples: how far the learning-rate schedule advances.
         refuse_loss: raises for a loss that is not finite (with --check-for-nan-in-loss), before anything is updated.
-        participants: see `GradSync.scale`.
     """
-    with parts.spans.span(Kind.GRADIENT_SYNC, "division by the number of targets"):
-        parts.grad_sync.scale(num_targets, participants)
     # The host reads the loss only now: until here it runs ahead of the device.
     total, count = torch.stack([loss_sum, num_targets]).tolist()
     loss = total / max(count, 1.0)

@@ -29,7 +29,7 @@ def count_a_lane_twice(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None
     """The first lane reports its target tokens twice."""
     from mimo.training import step
 
-    loss_function = step.loss_function
+    loss_function, mean_over_targets = step.loss_function, step.mean_over_targets
 
     def report_twice(batch: Any, losses: Any) -> Any:
         total, count, report = loss_function(batch, losses)
@@ -37,17 +37,20 @@ def count_a_lane_twice(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None
 
     if rank == FIRST_LANE:
         patch.setattr(step, "loss_function", report_twice)
+        patch.setattr(step, "mean_over_targets", lambda parts, microbatches: mean_over_targets(parts, 2 * microbatches))
 
 
 def divide_encoder_gradients_by_dp(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None:
-    scale = parts.grad_sync.scale
+    from megatron.core.utils import get_model_config
 
-    def scale_and_divide(*args: Any) -> None:
-        scale(*args)
+    finalize = parts.grad_sync.finalize
+
+    def finalize_and_divide(*args: Any, **options: Any) -> None:
+        finalize(*args, **options)
         if "vision" in parts.built.wrapped:
             parts.built.wrapped["vision"].scale_gradients(1 / 2)
 
-    patch.setattr(parts.grad_sync, "scale", scale_and_divide)
+    patch.setattr(get_model_config(parts.built.model), "finalize_model_grads_func", finalize_and_divide)
 
 
 def skip_the_last_update_of_a_shard(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None:

@@ -51,3 +51,24 @@ def test_steps_are_those_of_megatron_core_to_the_bit(pool: WorkerPool, layout: s
         assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
         assert ours.exact.keys() == theirs.exact.keys()
         assert not [name for name, value in theirs.exact.items() if not np.array_equal(value, ours.exact[name])]
+
+
+def count_passes_over_gradients(rank: int, flags: tuple[str, ...], world_size: int) -> int:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from mimo.training.step import train_step
+    from tests.support.steps import trainer_of
+
+    passes = []
+    with pytest.MonkeyPatch.context() as patch, trainer_of(rank, flags, world_size) as (parts, loader):
+        patch.setattr(DistributedDataParallel, "scale_gradients", lambda *arguments: passes.append(arguments))
+        assert train_step(parts, loader.next_step()).success
+    return len(passes)
+
+
+def test_no_pass_over_all_gradients_divides_them(pool: WorkerPool) -> None:
+    """Losses are divided before the backward pass. One flag multiplies an encoder's gradients after it."""
+    flags = ("--llm-dp", "2")
+    assert pool.run(count_passes_over_gradients, flags, 3, world_size=3) == [0, 0, 0]
+    flags = (*flags, "--correct-encoder-grad-for-partial-participation")
+    assert pool.run(count_passes_over_gradients, flags, 3, world_size=3) == [1, 0, 0]

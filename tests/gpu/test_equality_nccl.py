@@ -15,6 +15,7 @@ from tests.support.launch import ROOT
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = {
+    "one-gpu": (1, "--layout colocated"),
     "homogeneous-dp2": (2, "--layout colocated --encoder-dp 2 --llm-dp 2"),
     "encoder-dp1-llm-dp1": (2, ""),
     "colocated-encoder-dp2-llm-tp2": (

@@ -25,6 +25,7 @@ from mimo.rl.losses import (
     Totals,
     add_totals,
     importance_weights,
+    loss_count,
     loss_metrics,
     mismatch_metrics,
     mismatch_totals,
@@ -104,7 +105,7 @@ def run(rank: int, config: RlConfig, layout_flags: tuple[str, ...], world_size: 
         world_size: number of processes.
         seq_length: every microbatch is padded to it, as the pipeline needs; 0: to nothing, on one process.
     """
-    from mimo.training.step import run_schedule
+    from mimo.training.step import LossScale, run_schedule
 
     parts = equality.make_trainer(
         *_config_and_layout(layout_flags, world_size, seq_length or config.max_tokens_per_microbatch))
@@ -133,7 +134,9 @@ def run(rank: int, config: RlConfig, layout_flags: tuple[str, ...], world_size: 
 
     for wrapped in parts.built.wrapped.values():
         wrapped.zero_grad_buffer()
-    run_schedule(parts, [microbatch(own) for own in packed], forward, forward_only=False, force_all_reduce=True)
+    scale = torch.tensor(1 / loss_count(config, COMPLETIONS))
+    run_schedule(parts, [microbatch(own) for own in packed], forward, forward_only=False, force_all_reduce=True,
+                 loss_scale=LossScale(scale, scale))
     _finish(parts, outcome, totals)
     outcome.num_microbatches = len(plan)
     parts.watchdog.close()
@@ -204,11 +207,10 @@ def _config_and_layout(layout_flags: tuple[str, ...], world_size: int, seq_lengt
 
 
 def _finish(parts: Any, outcome: Outcome, totals: list[Totals]) -> None:
-    """Totals over the world, and gradients over the divisor."""
+    """Totals over the world, and gradients."""
     names = (*LOSS_SUMS, *IMPORTANCE_SUMS, *MISMATCH_SUMS)
     none = Totals.zeros(names, MISMATCH_MAXIMA, parts.platform.device)
     everywhere = (add_totals(totals) if parts.counts_losses else none).over_group()
-    parts.grad_sync.scale(everywhere.sums["loss_count"])
     outcome.metrics = loss_metrics(everywhere) | mismatch_metrics(everywhere)
     outcome.gradients = read_gradients(parts.built.model)
 
