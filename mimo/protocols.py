@@ -435,6 +435,18 @@ class ModelProvider(Protocol):
 
 
 @runtime_checkable
+class DeepStackProvider(Protocol):
+    """A model provider whose encoders send features of several depths (`mimo.model.deepstack`)."""
+
+    def num_levels(self, config: Any, module: str) -> int:
+        """Count the levels that an encoder sends besides its output. Decoder layer i adds level i to its output.
+
+        A language model has at least as many layers as levels.
+        """
+        ...
+
+
+@runtime_checkable
 class ComparableProvider(Protocol):
     """A model provider that says which of its fields decide what a model computes.
 

@@ -17,24 +17,27 @@ from mimo.grid.groups import Grids
 from mimo.observability.spans import ScheduleSpans
 from mimo.protocols import LANGUAGE
 
+StageShapes = tuple[tuple[int, int, int], tuple[int, int, int]]
+
 
 class FixedShapeP2P(P2PCommunicator):
-    """Stage-to-stage transfers of one known shape.
+    """Stage-to-stage transfers of known shapes.
 
     Megatron Core's variable-length mode, which multi-module schedules insist on, sends each shape over the device first
-    and synchronises twice a transfer. The language model's hidden states have one shape in a run.
+    and synchronises twice a transfer. The language model's hidden states between two stages have one shape in a run.
 
     Args:
         pp_group: the module's pipeline group.
         config: Megatron config of the module.
-        shape: `[sequence / (cp * tp under sequence parallelism), micro batch, hidden]`.
+        shapes: `[sequence / (cp * tp under sequence parallelism), micro batch, columns]` of what comes from the
+            previous stage, and of what goes to the next one. Levels of features (`mimo.model.deepstack`) are columns.
     """
 
     def __init__(
-        self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig, shape: tuple[int, int, int]
+        self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig, shapes: StageShapes
     ) -> None:
         super().__init__(pp_group, config)
-        self.shape = list(shape)
+        self.shapes = [list(shape) for shape in shapes]
 
     def _communicate_shapes(
         self,
@@ -43,9 +46,10 @@ class FixedShapeP2P(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[list[int], list[int]]:
-        for tensor in (tensor_send_next, tensor_send_prev):
-            assert tensor is None or list(tensor.shape) == self.shape, f"{tuple(tensor.shape)} is not {self.shape}"
-        return self.shape, self.shape
+        for tensor, shape in zip((tensor_send_prev, tensor_send_next), self.shapes, strict=True):
+            assert tensor is None or list(tensor.shape) == shape, f"{tuple(tensor.shape)} is not {shape}"
+        previous, following = self.shapes
+        return previous, following
 
 
 class PipelineCommunicator(MultiModulePipelineCommunicator):
@@ -55,7 +59,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         grids: process groups.
         config: Megatron config whose `pipeline_dtype` is the dtype of activations.
         bridges: one per encoder, in module order.
-        language_shape: shape of the language model's hidden states between stages.
+        language_shapes: shapes of the language model's hidden states as in `FixedShapeP2P`.
         schedule_spans: told where a backward pass begins and ends.
 
     Attributes:
@@ -65,7 +69,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
 
     def __init__(
         self, grids: Grids, config: ModelParallelConfig, bridges: Sequence[Bridge],
-        language_shape: tuple[int, int, int], schedule_spans: ScheduleSpans,
+        language_shapes: StageShapes, schedule_spans: ScheduleSpans,
     ) -> None:
         self.bridges, self.schedule_spans = list(bridges), schedule_spans
         self.after_backward: Callable[[], None] = lambda: None
@@ -82,7 +86,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         self.grids = grids
         if LANGUAGE in self.rank_module_map:
             self.rank_module_map[LANGUAGE].p2p_communicator = FixedShapeP2P(
-                grids.collections[LANGUAGE].pp, config, language_shape
+                grids.collections[LANGUAGE].pp, config, language_shapes
             )
 
     def _build_bridge_comms(self) -> None:

@@ -6,12 +6,13 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_microbatches
 from mimo.grid.lanes import describe_images
 from mimo.grid.spec import GridSpec, Layout, lane_shares
-from mimo.protocols import ModelProvider, ParameterShape
+from mimo.protocols import DeepStackProvider, ModelProvider, ParameterShape
 
 
 def total_parameters(shapes: Iterable[ParameterShape]) -> int:
@@ -43,12 +44,22 @@ def _on_rank(shape: ParameterShape, grid: GridSpec, stage: int) -> int:
     return -(-math.prod(shape.shape) * count // ways)
 
 
+def num_levels(provider: ModelProvider, config: Any, module: str) -> int:
+    """Count the levels that an encoder sends besides its output."""
+    return provider.num_levels(config, module) if isinstance(provider, DeepStackProvider) else 0
+
+
+def bridge_width(provider: ModelProvider, config: Any, module: str) -> int:
+    """Return the columns of an encoder's output and its levels, as they cross the bridge."""
+    return provider.hidden_size(config) * (1 + num_levels(provider, config, module))
+
+
 def bridge_bytes(*, image_tokens: int, hidden_size: int, dtype_bytes: int) -> int:
     """Count the bytes of activations that cross the bridge for one microbatch; as many bytes of gradients go back.
 
     Args:
         image_tokens: encoder output tokens of the microbatch, summed over its samples.
-        hidden_size: width of the language model.
+        hidden_size: columns of a token; see `bridge_width`.
         dtype_bytes: bytes of an element (2 for bfloat16, 4 for float32).
 
     The copies inside the receiving replica (to its other tensor-parallel ranks) are not counted.
@@ -203,16 +214,19 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     spec = provider.token_spec(config.model_family)
     side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
     height, width = spec.image_shape if spec.image_size else (side, side)
-    hidden = provider.hidden_size(config.model_family)
+    family, hidden = config.model_family, provider.hidden_size(config.model_family)
     dtype, dtype_bytes = ("bf16", 2) if config.model.bf16 else ("fp32", 4)
     # The encoder of a homogeneous layout is on the ranks that take its output.
     for encoder in layout.encoders if layout.kind != "homogeneous" else ():
-        tokens = provider.num_image_tokens(config.model_family, encoder.name, height, width)
-        lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size, hidden_size=hidden, dtype_bytes=dtype_bytes)
+        tokens = provider.num_image_tokens(family, encoder.name, height, width)
+        levels = num_levels(provider, family, encoder.name)
+        lane = bridge_bytes(image_tokens=tokens * train.micro_batch_size,
+                            hidden_size=bridge_width(provider, family, encoder.name), dtype_bytes=dtype_bytes)
         whose = "bridge" if len(layout.encoders) == 1 else f"bridge of {encoder.name}"
         lines.append(f"{whose}: {format_bytes(lane)} per lane and microbatch, "
                      f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
-        lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, hidden size {hidden}, {dtype})")
+        columns = f"hidden size {hidden}" + (f" and {counted(levels, 'DeepStack level')}" if levels else "")
+        lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, {columns}, {dtype})")
         lines += _prefetch_lines(config, layout, provider, encoder, tokens * dtype_bytes)
     ahead = config.layout.encoder_run_ahead
     if ahead:

@@ -194,10 +194,15 @@ class HeteroModel(MimoModel):
         return text.padding.chunk(group.size(), dim=1)[group.rank()]
 
     def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Word embeddings with each placeholder replaced by its encoder row, `[s, b, hidden]`."""
+        """Word embeddings with each placeholder replaced by its encoder row, `[s, b, (1 + levels) * hidden]`.
+
+        The levels of an encoder (`mimo.model.deepstack`) come after the embeddings; they are zero elsewhere.
+        """
         embedding = unwrap_model(self.language_model).embedding
         merged = embedding(input_ids=text.input_ids, position_ids=text.position_ids)
-        length, samples, hidden = merged.shape
+        width = max((encoded.shape[1] for encoded in rows.values()), default=merged.shape[-1])
+        merged = _widened(merged, width)
+        length, samples, _ = merged.shape
         for name, encoded in rows.items():
             positions = text.placeholders[name]
             if positions.numel() != encoded.shape[0]:
@@ -206,6 +211,12 @@ class HeteroModel(MimoModel):
                     f"encoder sent {encoded.shape[0]} tokens"
                 )
             # No rows are copied too: the colocated bridge's backward is collective, so every rank's graph must have it.
-            flat = merged.reshape(length * samples, hidden).index_copy(0, positions, encoded.to(merged.dtype))
-            merged = flat.view(length, samples, hidden)
+            encoded = _widened(encoded.to(merged.dtype), width)
+            merged = merged.reshape(-1, width).index_copy(0, positions, encoded).view(length, samples, width)
         return merged
+
+
+def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """`tensor` with columns of zeros at the end, up to `width`."""
+    missing = width - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

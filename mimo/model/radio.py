@@ -34,20 +34,22 @@ def patch_grids(imgs_sizes: np.ndarray, patch_size: int) -> list[Grid]:
     return [(height // patch_size, width // patch_size) for height, width in imgs_sizes.tolist()]
 
 
-def interpolate_positions(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+def interpolate_positions(weight: torch.Tensor, grid: Grid, *, align_corners: bool = False) -> torch.Tensor:
     """Position embeddings of a square grid stretched over another one, `[rows * columns, hidden]`, row by row.
 
-    Bilinear between the centres of patches (`align_corners=False`, no antialiasing), in float32 or better.
+    Bilinear between the centres of patches (no antialiasing), in float32 or better.
 
     Args:
         weight: `[side * side, hidden]`, row by row.
         grid: rows and columns asked for.
+        align_corners: whether the centres of the corner patches coincide, instead of the corners of both grids.
     """
     side = math.isqrt(len(weight))
     if grid == (side, side):
         return weight
     positions_hyx = weight.to(torch.promote_types(weight.dtype, torch.float32)).t().view(1, -1, side, side)
-    stretched = torch.nn.functional.interpolate(positions_hyx, size=grid, mode="bilinear", align_corners=False)
+    stretched = torch.nn.functional.interpolate(positions_hyx, size=grid, mode="bilinear",
+                                                align_corners=align_corners)
     return stretched[0].flatten(1).t().to(weight.dtype)
 
 

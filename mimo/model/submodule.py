@@ -171,20 +171,22 @@ class Projector(MLP):
         pg_collection: the encoder's process groups.
         norm: norm class of the features, called as `norm(config=, hidden_size=, eps=)`; None: they are taken as they
             are.
+        norm_size: columns that the norm takes together, a divisor of `input_size`; 0: all of them. The features of
+            several patches that become a token can be normalized patch by patch.
     """
 
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, input_size: int,
-                 pg_collection: ProcessGroupCollection, norm: Any = None) -> None:
+                 pg_collection: ProcessGroupCollection, norm: Any = None, norm_size: int = 0) -> None:
         assert not config.sequence_parallel, "the projector's input is replicated over tensor-parallel ranks"
         super().__init__(config, submodules, input_size=input_size, tp_group=pg_collection.tp)
-        self.layer_norm = None
+        self.layer_norm, self.norm_size = None, norm_size or input_size
         if norm is not None:
-            self.layer_norm = norm(config=config, hidden_size=input_size, eps=config.layernorm_epsilon)
+            self.layer_norm = norm(config=config, hidden_size=self.norm_size, eps=config.layernorm_epsilon)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Project `[tokens, input_size]` to `[tokens, hidden_size]`."""
         if self.layer_norm is not None:
-            features = self.layer_norm(features)
+            features = self.layer_norm(features.reshape(-1, self.norm_size)).view(features.shape)
         projected, bias = super().forward(features)
         return projected if bias is None else projected + bias
 

@@ -15,16 +15,18 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mimo.bridge.disjoint import Bridge
 from mimo.bridge.exchange import Exchange
 from mimo.bridge.handshake import Handshake
-from mimo.bridge.pipeline import PipelineCommunicator
+from mimo.bridge.pipeline import PipelineCommunicator, StageShapes
 from mimo.checkpoint.differences import data_fields
 from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
 from mimo.checkpoint.state import Progress, RunState, Source
 from mimo.comm.host import raise_on_any_rank
 from mimo.config.trainer import RunConfig
 from mimo.data.loader import StepLoader
+from mimo.grid.dry_run import bridge_width, num_levels
 from mimo.grid.groups import Grids
 from mimo.grid.windows import BACKWARD_COST
 from mimo.model.build import BuiltModel, build_model, layer_impl, params_dtype
+from mimo.model.deepstack import stage_levels
 from mimo.model.submodule import VisionSubmodule
 from mimo.observability.clock import DeviceClock, HostClock
 from mimo.observability.profiler import nvtx_range
@@ -87,7 +89,7 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
                   built: BuiltModel, schedule_spans: ScheduleSpans) -> PipelineCommunicator | None:
     if not grids.bridged and grids.layout.language.pp == 1:
         return None
-    hidden = provider.hidden_size(config.model_family)
+    family = config.model_family
     frozen, ahead = config.model.frozen, config.layout.encoder_run_ahead
     windows = grids.layout.encoder_window is not None
     if (ahead or windows) and platform.name == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -96,19 +98,32 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         raise ValueError(f"{what} needs several streams at a time, and CUDA_DEVICE_MAX_CONNECTIONS=1 allows one: leave "
                          "the variable unset or set it to 32, or choose another layout")
     bridges = [
-        Bridge(grids, encoder.name, micro_batch_size=config.lane_rows, hidden_size=hidden,
-               dtype=params_dtype(config), needs_grad=not {encoder.name, "projector"} <= frozen,
-               run_ahead=ahead, device=platform.device, backend=platform.backend, watchdog=watchdog,
-               spans=schedule_spans.spans)
+        Bridge(grids, encoder.name, micro_batch_size=config.lane_rows,
+               hidden_size=bridge_width(provider, family, encoder.name), dtype=params_dtype(config),
+               needs_grad=not {encoder.name, "projector"} <= frozen, run_ahead=ahead, device=platform.device,
+               backend=platform.backend, watchdog=watchdog, spans=schedule_spans.spans)
         for encoder in (grids.layout.encoders if grids.bridged else ())
     ]
-    language = grids.layout.language
-    split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
-    shape = (config.train.seq_length // split, config.train.micro_batch_size, hidden)
     model_config = get_model_config(built.model)
     # Ranks without the language model have its configuration only for its sizes, and without this dtype.
     model_config.pipeline_dtype = params_dtype(config)
-    return PipelineCommunicator(grids, model_config, bridges, shape, schedule_spans)
+    return PipelineCommunicator(grids, model_config, bridges, _stage_shapes(config, provider, grids, built),
+                                schedule_spans)
+
+
+def _stage_shapes(config: RunConfig, provider: ModelProvider, grids: Grids, built: BuiltModel) -> StageShapes:
+    """Return the shapes of the hidden states before and after this rank's stage of the language model."""
+    language, hidden = grids.layout.language, provider.hidden_size(config.model_family)
+    split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
+    first = (config.train.seq_length // split, config.train.micro_batch_size, hidden)
+    levels = max((num_levels(provider, config.model_family, encoder.name) for encoder in grids.layout.encoders),
+                 default=0)
+    if not levels or LANGUAGE not in grids.modules:
+        return first, first
+    model_config = get_model_config(built.model.language_model)
+    stage = language.coordinates(grids.rank)["pp"]
+    before, after = ((*first[:2], hidden * (1 + stage_levels(model_config, levels, stage + more))) for more in (0, 1))
+    return before, after
 
 
 def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, built: BuiltModel,
@@ -124,9 +139,10 @@ def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform:
         # A frozen encoder keeps nothing, whether its projector trains or not.
         modules.append(ModuleWindows(
             encoder, built.model.modality_submodules[encoder.name], grids, exchange,
-            hidden_size=provider.hidden_size(config.model_family), encoder_hidden_size=submodule.config.hidden_size,
-            dtype=built.params_dtype, device=platform.device, needs_grad=built.trainable[encoder.name],
-            chunk=config.layout.encoder_chunk, balanced=config.layout.encoder_balance,
+            hidden_size=bridge_width(provider, config.model_family, encoder.name),
+            encoder_hidden_size=submodule.config.hidden_size, dtype=built.params_dtype,
+            device=platform.device, needs_grad=built.trainable[encoder.name], chunk=config.layout.encoder_chunk,
+            balanced=config.layout.encoder_balance,
             backward=0.0 if encoder.name in config.model.frozen else BACKWARD_COST,
             recomputation=(None if budget is None or encoder.name in config.model.frozen
                            else LayerRecomputation(encoder.name, submodule, budget))))
