@@ -30,6 +30,10 @@ of the best homogeneous layout, with the 95 % interval of its mean (Student's t,
 a disjoint layout is the best that its whole GPUs allow, the minimum over grids of the share of GPUs over the share of
 work. Work is counted in FLOPs, and in JSON also in GPU-seconds of the passes. The last line of output is JSON; above
 it, a Markdown table shows the same.
+
+With --profile FILE, which `mimo plan --measure FILE` has written, each row also has the step that the planner predicts
+for these batches, its bound (the step if transfers took no time, see docs/layouts.md) and the share of the bound that
+was reached, `bound / step`. With --list, predictions and bounds are printed without a run, also on a host without GPUs.
 """
 
 from __future__ import annotations
@@ -55,7 +59,11 @@ from dataclasses import dataclass, field, replace
 from mimo import registry
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import RunConfig
+from mimo.config.validate import validate
 from mimo.observability.flops import FlopsProvider, SequenceSums, forward_flops
+from mimo.planner.costs import Costs, Profile
+from mimo.planner.predict import predict
+from mimo.planner.workload import draw_samples
 from mimo.protocols import LANGUAGE
 from scripts.bench import presets
 from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, table_of
@@ -225,6 +233,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--cuts", type=int, default=5, help="cuts of each pipeline to try (5)")
     parser.add_argument("--search-minutes", type=float, help="start no further run of the search after this time")
     parser.add_argument("--list", action="store_true", help="print the layouts with which the search begins, and exit")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="costs of `mimo plan --measure`, for predictions")
     parser.add_argument("--search-steps", type=int, default=2, help="timed iterations of each (2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of the best layouts of each kind (3)")
     parser.add_argument("--steps", type=int, default=5, help="timed iterations of a turn (5)")
@@ -258,7 +267,8 @@ class Bench:
 
     def __init__(self, chosen: argparse.Namespace, flags: list[str], folder: Path) -> None:
         self.chosen, self.folder = chosen, folder
-        check_gpus(chosen.device, chosen.gpus)
+        if not chosen.list:
+            check_gpus(chosen.device, chosen.gpus)
         self.base = quiet(parse(flags))
         encoders = registry.model_provider(self.base.model.model_provider).encoders(self.base.model_family)
         if len(encoders) != 1 or self.base.layout.llm_only:
@@ -282,9 +292,26 @@ class Bench:
         self.searched: dict[str, Outcome] = {}
         self.rounds: list[dict[str, Outcome]] = []
         self.pruned = dict.fromkeys(chosen.kind, 0)
-        self._variants = Variants(self.base, chosen.gpus, chosen.memory_limit_gib or memory_gib(chosen.device),
-                                  chosen.cuts)
+        gpu_gib = chosen.memory_limit_gib or (None if chosen.list else memory_gib(chosen.device))
+        self._variants = Variants(self.base, chosen.gpus, gpu_gib, chosen.cuts)
+        self._profile = None if chosen.profile is None else Profile.load(chosen.profile)
+        self._samples = [] if self._profile is None else draw_samples(
+            self.base, Costs(self.base, self._profile).provider, self.num_batches * self.base.train.global_batch_size)
         self._searching_s, self._num_runs = 0.0, 0
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches that every run repeats: the warmup sees every one that is timed."""
+        return min(self.chosen.warmup_steps, self.chosen.steps)
+
+    def predicted(self, candidate: Candidate) -> dict[str, float | None]:
+        """Return step, bound and memory that the planner predicts for a candidate; None without a profile."""
+        if self._profile is None:
+            return dict.fromkeys(("predicted_ms", "bound_ms", "predicted_gib"))
+        config = candidate.config
+        found = predict(config, validate(config, self.chosen.gpus), Costs(config, self._profile), self._samples)
+        return {"predicted_ms": 1000 * found.step_s, "bound_ms": 1000 * found.bound_s,
+                "predicted_gib": found.memory_gib}
 
     @property
     def work(self) -> dict[str, float]:
@@ -379,9 +406,7 @@ class Bench:
             config = quiet(candidate.config)
             configs.append(replace(config, train=replace(config.train, train_iters=iterations)))
         names = [f"{label}: {candidate.name}" for candidate, label in turns]
-        # The warmup sees every global batch that is timed. All runs have the same ones, for the comparison of losses.
-        num_batches = min(self.chosen.warmup_steps, self.chosen.steps)
-        return run_all(configs, names, self.folder, self.chosen.gpus, self.chosen.warmup_steps, num_batches,
+        return run_all(configs, names, self.folder, self.chosen.gpus, self.chosen.warmup_steps, self.num_batches,
                        self.chosen.memory_limit_gib, fresh=self.chosen.fresh_processes)
 
     def best(self, kind: str) -> Candidate | None:
@@ -400,10 +425,14 @@ class Bench:
         ratios = [] if reference is None else [
             outcomes[candidate.name].tokens_per_s / outcomes[reference.name].tokens_per_s for outcomes in self.rounds
             if candidate.name in outcomes and not outcomes[candidate.name].error and not outcomes[reference.name].error]
+        predicted = self.predicted(candidate)
+        bound_ms = predicted["bound_ms"]
         busy = next((outcome.busy_s for outcome in ended if outcome.busy_s), {})
         return {
             "kind": candidate.kind, "layout": candidate.flags, "error": errors[0] if errors else "",
-            "rounds": len(turns), **figures, "search_tokens_per_s": self.searched[candidate.name].tokens_per_s or None,
+            "rounds": len(turns), **figures, **predicted,
+            "bound_reached": bound_ms / figures["step_ms"] if bound_ms and figures["step_ms"] else None,
+            "search_tokens_per_s": self.searched[candidate.name].tokens_per_s or None,
             "over_homogeneous": statistics.median(ratios) if ratios else None, "over_homogeneous_all": ratios,
             "interval": interval(ratios),
             "eta_split": eta_split(candidate.config, self.encoder, self.work),
@@ -455,6 +484,7 @@ COLUMNS = {"layout": "layout", "kind": "kind", "tokens/s per GPU": "tokens_per_s
            "in the search": "search_tokens_per_s",
            "over homogeneous": "over_homogeneous", "95 %": "interval", "eta split": "eta_split",
            "TFLOP/s per GPU": "tflops", "ms a step": "step_ms", "peak memory, GiB": "peak_gib"}
+PREDICTED = {"predicted, ms": "predicted_ms", "bound, ms": "bound_ms", "predicted, GiB": "predicted_gib"}
 
 
 def report(bench: Bench) -> int:
@@ -465,7 +495,8 @@ def report(bench: Bench) -> int:
     tolerance = chosen.loss_tolerance or TOLERANCE["bf16" if bench.base.model.bf16 else "fp32"]
     shown = [row | {"interval": "" if row["interval"] is None else "{:.3f} to {:.3f}".format(*row["interval"])}
              for row in rows]
-    print(table_of(COLUMNS, shown, error_cell=2), flush=True)
+    columns = COLUMNS if chosen.profile is None else COLUMNS | PREDICTED | {"of the bound": "bound_reached"}
+    print(table_of(columns, shown, error_cell=2), flush=True)
     allowed = {"losses": tolerance, "grad_norms": GRAD_NORM_FACTOR * tolerance}
     worst = {name: bench.worst(name) for name in allowed}
     print(json.dumps({
@@ -511,7 +542,13 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
         if chosen.list:
-            print("\n".join(candidate.name for kind in chosen.kind for candidate in bench.found[kind]))
+            listed = [candidate for kind in chosen.kind for candidate in bench.found[kind]]
+            if chosen.profile is None:
+                print("\n".join(candidate.name for candidate in listed))
+            else:
+                rows = [{"kind": each.kind, "layout": each.flags, "error": "", **bench.predicted(each)}
+                        for each in listed]
+                print(table_of({"layout": "layout", "kind": "kind"} | PREDICTED, rows, error_cell=2))
             return 0
         bench.run()
     return report(bench)

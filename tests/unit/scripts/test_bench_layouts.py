@@ -13,6 +13,7 @@ import pytest
 from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
+from mimo.planner.costs import GPUS, Profile
 from scripts.bench import layouts
 from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, all_layouts, by_split, grids, search
 from scripts.bench.layouts import OUT_OF_MEMORY, Outcome, outcome_of
@@ -146,6 +147,23 @@ def test_the_best_of_each_kind_take_turns(runs, capsys):
     assert disjoint["eta_split_by_time"] == pytest.approx(0.5)
     assert len(rows) == 6 and found["flops_share"] == {"vision": 0.25, "language": 0.75}
     assert found["pruned"]["disjoint"] > 0 and found["loss_difference"] == 0
+
+
+def test_a_profile_gives_predictions_and_the_share_of_the_bound(runs, capsys, tmp_path):
+    profile = tmp_path / "profile.json"
+    Profile(GPUS["H200"]).save(profile)
+    assert layouts.main([*FLAGS, "--rounds", "1", "--profile", str(profile)]) == 0
+    out = capsys.readouterr().out
+    assert "| predicted, ms | bound, ms | predicted, GiB | of the bound |" in out
+    rows = json.loads(out.splitlines()[-1])["layouts"]
+    assert len(rows) > 2 and all(0 < row["bound_ms"] <= row["predicted_ms"] * 1.001 for row in rows)
+    # A made-up step takes 5 ms.
+    assert all(row["bound_reached"] == pytest.approx(row["bound_ms"] / 5.0) for row in rows)
+    made = len(runs.made)
+    assert layouts.main([*FLAGS, "--device", "cuda", "--list", "--profile", str(profile)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(runs.made) == made and listed[0] == "| layout | kind | predicted, ms | bound, ms | predicted, GiB |"
+    assert "--layout homogeneous --llm-dp 4" in listed[2]
 
 
 def test_runs_differ_in_layout_and_microbatches_alone(runs):
