@@ -331,6 +331,7 @@ class BuildContext:
         moe_permute_fusion: whether to sort tokens by expert with Transformer Engine's kernels; False with local layers.
         moe_router_fusion: whether to choose experts with Transformer Engine's kernels; False with local layers.
         recompute_num_layers: layers of the stage that `full` recomputes; None: all.
+        cp_comm_type: how Transformer Engine's attention exchanges keys and values between context-parallel ranks.
     """
 
     grid: GridSpec
@@ -346,6 +347,7 @@ class BuildContext:
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
     recompute_num_layers: int | None = None
+    cp_comm_type: str = "p2p"
 
 
 @dataclass(frozen=True)

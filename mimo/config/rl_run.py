@@ -97,6 +97,8 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     """
     # Evaluations here use prompts, which the trainer's own checks do not know. Prefetch is refused below.
     train = replace(config.train, eval_interval=0, encoder_prefetch_depth=0)
+    refuse(config.layout.llm_cp > 1, f"--llm-cp {config.layout.llm_cp} is not supported in RL yet: use --llm-cp 1 and, "
+           "for long rows, --llm-tp with --sequence-parallel, --llm-pp or --recompute")
     layout = validate(replace(config, train=train), world_size, rank)
     refuse(layout.kind == "homogeneous", "--layout homogeneous is not supported in RL yet: use colocated or disjoint")
     given = config.layout.encoder_window

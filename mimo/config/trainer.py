@@ -218,7 +218,12 @@ class LayoutConfig:
     llm_tp: int = 1
     """Tensor parallel size of the language model."""
     llm_cp: int = 1
-    """Context parallel size of the language model; only 1 for now."""
+    """Context parallel size of the language model: so many ranks share the tokens of each row. --seq-length has to be
+    a multiple of twice this size (times --llm-tp)."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How Transformer Engine's attention exchanges keys and values between context-parallel ranks. p2p: in a ring;
+    all_gather: all at once; a2a: each rank gets whole rows of some heads, whose number has to be divisible by --llm-cp.
+    Local layers ignore it and gather."""
     llm_pp: int = 1
     """Pipeline stages of the language model."""
     llm_pp_layout: str | None = None

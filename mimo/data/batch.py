@@ -41,6 +41,21 @@ class PackedSequences:
 
 
 @dataclass
+class ContextPart:
+    """The tokens of a microbatch that one context-parallel rank computes.
+
+    Attributes:
+        index: int64 `[s / cp]`, places of the tokens in their row, in the order of the rank's hidden states.
+        rows: for each encoder module, int64: the rows of the lane's encoder output that belong to these tokens.
+        slots: for each encoder module, int64: where each of `rows` goes, an index into `[s / cp * b]`.
+    """
+
+    index: torch.Tensor
+    rows: dict[str, torch.Tensor]
+    slots: dict[str, torch.Tensor]
+
+
+@dataclass
 class TextBatch:
     """Language side of a microbatch, `b` samples of `s` tokens.
 
@@ -61,6 +76,8 @@ class TextBatch:
         lengths: for each row, the tokens of each of its sequences, padding excluded.
         image_lengths: for each encoder module, the image tokens of each image.
         padding: bool `[b, s]`, True at padding that routers must not count; None if there is none.
+        part: the tokens that this rank computes, with context parallelism; None: all of them. All other fields describe
+            whole rows.
     """
 
     keys: tuple[str, ...]
@@ -77,6 +94,11 @@ class TextBatch:
     lengths: tuple[tuple[int, ...], ...] = ()
     image_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
     padding: torch.Tensor | None = None
+    part: ContextPart | None = None
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Select this rank's tokens from values of all tokens, `[..., s]` to `[..., s / cp]`."""
+        return values if self.part is None else values.index_select(-1, self.part.index)
 
 
 @dataclass

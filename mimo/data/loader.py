@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from mimo.comm.host import HostChannel
 from mimo.config.trainer import DataConfig
-from mimo.data.batch import EncoderBatch, Microbatch
+from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.data.collate import PatchOrder, collate_encoder, collate_text
+from mimo.data.context import with_part
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StepSamples, StreamSource
 from mimo.grid.lanes import data_request, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
@@ -93,6 +94,9 @@ class StepLoader:
             patches=PatchOrder.of(tokens),
             dtype=dtype,
         )
+        language = layout.language
+        self._cp_rank = language.coordinates(rank)["cp"] if rank in language.ranks else 0
+        self._cp = language.cp
         self._pin_memory = pin_memory
         self.consumed_samples = 0
         self.last_wait_s = 0.0
@@ -113,6 +117,9 @@ class StepLoader:
             pixels=needs[0].pixels,
         )
 
+    def _text_batch(self, samples: StepSamples, lane: int, index: int) -> TextBatch:
+        return with_part(self._collate_text(samples[LANGUAGE, lane][index]), self._cp, self._cp_rank)
+
     def _streams_now(self) -> dict[str, Any]:
         return self._source.state_dict(self._source.mark())
 
@@ -127,7 +134,7 @@ class StepLoader:
         text_lane = next((need.share.lane for need in self._needs if need.module == LANGUAGE), None)
         microbatches = [
             Microbatch(
-                text=None if text_lane is None else self._collate_text(samples[LANGUAGE, text_lane][index]),
+                text=None if text_lane is None else self._text_batch(samples, text_lane, index),
                 encoders={module: self._encoder_batch(module, samples, index) for module in encoders},
             )
             for index in range(self._num_microbatches)

@@ -206,6 +206,12 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     lines = [f"batch: {counted(num_microbatches(config), 'microbatch', 'es')} per iteration "
              f"(--global-batch-size {train.global_batch_size} = {num_microbatches(config)} * --micro-batch-size "
              f"{train.micro_batch_size} * {counted(layout.num_lanes, 'lane')})"]
+    hidden = provider.hidden_size(config.model_family)
+    dtype, dtype_bytes = ("bf16", 2) if config.model.bf16 else ("fp32", 4)
+    cp = layout.language.cp
+    if cp > 1:
+        lines.append(f"context parallelism: each of {cp} ranks computes {train.seq_length // cp} of the "
+                     f"{train.seq_length} tokens of a row, chunks r and {2 * cp - 1} - r of {2 * cp} on rank r")
     if not layout.encoders:
         return lines
     images = describe_images(config, provider)
@@ -214,8 +220,7 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     spec = provider.token_spec(config.model_family)
     side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
     height, width = spec.image_shape if spec.image_size else (side, side)
-    family, hidden = config.model_family, provider.hidden_size(config.model_family)
-    dtype, dtype_bytes = ("bf16", 2) if config.model.bf16 else ("fp32", 4)
+    family = config.model_family
     # The encoder of a homogeneous layout is on the ranks that take its output.
     for encoder in layout.encoders if layout.kind != "homogeneous" else ():
         tokens = provider.num_image_tokens(family, encoder.name, height, width)
@@ -227,6 +232,9 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
                      f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
         columns = f"hidden size {hidden}" + (f" and {counted(levels, 'DeepStack level')}" if levels else "")
         lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, {columns}, {dtype})")
+        if cp > 1:
+            lines.append(f"  each of the {cp} context-parallel ranks of a lane gets all {format_bytes(lane)} and takes "
+                         "the rows of its own tokens; their gradients are summed over these ranks")
         lines += _prefetch_lines(config, layout, provider, encoder, tokens * dtype_bytes)
     ahead = config.layout.encoder_run_ahead
     if ahead:

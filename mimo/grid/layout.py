@@ -33,12 +33,10 @@ def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...
     if len(encoders) > 1:
         raise ValueError(f"the encoder flags describe one encoder, the model has {', '.join(encoders)}: "
                          "build its GridSpecs and Layout in Python")
-    if config.llm_cp > 1:
-        raise ValueError(f"--llm-cp {config.llm_cp} is not supported yet; only --llm-cp 1 is")
     grids = tuple(GridSpec(name, tp=config.encoder_tp, dp=config.encoder_dp, pp=config.encoder_pp) for name in encoders)
     _check_flags(config, grids)
     if config.layout == "homogeneous":
-        grids = tuple(GridSpec(name, tp=config.llm_tp, dp=config.llm_dp) for name in encoders)
+        grids = tuple(GridSpec(name, tp=config.llm_tp, cp=config.llm_cp, dp=config.llm_dp) for name in encoders)
     offset = sum(grid.size for grid in grids) if config.layout == "disjoint" else 0
     language = GridSpec(LANGUAGE, offset=offset, tp=config.llm_tp, cp=config.llm_cp, dp=config.llm_dp, pp=config.llm_pp,
                         ep=config.llm_ep, expt_tp=config.llm_expt_tp, stage_layers=_stage_layers(config))
@@ -65,11 +63,14 @@ def _stage_layers(config: LayoutConfig) -> tuple[int, ...]:
 
 
 def _encoder_window(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> int | None:
-    """Return the window of --encoder-window, or its default: with pipeline stages there is no other way to encode."""
+    """Return the window of --encoder-window, or its default.
+
+    With pipeline stages or context parallelism there is no other way to encode.
+    """
     window, gib = config.encoder_window, config.encoder_activation_gib
     if gib is not None and not 0 <= gib < float("inf"):
         raise ValueError(f"--encoder-activation-gib {gib} is not a number of GiB from 0 on")
-    if window is None and grids and config.layout == "colocated" and config.llm_pp > 1:
+    if window is None and grids and config.layout == "colocated" and (config.llm_pp > 1 or config.llm_cp > 1):
         return DEFAULT_WINDOW
     if window is None:
         for given, flag in ((not config.encoder_balance, "--no-encoder-balance"),
@@ -169,7 +170,9 @@ def _check_grids(layout: Layout) -> None:
             size = getattr(grid, axis)
             if size < 1:
                 raise ValueError(f"{_axis_flag(grid, axis)} {size} is below 1")
-            if size > 1 and (axis == "cp" or (axis in ("ep", "expt_tp") and grid.name != LANGUAGE)):
+            # In a homogeneous layout the encoder has a copy on each context-parallel rank of the language model.
+            copies = axis == "cp" and layout.kind == "homogeneous"
+            if size > 1 and axis in ("cp", "ep", "expt_tp") and grid.name != LANGUAGE and not copies:
                 raise ValueError(f"{_axis_flag(grid, axis)} {size} is not supported yet; only 1 is")
         if grid.offset < 0:
             raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}, below 0")
@@ -229,6 +232,8 @@ def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
                              "pipeline stages; use 1, or --layout disjoint")
         if grid.pp > 1 and layout.encoders and layout.encoder_window is None:
             raise ValueError(f"--llm-pp {grid.pp} in the colocated layout needs --encoder-window")
+        if grid.cp > 1 and layout.encoders and layout.encoder_window is None:
+            raise ValueError(f"--llm-cp {grid.cp} in the colocated layout needs --encoder-window")
         if grid.offset:
             raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}: in the colocated layout every grid "
                              "starts at rank 0 (--llm-offset 0)")
@@ -247,7 +252,8 @@ def _check_homogeneous(layout: Layout, micro_batch_size: int) -> None:
         raise ValueError(f"the language grid needs {_count(language.size)} ({_terms([language])}), the world has "
                          f"{layout.world_size}; {_fitting(layout, micro_batch_size)}")
     for encoder in layout.encoders:
-        if (encoder.offset, encoder.tp, encoder.dp, encoder.pp) != (0, language.tp, language.dp, 1):
+        expected = (0, language.tp, language.cp, language.dp, 1)
+        if (encoder.offset, encoder.tp, encoder.cp, encoder.dp, encoder.pp) != expected:
             raise ValueError(f"grid {encoder.name!r} ({_terms([encoder])}) is not split as the first language stage "
                              f"({_terms([language])})")
 
@@ -322,4 +328,5 @@ def _axis_flag(grid: GridSpec, axis: str) -> str:
 def _terms(grids: Iterable[GridSpec]) -> str:
     """`vision: --encoder-tp 1 * --encoder-dp 2 * --encoder-pp 1 = 2 ranks`."""
     return "; ".join(f"{grid.name}: " + " * ".join(f"{_axis_flag(grid, axis)} {getattr(grid, axis)}"
-                                                  for axis in ("tp", "dp", "pp")) + f" = {grid.size}" for grid in grids)
+                                                  for axis in ("tp", "cp", "dp", "pp") if axis != "cp" or grid.cp > 1)
+                     + f" = {grid.size}" for grid in grids)

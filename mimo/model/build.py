@@ -128,6 +128,7 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
         deterministic=config.train.deterministic_mode,
         moe_permute_fusion=config.model.moe_permute_fusion and fuses,
         moe_router_fusion=config.model.moe_router_fusion and fuses,
+        cp_comm_type=config.layout.cp_comm_type,
     )
 
 

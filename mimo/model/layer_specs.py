@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mimo.model.latent_attention import LatentAttention, LatentDotProductAttention, with_epsilon
-from mimo.model.packed_attention import PackedDotProductAttention
+from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.torch_layers.norms import Norm
 
 IMPLS = ("local", "transformer_engine")
@@ -59,7 +59,8 @@ def decoder_layer_spec(config: TransformerConfig, impl: str, stage: int = 0) -> 
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-        spec = _with_own_parts(spec, moe=config.num_moe_experts is not None)
+        spec = _with_own_parts(spec, moe=config.num_moe_experts is not None,
+                               shares_rows=config.context_parallel_size > 1)
     else:
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
@@ -142,14 +143,15 @@ def _block(config: TransformerConfig, layer: ModuleSpec, impl: str, stage: int =
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_builder(impl))
 
 
-def _with_own_parts(spec: ModuleSpec, *, moe: bool) -> ModuleSpec:
+def _with_own_parts(spec: ModuleSpec, *, moe: bool, shares_rows: bool = False) -> ModuleSpec:
     """Megatron Core's local layer with our norms and attention, under the checkpoint names of Transformer Engine
     layers.
 
     Transformer Engine fuses a norm into the linear layer that follows; before an MoE layer there is none to fuse into.
     """
     layer = spec.submodules
-    attention = replace(layer.self_attention.submodules, core_attention=PackedDotProductAttention)
+    attention = replace(layer.self_attention.submodules, core_attention=(
+        ContextParallelAttention if shares_rows else PackedDotProductAttention))
     if attention.q_layernorm not in (None, IdentityOp):
         attention = replace(attention, q_layernorm=Norm, k_layernorm=Norm)
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

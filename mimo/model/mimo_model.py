@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
@@ -45,6 +47,25 @@ class FeatureWindows(Protocol):
         ...
 
 
+class _SumGradients(torch.autograd.Function):
+    """Features that all ranks of a group hold: their gradient is the sum of what each rank's tokens contribute.
+
+    Each row has one token, and so one rank whose gradient is not zero. The sum is exact in every precision.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0].contiguous()
+        if gradient.numel():
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
 class HeteroModel(MimoModel):
     """Modules of this rank and how a microbatch runs through them.
 
@@ -71,6 +92,9 @@ class HeteroModel(MimoModel):
         self.windows: FeatureWindows | None = None
         groups = grids.collections.get(LANGUAGE)
         super().__init__(mimo_config, cp_group=groups.cp if groups else None, tp_group=groups.tp if groups else None)
+        if self.partition_adapter is not None:
+            # Each rank embeds its own tokens only. Megatron Core would merge whole rows and cut them afterwards.
+            self.partition_adapter.cfg = replace(self.partition_adapter.cfg, use_cp=False)
         # The schedule without pipelining reads it.
         self.model_type = ModelType.encoder_or_decoder
         self.input_tensors: Mapping[str, torch.Tensor] | None = None
@@ -91,6 +115,11 @@ class HeteroModel(MimoModel):
         if self.role.has_language_module:
             self.seed_module(LANGUAGE)
         super()._initialize_language_model()
+        cp = self.grids.layout.language.cp
+        if self.language_model is not None and self.language_model.config.context_parallel_size != cp:
+            raise ValueError(f"--llm-cp {cp}: the model provider built {type(self.language_model).__name__} with "
+                             f"context_parallel_size {self.language_model.config.context_parallel_size}, so it does "
+                             "not support context parallelism; use --llm-cp 1")
 
     @property
     def mtp(self) -> MtpBlock | None:
@@ -99,7 +128,9 @@ class HeteroModel(MimoModel):
         return language.mtp if isinstance(language, HybridLanguageModel) and language.mtp_process else None
 
     def _build_colocated_communicators(self) -> None:
-        if self.grids.layout.encoder_window is not None:
+        layout = self.grids.layout
+        # Where every context-parallel rank has its own copy of the encoder, nothing moves.
+        if layout.encoder_window is not None or (layout.kind == "homogeneous" and layout.language.cp > 1):
             return
         for name in self.mimo_config.modality_submodules_spec:
             self.colocated_comms[name, LANGUAGE] = ColocatedBridge(self.grids, name, Trace(self.watchdog, self.spans))
@@ -167,12 +198,14 @@ class HeteroModel(MimoModel):
         embeddings = None
         if self.role.is_first_stage(LANGUAGE):
             embeddings = self._merge(text, received)
-        embeddings, labels, _, _ = self._shard_language_inputs(embeddings, text.labels, text.loss_mask)
+        labels = text.own(text.labels)
+        # Tokens are this context-parallel rank's already; what is left is sequence parallelism.
+        embeddings, labels, _, _ = self._shard_language_inputs(embeddings, labels, text.loss_mask)
         if embeddings is None:
             unwrap_model(self.language_model).set_input_tensor(received[LANGUAGE])
         output = self.language_model(
             input_ids=None,
-            position_ids=text.position_ids,
+            position_ids=text.own(text.position_ids),
             attention_mask=None,
             decoder_input=embeddings,
             labels=labels if with_labels else None,
@@ -194,12 +227,13 @@ class HeteroModel(MimoModel):
         return text.padding.chunk(group.size(), dim=1)[group.rank()]
 
     def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Word embeddings with each placeholder replaced by its encoder row, `[s, b, (1 + levels) * hidden]`.
+        """Word embeddings with each placeholder replaced by its encoder row, `[s / cp, b, (1 + levels) * hidden]`.
 
-        The levels of an encoder (`mimo.model.deepstack`) come after the embeddings; they are zero elsewhere.
+        The levels of an encoder (`mimo.model.deepstack`) come after the embeddings; they are zero elsewhere. Every
+        context-parallel rank has all rows of its lane and takes those of its own tokens.
         """
         embedding = unwrap_model(self.language_model).embedding
-        merged = embedding(input_ids=text.input_ids, position_ids=text.position_ids)
+        merged = embedding(input_ids=text.own(text.input_ids), position_ids=text.own(text.position_ids))
         width = max((encoded.shape[1] for encoded in rows.values()), default=merged.shape[-1])
         merged = _widened(merged, width)
         length, samples, _ = merged.shape
@@ -210,6 +244,10 @@ class HeteroModel(MimoModel):
                     f"samples {', '.join(text.keys)} have {positions.numel()} {name} placeholders, but the "
                     f"encoder sent {encoded.shape[0]} tokens"
                 )
+            if text.part is not None:
+                if self.grids.layout.kind != "homogeneous":
+                    encoded = _SumGradients.apply(encoded, self.grids.collections[LANGUAGE].cp)
+                positions, encoded = text.part.slots[name], encoded.index_select(0, text.part.rows[name])
             # No rows are copied too: the colocated bridge's backward is collective, so every rank's graph must have it.
             encoded = _widened(encoded.to(merged.dtype), width)
             merged = merged.reshape(-1, width).index_copy(0, positions, encoded).view(length, samples, width)

@@ -338,6 +338,8 @@ def check_supported(config: RunConfig) -> None:
         raise ValueError(f"mimo plan does not support models with several encoders ({', '.join(encoders)})")
     if depth:
         raise ValueError(f"mimo plan does not support --encoder-prefetch-depth {depth}; leave it out")
+    if config.layout.llm_cp > 1:
+        raise ValueError(f"mimo plan does not support --llm-cp {config.layout.llm_cp}, only 1")
     if config.model.recompute == "selective":
         raise ValueError("mimo plan does not support --recompute selective, only none and full")
 

@@ -92,7 +92,7 @@ class ModuleWindows:
         self._backward = backward
         self._place = encoder.coordinates(grids.rank)
         language = self._language.coordinates(grids.rank)
-        self._lane, self._language_tp = language["dp"], language["tp"]
+        self._lane, self._language_tp, self._language_cp = language["dp"], language["tp"], language["cp"]
         self._is_first_stage = language["pp"] == 0
         # Images of each window in the order of microbatch, lane and row, each with the replica that encodes it.
         self._windows: list[list[tuple[Image, int]]] = []
@@ -147,9 +147,9 @@ class ModuleWindows:
                 encodes = self._encoder.rank_at(dp=replica, tp=tp)
                 note(PIXELS, self._language.rank_at(dp=lane), encodes)
                 note(GRADIENTS, self._language.rank_at(dp=lane, tp=tp % self._language.tp), encodes)
-            for tp in range(self._language.tp):
+            for tp, cp in product(range(self._language.tp), range(self._language.cp)):
                 note(FEATURES, self._encoder.rank_at(dp=replica, tp=tp % self._encoder.tp),
-                     self._language.rank_at(dp=lane, tp=tp))
+                     self._language.rank_at(dp=lane, tp=tp, cp=cp))
         return found
 
     def spread_pixels(self, window: int) -> None:
@@ -205,9 +205,9 @@ class ModuleWindows:
         sends = {}
         for lane in sorted({image.lane for image in mine}):
             message = torch.cat([part for image, part in zip(mine, parts, strict=True) if image.lane == lane])
-            for tp in range(self._language.tp):
+            for tp, cp in product(range(self._language.tp), range(self._language.cp)):
                 if tp % self._encoder.tp == self._place["tp"]:
-                    sends[self._language.rank_at(dp=lane, tp=tp)] = message
+                    sends[self._language.rank_at(dp=lane, tp=tp, cp=cp)] = message
         receives = {}
         if self._is_first_stage:
             for replica, tokens in self._tokens_by_replica(window).items():
@@ -243,7 +243,8 @@ class ModuleWindows:
         if self._forward_only or not self._needs_grad:
             return
         mine, sends, receives = self._of_replica(window, self._place["dp"]), {}, {}
-        if self._is_first_stage:
+        # All context-parallel ranks of a lane hold the same gradients, summed over them in the backward pass.
+        if self._is_first_stage and self._language_cp == 0:
             for replica, parts in self._gradients_by_replica(window, encoded).items():
                 message = torch.cat(parts)
                 for tp in range(self._encoder.tp):

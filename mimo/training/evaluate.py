@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 from mimo.comm.host import gather
@@ -58,9 +59,22 @@ def vocabulary_argmax(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     return torch.stack(all_indices).gather(0, winner).squeeze(0)
 
 
+def whole_rows(text: TextBatch, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the values of whole rows `[b, s]` from those of each context-parallel rank's tokens `[b, s / cp]`."""
+    if text.part is None:
+        return own
+    values = [torch.empty_like(own) for _ in range(group.size())]
+    places = [torch.empty_like(text.part.index) for _ in range(group.size())]
+    dist.all_gather(values, own.contiguous(), group=group)
+    dist.all_gather(places, text.part.index, group=group)
+    whole = own.new_empty(text.input_ids.shape)
+    whole[:, torch.cat(places)] = torch.cat(values, dim=1)
+    return whole
+
+
 def _score(
     model: Any,
-    group: dist.ProcessGroup | None,
+    groups: ProcessGroupCollection | None,
     counted: Iterator[list[bool]],
     batch: Microbatch,
     logits: torch.Tensor,
@@ -71,21 +85,26 @@ def _score(
     in order, which of its samples count.
     """
     text = batch.text
-    assert text is not None and group is not None, "logits are computed where text is, on the language grid"
+    assert text is not None and groups is not None, "logits are computed where text is, on the language grid"
+    labels, targets = text.own(text.labels), text.own(text.loss_mask)
     losses = unwrap_model(model.language_model).compute_language_model_loss(
-        text.labels, logits.transpose(0, 1).contiguous()
+        labels, logits.transpose(0, 1).contiguous()
     )
     keep = torch.tensor(next(counted), device=logits.device)
-    mask = text.loss_mask * keep[:, None]
+    mask = targets * keep[:, None]
     # A sample without a target has nothing to match.
     keep = keep & (text.loss_mask > 0).any(dim=1)
-    hits = (vocabulary_argmax(logits, group) == text.labels) | (text.loss_mask == 0)
+    matched = ((vocabulary_argmax(logits, groups.tp) == labels) | (targets == 0)).all(dim=1).int()
+    counts_samples = groups.cp.rank() == 0
+    if groups.cp.size() > 1:
+        # A sample matches if every rank's part of it does.
+        dist.all_reduce(matched, op=dist.ReduceOp.MIN, group=groups.cp)
     report = torch.stack(
         [
             (losses.float() * mask).sum().double(),
             mask.sum().double(),
-            (hits.all(dim=1) & keep).sum().double(),
-            keep.sum().double(),
+            (matched.bool() & keep).sum().double() * counts_samples,
+            keep.sum().double() * counts_samples,
         ]
     )
     return report[0], report[1].to(torch.int), report
@@ -112,7 +131,7 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
     """
     layout, rank = parts.grids.layout, parts.grids.rank
     totals = torch.zeros(4, dtype=torch.float64, device=parts.platform.device)
-    group = parts.grids.collections[LANGUAGE].tp if parts.is_last_language_stage else None
+    groups = parts.grids.collections[LANGUAGE] if parts.is_last_language_stage else None
     model = parts.built.model
     set_training(model, False)
     position = layout.language.coordinates(rank)["dp"] if parts.is_last_language_stage else 0
@@ -125,7 +144,7 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
                 indices = [position + layout.num_lanes * sample for sample in samples]
                 plan.append([num_samples is None or index < num_samples for index in indices])
                 position += layout.num_lanes * len(samples)
-            score = partial(forward_logits, consume=partial(_score, model, group, iter(plan)))
+            score = partial(forward_logits, consume=partial(_score, model, groups, iter(plan)))
             with parts.watchdog.waiting("evaluation", is_work=True):
                 reports = run_schedule(parts, microbatches, score, forward_only=True)
             if parts.counts_losses:
@@ -192,7 +211,8 @@ def _next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> tor
 
     def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert groups is not None, "logits are computed on the language grid"
-        found.append(vocabulary_argmax(logits, groups.tp))
+        assert batch.text is not None, "logits are computed where text is"
+        found.append(whole_rows(batch.text, vocabulary_argmax(logits, groups.tp), groups.cp))
         zero = torch.zeros((), device=logits.device)
         return zero, zero.to(torch.int), zero
 

@@ -85,13 +85,15 @@ class TrainerParts:
 
     @property
     def counts_losses(self) -> bool:
-        """Whether this rank's losses enter the global sum: one rank of each lane."""
-        place = (
-            self.grids.layout.language.coordinates(self.grids.rank)
-            if self.is_last_language_stage
-            else {"tp": 1, "cp": 1}
-        )
-        return not place["tp"] and not place["cp"]
+        """Whether this rank's losses and targets enter the global sum: one rank for each token of a lane."""
+        language = self.grids.layout.language
+        return self.is_last_language_stage and language.coordinates(self.grids.rank)["tp"] == 0
+
+    @property
+    def reports_lane(self) -> bool:
+        """Whether this rank counts the samples and tokens of its lane: one rank of each lane."""
+        language = self.grids.layout.language
+        return self.counts_losses and language.coordinates(self.grids.rank)["cp"] == 0
 
 
 @dataclass
@@ -130,7 +132,7 @@ def loss_function(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor
     A mean for each microbatch would be wrong: it would weigh a token by how many others share its microbatch.
     """
     assert batch.text is not None, "losses are computed where text is"
-    mask = batch.text.loss_mask
+    mask = batch.text.own(batch.text.loss_mask)
     total = (losses.float() * mask).sum()
     count = mask.sum()
     return total, count.to(torch.int), torch.stack([total.detach().double(), count.double()])
@@ -376,7 +378,7 @@ def _sum_over_world(
     names = [encoder.name for encoder in encoders]
     totals = torch.zeros(FIXED_TOTALS + len(encoders) + num_values(names), dtype=torch.float64)
     totals[4] = float(stop_requested)
-    if parts.counts_losses:
+    if parts.reports_lane:
         for batch in microbatches:
             assert batch.text is not None, "language ranks hold text"
             images = sum(sum(counts) for counts in batch.text.token_counts.values())

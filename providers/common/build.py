@@ -38,7 +38,10 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     # itself, from the start of each packed sequence, which is wrong for positions of three axes.
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     return kind(
-        tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp, context_parallel_size=grid.cp,
+        tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp,
+        # Context-parallel ranks of a homogeneous layout each run the whole encoder.
+        context_parallel_size=grid.cp if grid.name == LANGUAGE else 1,
+        cp_comm_type="p2p" if context is None else context.cp_comm_type,
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True, transformer_impl=impl,
         deterministic_mode=context is not None and context.deterministic,
@@ -77,6 +80,12 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None,
         sizes: fields of a particular family, over the ones that all families share.
     """
     fused = context is not None and context.transformer_impl == "transformer_engine"
+    if context is not None and fused and context.grid.cp > 1 and context.cp_comm_type == "a2a":
+        groups = max(config.query_groups // context.grid.tp, 1)
+        if groups % context.grid.cp:
+            raise ValueError(f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank "
+                             f"(--num-query-groups {config.query_groups}, --llm-tp {context.grid.tp}) are not "
+                             f"divisible by --llm-cp {context.grid.cp}; use --cp-comm-type p2p or all_gather")
     shared: dict[str, object] = {
         "num_layers": config.num_layers, "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads, "num_query_groups": config.query_groups,

@@ -207,6 +207,7 @@ def _check_pattern(config: HybridConfig, problems: Problems) -> None:
 def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
     """Note sizes that the language grid cannot hold."""
     layers = config.num_layers
+    problems.no_context_parallelism(grid.cp, "a hybrid model (Mamba-2 layers, multi-token prediction)")
     if grid.stage_layers:
         problems.add(f"--llm-pp-layout {','.join(map(str, grid.stage_layers))}: all stages of a hybrid model need "
                      "the same number of layers; leave it out")

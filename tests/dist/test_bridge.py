@@ -29,6 +29,7 @@ EVALUATED = {
     "encoder-pp2-llm-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
     "run-ahead": (3, "--llm-dp 2 --encoder-run-ahead 3"),
     "overlapped-parameter-gather": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather"),
+    "llm-cp2": (3, "--llm-cp 2"),
 }
 TEXT_ONLY = ("--mock-text-only-fraction", "1.0")
 
@@ -113,6 +114,24 @@ def test_evaluation_between_steps(pool: WorkerPool, one_process: list[tuple[floa
     world_size, flags = EVALUATED[layout]
     for figures in pool.run(evaluate_and_train, tuple(flags.split()), world_size, world_size=world_size):
         assert figures == [pytest.approx(expected, rel=1e-5) for expected in one_process]
+
+
+def decode(rank: int, flags: tuple[str, ...], world_size: int) -> list[tuple[str, list[int], list[int]]]:
+    """Decode the answers of a global batch greedily."""
+    from mimo.training.evaluate import greedy_decode
+    from tests.support.steps import trainer_of
+
+    with trainer_of(rank, (*SHORT, *flags), world_size) as (parts, loader):
+        return greedy_decode(parts, loader.next_step())
+
+
+@pytest.mark.parametrize("layout", ["llm-cp2", pytest.param("homogeneous-cp2-pp2", marks=pytest.mark.slow)])
+def test_context_parallel_ranks_decode_the_same_tokens(pool: WorkerPool, layout: str) -> None:
+    world_size, flags = {"llm-cp2": (3, "--llm-cp 2"),
+                         "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2")}[layout]
+    (expected,) = pool.run(decode, ONE_PROCESS, 1, world_size=1)
+    found = [each for each in pool.run(decode, tuple(flags.split()), world_size, world_size=world_size) if each]
+    assert len(found) >= 2 and all(each == expected for each in found)
 
 
 # What travels

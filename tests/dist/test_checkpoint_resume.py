@@ -45,6 +45,7 @@ SAME_LAYOUT = {
     "unsharded-optimizer-bf16": (3, "--encoder-dp 2 --micro-batch-size 2 --no-use-distributed-optimizer --bf16", ""),
     "windows-pp2-bf16": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --bf16", "--async-save"),
     "homogeneous-pp2-uneven": (2, "--layout homogeneous --llm-pp 2 --num-layers 3 --llm-pp-layout 1,2", ""),
+    "cp2": (3, "--llm-cp 2", ""),
     "overlapped": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3", "--async-save"),
 }
 
@@ -65,6 +66,7 @@ ORIGINS = {
     "dense-colocated-unsharded": (2, "--layout colocated --encoder-tp 2 --llm-tp 2 --sequence-parallel "
                                   "--no-use-distributed-optimizer"),
     "dense-pipelines": (4, "--encoder-pp 2 --llm-pp 2"),
+    "dense-cp2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2"),
     "uneven-stages": (2, "--layout homogeneous --llm-pp 2 --num-layers 4 --llm-pp-layout 1,3"),
     "four-layers": (3, "--llm-pp 2 --num-layers 4"),
 }
@@ -82,6 +84,8 @@ OTHER_LAYOUTS = {
     "moe-expert-tp2-unsharded": ("moe", 3, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2 "
                                  "--no-use-distributed-optimizer"),
     "moe-pp2": ("moe", 3, "--llm-pp 2"),
+    "llm-cp2": ("dense", 3, "--llm-cp 2"),
+    "from-cp2-to-one-process": ("dense-cp2", 1, "--layout colocated"),
     "from-colocated-to-disjoint": ("dense-colocated-unsharded", 3, "--llm-dp 2"),
     "from-pipelines-to-tp2": ("dense-pipelines", 3, "--llm-tp 2"),
     "windows-pp2": ("dense", 2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
@@ -126,6 +130,7 @@ def test_modules_may_change_places(pool: WorkerPool, origins: Origins) -> None:
 
 
 ROUND_TRIPS = {
+    "cp2-bf16": ("--llm-dp 2 --bf16", 4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --bf16"),
     "dense-bf16": ("--llm-dp 2 --bf16", 4, "--encoder-tp 2 --llm-pp 2 --no-use-distributed-optimizer --bf16"),
     "moe-bf16": (f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}", 4,
                  "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 2 "

@@ -23,6 +23,8 @@ LAYOUTS = {
                                     "--recompute selective"),
     "colocated-tp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-pp 2 --sequence-parallel "
                              "--recompute full"),
+    "disjoint-cp2": (3, "--llm-cp 2"),
+    "colocated-cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2"),
     "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2 --encoder-recompute full"),
 }
 FAST = ["disjoint-sequence-parallel", "colocated-pp2-balanced-windows", "homogeneous-pp2"]

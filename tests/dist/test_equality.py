@@ -54,10 +54,25 @@ LAYOUTS = {
         3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"),
     "recomputed-activations": (3, "--llm-tp 2 --sequence-parallel --recompute full"),
     "unsharded-optimizer": (3, "--llm-dp 2 --no-use-distributed-optimizer"),
+    "llm-cp2": (3, "--llm-cp 2"),
+    "encoder-tp2-llm-cp2": (4, "--encoder-tp 2 --llm-cp 2 --recompute full"),
+    "encoder-dp2-llm-cp2": (4, "--encoder-dp 2 --micro-batch-size 2 --llm-cp 2 --encoder-run-ahead 1"),
+    "llm-cp2-unsharded-optimizer": (3, "--llm-cp 2 --no-use-distributed-optimizer"),
+    "colocated-llm-cp2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2"),
+    "colocated-llm-cp2-tp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel"),
+    "colocated-encoder-tp2-dp2-llm-cp2-dp2": (
+        4, "--layout colocated --encoder-tp 2 --encoder-dp 2 --llm-cp 2 --llm-dp 2 --encoder-window 1 "
+           "--overlap-grad-reduce --overlap-param-gather"),
+    "colocated-llm-cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2"),
+    "homogeneous-cp2": (2, "--layout homogeneous --llm-cp 2"),
+    "homogeneous-cp2-tp2": (4, "--layout homogeneous --llm-cp 2 --llm-tp 2"),
+    "homogeneous-cp4": (4, "--layout homogeneous --llm-cp 4 --micro-batch-size 2"),
+    "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --micro-batch-size 3"),
 }
 MODELS = {"dense": DENSE, "moe": MOE}
 FAST = [("dense", "encoder-dp1-llm-dp2"), ("dense", "encoder-tp2-llm-tp2"), ("dense", "colocated-encoder-dp2-llm-tp2"),
-        ("dense", "colocated-llm-pp2"), ("dense", "homogeneous-pp2"), ("moe", "encoder-pp2-llm-pp2"),
+        ("dense", "colocated-llm-pp2"), ("dense", "homogeneous-pp2"), ("dense", "encoder-tp2-llm-cp2"),
+        ("dense", "colocated-llm-cp2-tp2"), ("moe", "encoder-pp2-llm-pp2"),
         ("moe", "llm-ep2"), ("moe", "colocated-llm-ep2-pp2")]
 
 
@@ -79,6 +94,8 @@ def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], mod
     world_size, flags = LAYOUTS[layout]
     if model == "dense" and "--llm-ep" in flags:
         pytest.skip("a dense model has no experts to split")
+    if model == "moe" and "--llm-cp" in flags:
+        pytest.skip("a mixture of experts has no context parallelism yet")
     oracle = oracles[model]
     outcomes = pool.run(run_layout, (*flags.split(), *MODELS[model]), world_size, world_size=world_size)
     assert_equal(oracle, outcomes)

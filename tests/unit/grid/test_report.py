@@ -46,6 +46,13 @@ def test_fan_out_serves_whole_lanes_and_fp32_moves_twice_the_bytes():
     assert "bridge: 512 B per lane and microbatch, 2,048 B (2.0 KiB) over all lanes," in text
 
 
+def test_context_parallel_ranks_and_what_they_get():
+    text = report("--llm-cp 2 --seq-length 64")
+    assert row(text, "language") == ["language", "1-2", "1", "2", "1", "1", "1", "1", "2"]
+    assert "each of 2 ranks computes 32 of the 64 tokens of a row, chunks r and 3 - r of 4 on rank r\n" in text
+    assert "  each of the 2 context-parallel ranks of a lane gets all 256 B and takes" in text
+
+
 def test_a_homogeneous_layout_has_no_bridge():
     text = report("--layout homogeneous --llm-pp 2")
     assert "layout homogeneous, 2 ranks, 1 lane\n" in text and "bridge" not in text

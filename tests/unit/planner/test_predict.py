@@ -280,6 +280,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
                            ([], "--gpus 0 and --nodes 0: give one of them"),
                            (["--gpus", "2", "--recompute", "selective"], "--recompute selective"),
                            (["--gpus", "2", "--encoder-prefetch-depth", "2"], "support --encoder-prefetch-depth 2"),
+                           (["--gpus", "2", "--llm-cp", "2"], "support --llm-cp 2"),
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
         assert main(["plan", *flags, *run]) == 2
         assert message in capsys.readouterr().err
@@ -297,3 +298,5 @@ def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
         f"{found.encoder_gib:.3g} GiB of them for images; see mimo plan")
     assert line("10b-even", "--recompute", "selective") == (
         "memory: not estimated: mimo plan does not support --recompute selective, only none and full")
+    assert line("10b-even", "--layout", "colocated", "--encoder-dp", "2", "--llm-cp", "2") == (
+        "memory: not estimated: mimo plan does not support --llm-cp 2, only 1")

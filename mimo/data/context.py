@@ -1,0 +1,56 @@
+"""Which tokens of a row each context-parallel rank computes.
+
+A causal token attends to all tokens before it, so the end of a sequence costs more than its start. Each sequence is
+therefore cut into `2 * cp` chunks, and rank r takes chunk r and chunk `2 * cp - 1 - r`. Megatron Core's rotary
+positions and Transformer Engine's attention expect this order, with the sequences of a packed row one behind the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mimo.data.batch import ContextPart, TextBatch
+
+
+def positions(stops: Sequence[int], cp: int, rank: int) -> torch.Tensor:
+    """Return the places of a context-parallel rank's tokens in their row, int64 `[stops[-1] / cp]`.
+
+    Args:
+        stops: where each sequence of the row ends; each has a multiple of `2 * cp` tokens.
+        cp: context parallel size.
+        rank: context-parallel rank.
+    """
+    found = []
+    for start, stop in itertools.pairwise((0, *stops)):
+        chunk, rest = divmod(stop - start, 2 * cp)
+        assert not rest, f"{stop - start} tokens from {start} on are not a multiple of 2 * {cp}"
+        found += [torch.arange(start + rank * chunk, start + (rank + 1) * chunk),
+                  torch.arange(stop - (rank + 1) * chunk, stop - rank * chunk)]
+    return torch.cat(found)
+
+
+def with_part(text: TextBatch, cp: int, rank: int) -> TextBatch:
+    """Return a microbatch with the tokens of one context-parallel rank in `part`; itself if `cp` is 1.
+
+    Raises:
+        ValueError: the rows are packed, which context parallelism does not support yet; names the sample.
+    """
+    if cp == 1:
+        return text
+    if text.packed is not None:
+        raise ValueError(f"--llm-cp {cp} with packed rows (sample {text.keys[0]}) is not supported yet: use --llm-cp "
+                         "1, or turn packing off")
+    samples, length = text.input_ids.shape
+    index = positions((length,), cp, rank)
+    local = torch.full((length,), -1)
+    local[index] = torch.arange(len(index))
+    rows, slots = {}, {}
+    for module, placeholders in text.placeholders.items():
+        places = local[placeholders // samples]
+        rows[module] = (places >= 0).nonzero().flatten()
+        slots[module] = (places * samples + placeholders % samples)[rows[module]]
+    return replace(text, part=ContextPart(index, rows, slots))
